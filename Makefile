@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 QUICK  := not slow and not faults and not docker and not gpu and not browser
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-faults test-browser check format bench bench-morph bench-quality bench-paper bench-transform bench-serving bench-scheduler bench-placement bench-estimate bench-deploy bench-profile-load gpu demo-model compose-test clean
+.PHONY: help serve test test-faults test-browser check format bench bench-morph bench-quality bench-paper bench-transform bench-serving bench-scheduler bench-placement bench-estimate bench-deploy bench-profile-load bench-prefix bench-peers gpu demo-model compose-test clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,12 @@ bench-deploy: $(VENV)/.dev ## models deployed by intent against fixed configurat
 
 bench-profile-load: $(VENV)/.dev ## what requests feel of a model that is profiled on their worker; a quarter of an hour
 	@$(BIN)/python -m bench.profiling
+
+bench-prefix: $(VENV)/.dev ## conversations with and without the prefix cache; some minutes
+	@$(BIN)/python -m bench.prefix
+
+bench-peers: $(VENV)/.dev ## beside llama.cpp and transformers, writes README's table; LLAMA_SERVER=path; 40 minutes
+	@$(BIN)/python -m bench.peers $(if $(LLAMA_SERVER),--llama-server '$(LLAMA_SERVER)')
 
 gpu: ## kernels, engine, groups, decoding and estimates on a GPU; needs only a PYTHON with torch and triton
 	@$(PYTHON) -m bench.gpu

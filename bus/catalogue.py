@@ -1,28 +1,20 @@
-"""The catalogue: records of models, deployments and profiles in keys of their own, and orders to change them.
-
-Only the controller writes models and deployments; workers write profiles. An order is an entry of the stream
-`orders` until the controller settles it: one script deletes the entry, changes the records and writes the
-answer. So an order takes effect once, or never, if a gateway withdraws it first.
-"""
+"""The catalogue: records of models, deployments and profiles, and orders to change them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
-from redis.asyncio import Redis
-
+from bus.batch import Record, WriteBatch, key_of
 from bus.codec import DecodeError, decode, encode
 from bus.deployments import Answer, Deployment, ModelCard, Order, Profile
 from bus.link import RedisLink
-from bus.names import Names
 
 log = logging.getLogger("bus")
 
-Record = ModelCard | Deployment | Profile
 ANSWER_S = 60.0  # lifetime of an answer
 LOOK_S = 0.02  # between two looks for an answer, doubling
 LONGEST_LOOK_S = 0.2
@@ -65,14 +57,7 @@ class Contents:
 
     def with_record(self, record: Record) -> Contents:
         """Return a copy with this record in place of the one with the same key."""
-        models, deployments, profiles = dict(self.models), dict(self.deployments), dict(self.profiles)
-        if isinstance(record, ModelCard):
-            models[record.name] = record
-        elif isinstance(record, Deployment):
-            deployments[record.id] = record
-        else:
-            profiles[record.model, record.device] = record
-        return Contents(models, deployments, profiles)
+        return contents_of([*self.records, record])
 
     @property
     def records(self) -> list[Record]:
@@ -80,52 +65,41 @@ class Contents:
 
 
 class Catalogue:
-    """`bus.catalogue`. Every method raises BusUnavailable, BusFull (where it writes) and RedisProblem."""
+    """`bus.catalogue`. Every method raises BusUnavailable, BusFull (where it writes) and RedisProblem.
+
+    Only the controller writes models and deployments; workers write profiles. An order is an entry of the
+    stream `orders` until the controller settles it: one script deletes the entry, changes the records and
+    writes the answer. So an order takes effect once, or never, if a gateway withdraws it first.
+    """
 
     def __init__(self, link: RedisLink) -> None:
-        self._link = link
-        self._names: Final[Names] = link.names
-
-    # ------------------------------------------------------------------------------------- records
+        self._link, self._names = link, link.names
 
     async def read(self) -> Contents:
         """Return all records, read in one round trip, in the order of their keys (`RedisLink.picture`)."""
-        return _contents(await self._link.picture(_READ, [self._names.catalogue, self._names.boot], []))
+        rows = await self._link.picture(_READ, [self._names.catalogue, self._names.boot], [])
+        return contents_of(_readable(rows))
 
     async def write(self, *records: Record) -> None:
         """Write all records, or none."""
-
-        async def call(client: Redis) -> None:
-            async with client.pipeline(transaction=True) as pipe:
-                for record in records:
-                    key = key_of(self._names, record)
-                    pipe.set(key, encode(record))
-                    pipe.sadd(self._names.catalogue, key)
-                await pipe.execute()
-
-        if records:
-            await self._link.run(call)
-
-    # ------------------------------------------------------------------------------------- orders
+        batch = WriteBatch(self._link)
+        for record in records:
+            batch.write(record)
+        await batch.send()
 
     async def order(self, order: Order) -> str:
         """Send an order to the controller. Returns the id of its entry."""
         payload, stream = encode(order), self._names.orders
         keep = self._names.limit(stream)
-
-        async def call(client: Redis) -> Any:
-            return await client.xadd(stream, {b"m": payload}, maxlen=keep, approximate=False)
-
-        entry: bytes = await self._link.run(call)
-        return entry.decode()
+        entry: Any = await self._link.run(
+            lambda client: client.xadd(stream, {b"m": payload}, maxlen=keep, approximate=False)
+        )
+        return str(entry, "ascii")
 
     async def settle(
         self, entry: str, answer: Answer, *, write: Iterable[Record] = (), remove: Iterable[Record] = ()
     ) -> bool:
-        """End an order: write its answer and its changes of records.
-
-        Returns False, and changes nothing, if the order was withdrawn or settled before.
-        """
+        """End an order with its answer and changes. Returns False, and does nothing, if it is gone."""
         written = list(write)
         pairs = [part for record in written for part in (key_of(self._names, record), encode(record))]
         keys = [self._names.orders, self._names.answer(answer.id), self._names.catalogue]
@@ -150,31 +124,22 @@ class Catalogue:
         return None if withdrawn else await self.answer(order)
 
 
-def key_of(names: Names, record: Record) -> str:
-    if isinstance(record, ModelCard):
-        return names.model(record.name)
-    if isinstance(record, Deployment):
-        return names.deployment(record.id)
-    return names.profile(record.model, record.device)
-
-
-def _contents(rows: list[tuple[bytes, bytes | None]]) -> Contents:
+def contents_of(records: Iterable[Record]) -> Contents:
+    """Sort records by what they are; of those with the same key, keep the last."""
     contents = Contents()
-    for key, data in sorted(rows):
-        record = _record(key, data)
+    for record in records:
         if isinstance(record, ModelCard):
             contents.models[record.name] = record
         elif isinstance(record, Deployment):
             contents.deployments[record.id] = record
-        elif record is not None:
+        else:
             contents.profiles[record.model, record.device] = record
     return contents
 
 
-def _record(key: bytes, data: bytes | None) -> Record | None:
-    try:
-        found: Record = decode(data or b"", ModelCard, Deployment, Profile)
-    except DecodeError as error:
-        log.debug("%s is unreadable: %s", key.decode(), error)
-        return None
-    return found
+def _readable(rows: list[tuple[bytes, bytes | None]]) -> Iterator[Record]:
+    for key, data in sorted(rows):
+        try:
+            yield decode(data or b"", ModelCard, Deployment, Profile)
+        except DecodeError as error:
+            log.debug("%s is unreadable: %s", key.decode(), error)

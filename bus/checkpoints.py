@@ -26,22 +26,15 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Return the facts of a folder in Hugging Face's format.
-
-    A folder without weights is valid: it can be served with random ones. Raises BadCheckpoint.
-    """
+    """Return the facts of a Hugging Face folder, with or without weights. Raises BadCheckpoint."""
     if not folder.is_dir():
-        raise BadCheckpoint(
-            f"there is no folder {folder}; models are read from local folders, nothing is downloaded"
-        )
+        raise BadCheckpoint(f"there is no folder {folder}; models are local folders, nothing is downloaded")
     path = folder / "config.json"
     try:
         raw = path.read_bytes()
         config = json.loads(raw)
     except FileNotFoundError:
-        raise BadCheckpoint(
-            f"no config.json in {folder}; a model is a folder in Hugging Face's format"
-        ) from None
+        raise BadCheckpoint(f"no config.json in {folder}; a model is a Hugging Face folder") from None
     except (OSError, ValueError) as error:
         raise BadCheckpoint(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(config, dict):
@@ -50,15 +43,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         architecture_of(config)
     except ValueError as error:
         raise BadCheckpoint(f"{path}: {error}") from None
-    num_layers = config.get("num_hidden_layers")
+    num_layers, context = config.get("num_hidden_layers"), config.get("max_position_embeddings")
     if not isinstance(num_layers, int) or num_layers < 1:
         raise BadCheckpoint(f"{path} says num_hidden_layers = {num_layers!r}; it must be 1 or more")
-    context = config.get("max_position_embeddings")
-    return Checkpoint(
-        num_layers=num_layers,
-        digest=_digest(folder, raw),
-        context=context if isinstance(context, int) and context > 0 else 0,
-    )
+    return Checkpoint(num_layers, _digest(folder, raw), max(0, context) if isinstance(context, int) else 0)
 
 
 def folder_digest(folder: Path) -> str:
@@ -67,10 +55,7 @@ def folder_digest(folder: Path) -> str:
 
 
 def _digest(folder: Path, config: bytes) -> str:
-    """Digest the config's bytes and the names, sizes and times of the weights.
-
-    Other files in the folder, such as a profile or variants, may come and go.
-    """
+    """Digest the config's bytes and the names, sizes and times of the weights, no other file."""
     digest = hashlib.sha256(config)
     try:
         for path in sorted(folder.glob(WEIGHTS)):

@@ -1,10 +1,16 @@
-"""Redis' clock, estimated from the ids of stream entries. Pure."""
+"""The wall clock of messages, and Redis' clock, estimated from the ids of stream entries."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 WINDOW_S = 60.0  # clocks drift and are set: older observations say nothing
+
+
+def now_ms() -> int:
+    """Return the wall clock in milliseconds since 1970, as messages carry it."""
+    return time.time_ns() // 1_000_000
 
 
 def seconds_of(entry_id: str) -> float:

@@ -1,7 +1,6 @@
 """The codec: messages to bytes and back, as msgpack of `[SCHEMA_VERSION, type name, fields]`.
 
-Decoding has two phases. The first reads the header and leaves the fields raw, so an error names a message of
-another version or of an unexpected type. The second validates every field with the decoder of that type. It
+Decoding reads the header first, so an error names another version or type, then validates every field. It
 ignores fields that the type does not have: a newer sender may add some.
 """
 
@@ -33,11 +32,7 @@ MESSAGE_TYPES: Final[tuple[type, ...]] = (
     deployments.Profile,
     deployments.ModelCard,
     deployments.Deployment,
-    deployments.RegisterModel,
-    deployments.RemoveModel,
-    deployments.PlanModel,
-    deployments.DeployModel,
-    deployments.RetireModel,
+    *get_args(deployments.Order),
     deployments.Answer,
     deployments.Measure,
 )
@@ -63,10 +58,7 @@ class DecodeError(ValueError):
 
 
 def encode(message: object) -> bytes:
-    """Return the bytes of one message.
-
-    Raises TypeError for a type that is no message and OverflowError for an integer beyond 64 bits.
-    """
+    """Return the bytes of a message. Raises TypeError for another type, OverflowError for over 64 bits."""
     name = _NAMES.get(type(message))
     if name is None:
         raise TypeError(f"{type(message).__name__} is not a bus message; known are {', '.join(_DECODERS)}")
@@ -78,10 +70,7 @@ def decode(data: bytes, expected: type[M], /) -> M: ...
 @overload
 def decode(data: bytes, /, *expected: type[Any]) -> Any: ...
 def decode(data: bytes, /, *expected: type[Any]) -> Any:
-    """Return the message in `data`, of one of the `expected` types; without any, of any type.
-
-    Raises DecodeError, and nothing else, for any other bytes.
-    """
+    """Return the message in `data`, of an `expected` type if any is given. Raises DecodeError, else."""
     try:
         version, name, fields = _HEADER.decode(data)
     except _MALFORMED as error:

@@ -1,10 +1,4 @@
-"""Connections to Redis: opening and closing them, checking the server, translating its errors.
-
-redis-py 8 retries by default (one XADD whose replies are lost can write three entries) and gives up a read
-after 5 s. Here nothing is retried unasked, and every call has a time limit of its own by `asyncio.timeout`.
-redis-py's limit on writing must stay off: it uses `asyncio.wait_for`, which on Python 3.11 loses a
-cancellation that arrives as the write ends; the service then ignores a request to stop.
-"""
+"""Connections to Redis: opening and closing them, checking the server, translating its errors."""
 
 from __future__ import annotations
 
@@ -21,17 +15,8 @@ from redis.asyncio.connection import AbstractConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from bus.errors import (
-    BadRedisUrl,
-    BusFull,
-    BusUnavailable,
-    NotRedis,
-    RedisForbidden,
-    RedisNotThere,
-    RedisPassword,
-    RedisProblem,
-    RedisTooOld,
-)
+from bus import errors
+from bus.errors import BusFull, BusUnavailable, RedisProblem
 
 OLDEST_VERSION = (6, 2)  # XAUTOCLAIM, XTRIM MINID, XADD NOMKSTREAM
 CONNECT_TIMEOUT_S = 3.0
@@ -68,20 +53,18 @@ def public_url(url: str) -> str:
 
 
 def make_client(url: str, *, max_connections: int, pool_wait_s: float) -> Redis:
-    """Return a client with a pool of at most `max_connections`.
-
-    A command that finds the pool empty waits up to `pool_wait_s`; commands have no other time limit. Raises
-    BadRedisUrl.
-    """
+    """Return a client; a command waits up to `pool_wait_s` for a connection. Raises BadRedisUrl."""
     try:
         options: dict[str, Any] = dict(parse_url(url))
     except (ValueError, TypeError):
         # Neither the URL nor the error's text is shown: a URL that cannot be parsed may have a part of the
         # password anywhere.
-        raise BadRedisUrl(
+        raise errors.BadRedisUrl(
             "redis.url is not a Redis address; write redis://[:password@]host:port/db, "
             "and the characters / # ? @ : % of a password as %2F %23 %3F %40 %3A %25"
         ) from None
+    # redis-py retries by default: an XADD whose reply is lost would be written again. Its limit on writing
+    # uses `asyncio.wait_for`, which on Python 3.11 loses a cancellation that arrives as the write ends.
     options |= {
         "socket_timeout": None,
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
@@ -96,11 +79,7 @@ def make_client(url: str, *, max_connections: int, pool_wait_s: float) -> Redis:
 
 
 class _Pool(BlockingConnectionPool):
-    """A pool that leaves no connection open.
-
-    redis-py's own pool forgets connections that come up while it closes, and all of them if its closing is
-    cancelled.
-    """
+    """A pool that leaves no connection open: redis-py's forgets those that come up while it closes."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -134,18 +113,15 @@ def _drop(connection: AbstractConnection) -> None:
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Turn Redis and socket errors into BusUnavailable, BusFull or RedisProblem.
-
-    The `redis.exceptions.ResponseError` of a missing stream or group passes unchanged.
-    """
+    """Turn errors into BusUnavailable, BusFull or RedisProblem, but for a missing stream or group."""
     try:
         yield
     except exceptions.OutOfMemoryError as error:
         raise BusFull(f"Redis is at maxmemory: {error}") from error
     except exceptions.AuthenticationError as error:
-        raise RedisPassword(_password_text(error)) from error
+        raise errors.RedisPassword(_password_text(error)) from error
     except exceptions.NoPermissionError as error:
-        raise RedisForbidden(f"Redis refuses: {error}; widen the user's access list (ACL)") from error
+        raise errors.RedisForbidden(f"Redis refuses: {error}; widen the user's access list (ACL)") from error
     except AWAY as error:
         text = f"{type(error).__name__}: {error}" if str(error) else "no answer in time"
         raise BusUnavailable(text) from error
@@ -160,10 +136,7 @@ def translated() -> Iterator[None]:
 
 
 def is_group_missing(error: exceptions.ResponseError) -> bool:
-    """Return True if the stream or its group is gone: a flush, a restart without persistence, a deletion.
-
-    Redis words it differently for XREADGROUP, a blocked XREADGROUP on 6.2, XINFO and XGROUP.
-    """
+    """Return True if the stream or its group is gone. Redis words it differently for each command."""
     text = str(error)
     return text.startswith(("NOGROUP", "UNBLOCKED")) or "no such key" in text or "requires the key" in text
 
@@ -188,28 +161,22 @@ async def probe(client: Redis, url: str, limit_s: float) -> dict[str, Any]:
     except RedisProblem as problem:
         raise type(problem)(f"{problem} (at {where})") from problem
     except BusUnavailable as away:
-        raise _nobody(away, where) from away
+        if isinstance(away.__cause__, exceptions.InvalidResponse):
+            raise errors.NotRedis(f"{where} does not answer as Redis does: {away.__cause__}") from away
+        how = "start one, or set redis.url (INSTAR_REDIS_URL) to where it runs"
+        raise errors.RedisNotThere(f"no Redis at {where} ({away}); {how}") from away
     except (exceptions.RedisError, ValueError, TypeError, AttributeError) as error:
-        raise NotRedis(f"{where} does not answer as Redis does: {type(error).__name__}: {error}") from error
+        raise errors.NotRedis(
+            f"{where} does not answer as Redis does: {type(error).__name__}: {error}"
+        ) from error
     version = str(facts.get("redis_version", ""))
     if not version:
-        raise NotRedis(f"{where} does not answer as Redis does: INFO names no redis_version")
-    if _numbers(version) < OLDEST_VERSION:
+        raise errors.NotRedis(f"{where} does not answer as Redis does: INFO names no redis_version")
+    numbers = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
+    if numbers < OLDEST_VERSION:
         oldest = ".".join(map(str, OLDEST_VERSION))
-        raise RedisTooOld(f"Redis at {where} is version {version}; {oldest} or newer is needed")
+        raise errors.RedisTooOld(f"Redis at {where} is version {version}; {oldest} or newer is needed")
     return facts
-
-
-def _nobody(away: BusUnavailable, where: str) -> RedisProblem:
-    if isinstance(away.__cause__, exceptions.InvalidResponse):
-        return NotRedis(f"{where} does not answer as Redis does: {away.__cause__}")
-    return RedisNotThere(
-        f"no Redis at {where} ({away}); start one, or set redis.url (INSTAR_REDIS_URL) to where it runs"
-    )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
 
 
 async def close(client: Redis) -> None:

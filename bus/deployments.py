@@ -20,9 +20,6 @@ DeploymentState = Literal["waiting", "loading", "serving", "retiring", "retired"
 LinkKind = Literal["all_reduce", "hop"]
 
 
-# --------------------------------------------------------------------------- intents
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intent:
     """The goal of a deployment (iServe §4.1).
@@ -58,9 +55,6 @@ class Configuration:
         return self.tp * self.pp
 
 
-# --------------------------------------------------------------------------- measurements
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencySample:
     """Latencies of a batch of equal dummy requests to a fingerprint, a model of its first layers.
@@ -94,10 +88,7 @@ class MemorySample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSample:
-    """Times of communication between two workers: an all-reduce of two ranks, or a hop between stages.
-
-    `seconds` has the time of each repetition with `nbytes` bytes.
-    """
+    """Seconds of each all-reduce of two ranks, or hop between stages, with `nbytes` bytes."""
 
     kind: LinkKind
     nbytes: int
@@ -118,18 +109,13 @@ class Profile:
     latency: list[LatencySample]
     memory: list[MemorySample]
     degrees: list[int] = field(default_factory=list)  # tensor-parallel degrees of its weights; empty: unknown
-    loss: dict[Precision, float] = field(
-        default_factory=dict
-    )  # added perplexity, as a share; absent: unknown
+    loss: dict[Precision, float] = field(default_factory=dict)  # share of perplexity added; absent: unknown
     device_seconds: float = 0.0  # spent on measuring
     peak_bytes: int = 0  # most pages in use at once
     ended_ms: int = 0
     links: list[LinkSample] = field(default_factory=list)  # empty: no other worker to measure with
     row_bytes: int = 0  # of a token between two layers; 0: unknown
     max_num_batched_tokens: int = 0  # of a step; 0: unknown
-
-
-# --------------------------------------------------------------------------- estimates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,9 +141,6 @@ class Estimate:
     gpu_hours: Quantity  # per request: devices times latency
     loss: Quantity | None = None  # added perplexity against full precision, as a share; None: unknown
     refusal: str = ""  # why this configuration cannot be deployed now; "": it can
-
-
-# --------------------------------------------------------------------------- registry: keys, no streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,15 +177,43 @@ class Deployment:
     since_ms: int = 0  # in this state
     attempts: int = 0  # to load it, in a row
     loads: int = 0  # number of loads ordered so far; part of the ids of commands
-    epochs: dict[str, int] = field(
-        default_factory=dict
-    )  # of the workers of `stages` when they got the command
+    epochs: dict[str, int] = field(default_factory=dict)  # of the workers of `stages` at the command
     replaces: str = ""  # the deployment that it replaces, which serves until then
     heir: str = ""  # the deployment that replaced it
     is_ungrouped: bool = False  # workers refused to form a group for it: it is served without
 
+    @property
+    def workers(self) -> list[str]:
+        """The workers in the order of their stages."""
+        return [worker for stage in self.stages for worker in stage.workers]
 
-# --------------------------------------------------------------------------- gateway -> controller
+    @property
+    def is_pipeline(self) -> bool:
+        """True for several stages: ranks have their shares from the start, nothing transforms it."""
+        return len(self.stages) > 1
+
+    @property
+    def shown_by(self) -> list[str]:
+        """The workers whose cards show it: all of a group, or the leader of a pipeline."""
+        return self.workers[:1] if self.is_pipeline else self.workers
+
+    @property
+    def degree_by_transform(self) -> int:
+        """The degree of the group to be made of its workers once they serve alone."""
+        return self.configuration.tp if self.configuration and not self.is_pipeline else 1
+
+    def instance_at(self, worker: str) -> str:
+        """Return the id of its instance on `worker`."""
+        return f"{self.model}@{worker}"
+
+    def deploy_id(self, worker: str) -> str:
+        """Return the id of its latest Deploy to `worker`."""
+        return f"{self.id}-{self.loads}-{worker}"
+
+    @property
+    def transform_id(self) -> str:
+        """The id of the Transform that makes its group."""
+        return f"{self.id}-{self.loads}-up"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,10 +264,7 @@ Order = RegisterModel | RemoveModel | PlanModel | DeployModel | RetireModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The controller's answer to an order; key `answer:{order id}`, for a minute.
-
-    `status` is an HTTP status; `error` is set with 400 and above.
-    """
+    """The answer to an order; key `answer:{order id}`, for a minute. `status` is that of HTTP."""
 
     id: str
     status: int
@@ -264,9 +272,6 @@ class Answer:
     model: ModelCard | None = None
     deployment: Deployment | None = None
     estimates: list[Estimate] = field(default_factory=list)  # best first
-
-
-# --------------------------------------------------------------------------- controller -> worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,10 +40,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
-    """Return the supported architecture that a config.json names, "" if it names none.
-
-    Raises ValueError with what it names and what is supported.
-    """
+    """Return the supported architecture that a config names; "": none. Raises ValueError with both lists."""
     named, model_type = config.get("architectures"), config.get("model_type")
     if not isinstance(named, list) or not named:
         named = [name for name, family in FAMILIES.items() if family.model_type == model_type]

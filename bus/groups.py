@@ -1,8 +1,4 @@
-"""The tensor-parallel groups that workers could form, and how long a sequence each group holds. Pure.
-
-A group of degree d needs d workers of one host that serve the same model, are prepared for that degree, and
-can connect to each other.
-"""
+"""The tensor-parallel groups that workers could form, and how long a sequence each group holds. Pure."""
 
 from __future__ import annotations
 
@@ -14,10 +10,7 @@ from bus.messages import InstanceCard, WorkerCard
 
 
 def kv_tokens_at(worker: WorkerCard, card: InstanceCard, degree: int) -> int:
-    """Return how many tokens of KV a group of `degree` members with this worker's memory holds.
-
-    The memory is what the worker had when it loaded. 0: it takes no part in such a group.
-    """
+    """Return the tokens of KV in a group of `degree` such workers; 0: it takes no part in such a group."""
     if degree not in card.degrees or (degree > 1 and not worker.link):
         return 0
     return card.tokens_at.get(degree, 0)
@@ -29,25 +22,16 @@ def capacity_at(worker: WorkerCard, card: InstanceCard, degree: int) -> int:
 
 
 def longest_tokens(workers: Iterable[WorkerCard], model: str, max_tp: int = 0) -> int:
-    """Return the most tokens of a sequence in any group that these workers could form; 0: they form none.
-
-    max_tp: the highest degree to consider; 0: any.
-    """
-    hosts: dict[str, list[tuple[WorkerCard, InstanceCard]]] = defaultdict(list)
+    """Return the most tokens of a sequence in a group of these workers; 0: none. max_tp 0: any degree."""
+    capacities: dict[tuple[str, int], list[int]] = defaultdict(list)  # by host and degree
     for worker in workers:
-        hosts[worker.host] += [(worker, card) for card in worker.instances if card.model == model]
-    longest = 0
-    for there in hosts.values():
-        for degree in {degree for _, card in there for degree in card.degrees}:
-            if 1 < degree <= (max_tp or degree):
-                longest = max(longest, _longest_at(there, degree))
-    return longest
-
-
-def _longest_at(there: list[tuple[WorkerCard, InstanceCard]], degree: int) -> int:
-    """Return the capacity of the best `degree` of them, which the one with the least memory limits."""
-    capacities = sorted((capacity_at(worker, card, degree) for worker, card in there), reverse=True)
-    return capacities[degree - 1] if len(capacities) >= degree else 0
+        for card in worker.instances:
+            for degree in card.degrees if card.model == model else ():
+                if 1 < degree <= (max_tp or degree):
+                    capacities[worker.host, degree].append(capacity_at(worker, card, degree))
+    # The member with the least memory limits its group: the best group has the `degree` largest.
+    best = (sorted(found)[-degree] for (_, degree), found in capacities.items() if len(found) >= degree)
+    return max(best, default=0)
 
 
 def natural(name: str) -> tuple[tuple[int, int | str], ...]:

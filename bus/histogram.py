@@ -1,12 +1,7 @@
 """Histograms that merge, with a bounded relative error: pure helpers on `messages.Histogram`.
 
-A worker observes into an `Accumulator` and reports snapshots, which count since its epoch began. A reader
-takes the difference of two snapshots for a window, merges windows of several workers, and asks for quantiles.
-Percentiles themselves are never sent: they do not merge.
-
-The buckets are those of DDSketch (Masson, Rim and Lee, VLDB 2019, section 2.1): bucket i counts the values in
-(gamma^(i-1), gamma^i], where gamma = (1 + a) / (1 - a), and 2 gamma^i / (gamma + 1) is within the relative
-error `a` of each of them. Only buckets that were hit are kept, so that merging is a sum by bucket.
+Workers report snapshots of an `Accumulator`; readers take differences, merge them and ask for quantiles. The
+buckets are those of DDSketch (Masson, Rim and Lee, VLDB 2019, section 2.1).
 """
 
 from __future__ import annotations
@@ -20,6 +15,7 @@ from bus.messages import Histogram
 
 RELATIVE_ERROR: Final = 0.01
 SMALLEST: Final = 1e-6  # a microsecond; smaller values count as 0, or times near 0 would fill buckets
+# Bucket i counts (gamma^(i-1), gamma^i]; 2 gamma^i / (gamma + 1) is within RELATIVE_ERROR of all of it.
 _GAMMA: Final = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
 _LOG_GAMMA: Final = math.log(_GAMMA)
 _ZERO: Final = math.floor(math.log(SMALLEST) / _LOG_GAMMA) - 1  # the bucket of what counts as 0
@@ -65,10 +61,7 @@ def merge(histograms: Iterable[Histogram]) -> Histogram:
 
 
 def difference(newer: Histogram, older: Histogram) -> Histogram:
-    """Return what was observed between two snapshots of one accumulator.
-
-    Raises HistogramMismatch if a count went down: they are of different epochs, or swapped.
-    """
+    """Return what was observed between two snapshots. Raises HistogramMismatch if a count went down."""
     counts = {bucket: newer.counts.get(bucket, 0) - before for bucket, before in older.counts.items()}
     if min(counts.values(), default=0) < 0:
         raise HistogramMismatch("a count went down: the snapshots are of different epochs, or swapped")
@@ -77,10 +70,7 @@ def difference(newer: Histogram, older: Histogram) -> Histogram:
 
 
 def quantile(histogram: Histogram, q: float) -> float | None:
-    """Return the `q` quantile (0..1), linear between ranks, within RELATIVE_ERROR of the exact one.
-
-    None if nothing was observed: absent is not zero. Raises ValueError for a `q` out of range.
-    """
+    """Return the `q` quantile (0..1); None if nothing was observed. Raises ValueError for another `q`."""
     if not 0.0 <= q <= 1.0:
         raise ValueError(f"a quantile lies between 0 and 1, got {q}")
     observed = count(histogram)

@@ -1,12 +1,11 @@
 """Removal of the streams and cards that dead workers and gateways leave in Redis.
 
-A stream belongs to the holder of a lease: `requests:{model}@{worker}` and `control:{worker}` to the worker,
-`tokens:{gateway}` to the gateway. The script that removes a stream checks the lease too, so an owner that
-comes back in that moment loses nothing.
+The script that removes a stream checks its owner's lease too, so an owner that comes back loses nothing.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from bus.names import Names
@@ -28,18 +27,16 @@ SCAN_COUNT = 500
 
 
 def lease_of(names: Names, key: str) -> str | None:
-    """Return the lease key of a stream's owner; None for a key without an owner."""
+    """Return the lease key of a stream's owner; None for a key without an owner.
+
+    `requests:{model}@{worker}` and `control:{worker}` are the worker's, `tokens:{gateway}` the gateway's.
+    """
     kind, _, owner = key.removeprefix(names.prefix).partition(":")
-    if not owner:
+    if not owner or kind not in ("requests", "control", "tokens"):
         return None
-    match kind:
-        case "requests":
-            return names.lease(owner.rpartition("@")[2])
-        case "control":
-            return names.lease(owner)
-        case "tokens":
-            return names.gateway_lease(owner)
-    return None
+    if kind == "tokens":
+        return names.gateway_lease(owner)
+    return names.lease(owner.rpartition("@")[2] if kind == "requests" else owner)
 
 
 async def without_owner(registry: Registry) -> dict[str, str]:
@@ -49,18 +46,18 @@ async def without_owner(registry: Registry) -> dict[str, str]:
     if not leases:
         return {}
     wanted = sorted(set(leases.values()))
-    found = await registry.link.run(lambda client: client.mget(wanted))
+    found = await registry.run(lambda client: client.mget(wanted))
     held = {lease for lease, value in zip(wanted, found, strict=True) if value is not None}
     return {key: lease for key, lease in leases.items() if lease not in held}
 
 
 async def _keys(registry: Registry) -> set[str]:
     """Return all keys by SCAN, which finds every key that is there from its beginning to its end."""
-    pattern = _escaped(registry.names.prefix) + "*"
+    pattern = re.sub(r"([*?\[\]\\^])", r"\\\1", registry.names.prefix) + "*"
     keys: set[str] = set()
     cursor = 0
     while True:
-        page: Any = await registry.link.run(
+        page: Any = await registry.run(
             lambda client, cursor=cursor: client.scan(cursor, match=pattern, count=SCAN_COUNT)  # type: ignore[misc]
         )
         cursor, found = int(page[0]), page[1]
@@ -69,17 +66,13 @@ async def _keys(registry: Registry) -> set[str]:
             return keys
 
 
-def _escaped(prefix: str) -> str:
-    return "".join(f"\\{letter}" if letter in "*?[]\\^" else letter for letter in prefix)
-
-
 async def remove_streams(registry: Registry, lease: str, *keys: str) -> bool:
     """Delete the streams. Returns False, and does nothing, if the lease is held."""
-    return bool(await registry.link.script(_REMOVE, [lease, registry.names.workers, *keys], [""]))
+    return bool(await registry.script(_REMOVE, [lease, registry.names.workers, *keys], [""]))
 
 
 async def remove_worker(registry: Registry, worker: str) -> bool:
     """Remove a dead worker's card and membership. Returns False, and does nothing, if its lease is held."""
     names = registry.names
     keys = [names.lease(worker), names.workers, names.card(worker)]
-    return bool(await registry.link.script(_REMOVE, keys, [worker]))
+    return bool(await registry.script(_REMOVE, keys, [worker]))

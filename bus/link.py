@@ -1,9 +1,4 @@
-"""One process's link to Redis: short commands, and a watcher that knows whether Redis answers.
-
-Only the watcher probes a Redis that went away, so an outage costs one line of log and one connection attempt
-a second, however many readers wait. The watcher also tells a Redis that came back with another run id or
-without its data from one that was only slow: `on_restart`.
-"""
+"""One process's link to Redis: short commands, and a watcher that knows whether Redis answers."""
 
 from __future__ import annotations
 
@@ -11,18 +6,21 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from redis import exceptions
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
+from bus.clock import now_ms
 from bus.connection import close, make_client, probe, public_url, translated
 from bus.errors import BusFull, BusUnavailable, RedisNotThere, RedisProblem
+from bus.messages import Event, Number
 from bus.names import Names
+from bus.settings import RedisSettings
 
 log = logging.getLogger("bus")
 
@@ -36,10 +34,8 @@ QUIET_S = 5.0  # outages that follow each other faster are logged once
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Redis restarted or lost its data."""
+    """Redis restarted. `data_lost`: streams, groups and leases are gone (no persistence, FLUSHALL, ...)."""
 
-    # True: streams, groups and leases are gone (restart without persistence, FLUSHALL, an empty replica took
-    # over). False: Redis restarted and kept what it had saved.
     data_lost: bool
     run_id: str
 
@@ -51,21 +47,18 @@ class _Identity:
 
 
 class RedisLink:
-    """Short commands that fail at once while Redis is away.
+    """Short commands that fail at once while Redis is away. `source`: the service's name in events.
 
-    source: the service's name in events. watch_s: how often the watcher asks a healthy Redis whether it still
-    has its data.
+    Only the watcher probes a Redis that went away: one connection attempt a second and one line of log,
+    however many readers wait. It also tells a restart or a loss of data from a pause: `on_restart`.
     """
 
-    def __init__(
-        self, url: str, names: Names, *, source: str, socket_timeout_s: float, watch_s: float
-    ) -> None:
-        self.url = url
-        self.names = names
-        self.source = source
+    def __init__(self, settings: RedisSettings, source: str) -> None:
+        self.url, self.source = settings.url, source
+        self.names: Final = Names(settings.prefix)
         self.restarts = 0  # how often the watcher saw that Redis restarted or lost its data
-        self.socket_timeout_s = socket_timeout_s
-        self._watch_s = watch_s
+        self.block_ms = settings.block_ms
+        self._timeout_s = settings.socket_timeout_s
         self._client = self.client(SHORT_CONNECTIONS)
         self._scripts: dict[str, AsyncScript] = {}
         self._identity: _Identity | None = None
@@ -80,7 +73,7 @@ class RedisLink:
 
     def client(self, max_connections: int) -> Redis:
         """Return a client with a pool of its own, for a blocking reader."""
-        return make_client(self.url, max_connections=max_connections, pool_wait_s=self.socket_timeout_s)
+        return make_client(self.url, max_connections=max_connections, pool_wait_s=self._timeout_s)
 
     async def start(self, wait_s: float = 10.0) -> None:
         """Wait up to `wait_s` for a Redis that is starting. Raises RedisProblem."""
@@ -88,7 +81,7 @@ class RedisLink:
         waits = False
         while True:
             try:
-                await probe(self._client, self.url, self.socket_timeout_s)
+                await probe(self._client, self.url, self._timeout_s)
                 self._identity = await self._identify()
                 break
             except (RedisNotThere, BusUnavailable, BusFull) as error:
@@ -98,7 +91,7 @@ class RedisLink:
                     raise RedisProblem(f"Redis at {public_url(self.url)} cannot be used: {error}") from error
                 if not waits:
                     log.info("waiting up to %.0f s for Redis at %s", wait_s, public_url(self.url))
-                    waits = True
+                waits = True
                 await asyncio.sleep(0.2)
         self._up.set()
         self._watcher = asyncio.create_task(self._watch(), name="bus-watch")
@@ -112,29 +105,45 @@ class RedisLink:
 
     @property
     def up(self) -> bool:
-        """True unless a command failed and the watcher has not reached Redis since."""
+        """False from a failed command until the watcher has reached Redis: writes fail at once."""
         return self._up.is_set()
 
     async def wait_up(self) -> None:
+        """Wait until Redis answers."""
         await self._up.wait()
 
     def on_restart(self, callback: Callable[[Restart], None]) -> None:
-        """Register a callback that runs in the event loop before any reader gets its next batch.
-
-        It must not block: set an event or start a task.
-        """
+        """Register a callback that runs before any reader gets its next batch. It must not block."""
         self._callbacks.append(callback)
 
-    async def run(self, call: Callable[[Redis], Awaitable[T]]) -> T:
-        """Run one short command or pipeline.
+    def make_event(
+        self,
+        kind: str,
+        subject: str,
+        reason: str,
+        numbers: Mapping[str, Number],
+        morph_id: str = "",
+        cause: str = "",
+    ) -> Event:
+        """Return an event of this service, now."""
+        return Event(
+            kind=kind,
+            source=self.source,
+            subject=subject,
+            reason=reason,
+            at_ms=now_ms(),
+            numbers=dict(numbers),
+            morph_id=morph_id,
+            cause=cause,
+        )
 
-        Raises BusUnavailable (at once while Redis is known to be away), BusFull and RedisProblem.
-        """
+    async def run(self, call: Callable[[Redis], Awaitable[T]]) -> T:
+        """Run a short command. Raises BusUnavailable (at once while Redis is away), BusFull, RedisProblem."""
         if not self.up:
             raise BusUnavailable(f"Redis has not answered for {time.monotonic() - self._down_since:.1f} s")
         try:
             with translated():
-                async with asyncio.timeout(self.socket_timeout_s):
+                async with asyncio.timeout(self._timeout_s):
                     return await call(self._client)
         except BusUnavailable as error:
             self.failed(error)
@@ -143,13 +152,9 @@ class RedisLink:
     async def script(self, source: str, keys: list[str], args: list[Any]) -> Any:
         """Run a Lua script, which is atomic in Redis. Raises as `run` does."""
 
-        async def call(client: Redis) -> Any:
-            known = self._scripts.get(source)
-            if known is None:
-                known = self._scripts[source] = client.register_script(source)
-            return await known(keys=keys, args=args)
-
-        return await self.run(call)
+        if source not in self._scripts:
+            self._scripts[source] = self._client.register_script(source)
+        return await self.run(lambda _: self._scripts[source](keys=keys, args=args))
 
     def failed(self, error: Exception) -> None:
         """Make all commands fail at once, after one failed, until the watcher has reached Redis again."""
@@ -177,11 +182,7 @@ class RedisLink:
         raise BusUnavailable(f"Redis was another server in each of {PICTURES} answers")
 
     async def doubt(self) -> None:
-        """Have the watcher look at Redis, and wait until Redis answers.
-
-        For a reader whose own connection failed, or to which the server looks like another one. If only that
-        connection is lost (CLIENT KILL, no more clients), others are not disturbed.
-        """
+        """Have the watcher look at Redis, and wait until Redis answers. Other commands are not disturbed."""
         look = self._look
         self._trouble.set()
         await look.wait()
@@ -193,7 +194,7 @@ class RedisLink:
             began_s = time.monotonic()
             if self.up:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(self._watch_s):
+                    async with asyncio.timeout(self.block_ms / 1000):
                         await self._trouble.wait()
             if time.monotonic() - began_s > LONGEST_RETRY_S:  # it was up for a while: a new outage
                 pause_s = FIRST_RETRY_S
@@ -232,7 +233,7 @@ class RedisLink:
 
     async def _identify(self) -> _Identity:
         with translated():
-            async with asyncio.timeout(self.socket_timeout_s):
+            async with asyncio.timeout(self._timeout_s):
                 async with self._client.pipeline(transaction=False) as pipe:
                     pipe.info("server")
                     pipe.get(self.names.boot)

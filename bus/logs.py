@@ -1,8 +1,6 @@
-"""Logging of all services: to stderr, one line a record, as text or JSON.
+"""Logging of all services: to stderr, one line a record, as text or JSON. Never log secrets.
 
-    log.info("finished", extra={"request_id": request_id, "tokens": 12})
-
-`extra` becomes `key=value` in text and keys in JSON. Never log secrets.
+What a call passes as `extra` becomes `key=value` in text and keys in JSON.
 """
 
 from __future__ import annotations
@@ -16,12 +14,7 @@ from typing import Any, Final
 from bus.settings import LogSettings
 
 # The attributes of every LogRecord; all others came with `extra`.
-_OWN: Final = frozenset(logging.makeLogRecord({}).__dict__) | {
-    "message",
-    "asctime",
-    "taskName",
-    "color_message",
-}
+_OWN: Final = {*logging.makeLogRecord({}).__dict__, "message", "asctime", "taskName", "color_message"}
 
 # Libraries that log much at levels below warning.
 _QUIET: Final = ("asyncio", "httpx", "httpcore", "redis", "uvicorn.access", "transformers", "numba")
@@ -55,8 +48,7 @@ class Text(logging.Formatter):
         where = "" if record.name in (self._service, "root") else f" {record.name}:"
         level = "" if record.levelno == logging.INFO else f" {record.levelname}"
         line = f"{clock}.{int(record.msecs):03d} {self._service}{level}{where} {record.getMessage()}"
-        for key, value in extras(record).items():
-            line += f" {key}={value}"
+        line += "".join(f" {key}={value}" for key, value in extras(record).items())
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line

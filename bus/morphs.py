@@ -1,14 +1,12 @@
-"""The kinds of morphs: the one table that every process reads.
+"""The kinds of morphs: the one table that every process reads. Standard library only.
 
-To add a kind, add its command to `bus.messages.commands` and its entry to `MORPHS`. What an operator sends
-is a dataclass whose fields carry their limits and words. The admin API's paths and validation, the audit's
-words, the labels of /metrics, the dashboard's forms, bars and colours, and the help of `instar morph` derive
-from this table. Standard library only.
+What an operator sends is a dataclass whose fields carry their limits and words. API, audit, /metrics,
+dashboard and command line derive from MORPHS.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final, Literal
 
@@ -40,85 +38,57 @@ class OrderField:
     is_shown: bool = True
 
 
-def _about(label: str, summary: str, kind: Any, **declaration: Any) -> dict[str, OrderField]:
-    return {"order": OrderField(label=label, summary=summary, type=kind, **declaration)}
+def _required(label: str, summary: str, kind: Any, **limits: Any) -> Any:
+    declared = OrderField(label=label, summary=summary, type=kind, is_required=True, **limits)
+    return field(metadata={"order": declared})
+
+
+def _optional(label: str, summary: str, kind: Any, *, default: Any = None, **declaration: Any) -> Any:
+    declared = OrderField(label=label, summary=summary, type=kind, **declaration)
+    return field(default=default, metadata={"order": declared})
 
 
 def _wait() -> Any:
-    about = _about(
-        "Wait",
-        "seconds it may wait for free memory",
-        "number",
-        maximum=MAX_WAIT_S,
-        is_shown=False,
-    )
-    return field(default=0.0, metadata=about)
+    summary = "seconds it may wait for free memory"
+    return _optional("Wait", summary, "number", default=0.0, maximum=MAX_WAIT_S, is_shown=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapOrder:
     """Either `layers` or `count`; without `parts` both halves of a layer."""
 
-    layers: list[int] | None = field(
-        default=None,
-        metadata=_about("Layers", "their numbers", "layers", max_items=MAX_LAYERS),
+    layers: list[int] | None = _optional("Layers", "their numbers", "layers", max_items=MAX_LAYERS)
+    count: int | None = _optional(
+        "Count",
+        "the next N in the instance's order; to full precision, the last N that were swapped",
+        "integer",
+        minimum=1,
+        is_shown=False,
     )
-    count: int | None = field(
-        default=None,
-        metadata=_about(
-            "Count",
-            "the next N in the instance's order; to full precision, the last N that were swapped",
-            "integer",
-            minimum=1,
-            is_shown=False,
-        ),
-    )
-    precision: Precision = field(
-        metadata=_about("To", "the precision to hold them in", "precision", is_required=True)
-    )
-    parts: list[Part] | None = field(
-        default=None, metadata=_about("Part", "attention or ffn", "parts", max_items=len(PARTS))
-    )
+    precision: Precision = _required("To", "the precision to hold them in", "precision")
+    parts: list[Part] | None = _optional("Part", "attention or ffn", "parts", max_items=len(PARTS))
     wait_s: float = _wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResizeOrder:
-    blocks: int = field(
-        metadata=_about("KV blocks", "rounded to whole pages", "blocks", minimum=1, is_required=True)
-    )
+    blocks: int = _required("KV blocks", "rounded to whole pages", "blocks", minimum=1)
     wait_s: float = _wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformOrder:
-    workers: list[str] = field(
-        metadata=_about(
-            "Workers",
-            "all that are to form groups of that degree",
-            "workers",
-            max_items=MAX_DEGREE,
-            is_required=True,
-        )
+    workers: list[str] = _required(
+        "Workers", "all that form groups of that degree", "workers", max_items=MAX_DEGREE
     )
-    tp: int = field(
-        metadata=_about(
-            "Degree", "workers of one instance", "degree", minimum=1, maximum=MAX_DEGREE, is_required=True
-        )
-    )
-    model: str | None = field(
-        default=None,
-        metadata=_about("Model", "the model, where the workers serve several", "text", is_shown=False),
-    )
-    layers_per_step: int | None = field(
-        default=None,
-        metadata=_about(
-            "Layers a step",
-            "layers that change between two steps [worker.layers_per_step]",
-            "integer",
-            minimum=1,
-            is_shown=False,
-        ),
+    tp: int = _required("Degree", "workers of one instance", "degree", minimum=1, maximum=MAX_DEGREE)
+    model: str | None = _optional("Model", "the model, if the workers serve several", "text", is_shown=False)
+    layers_per_step: int | None = _optional(
+        "Layers a step",
+        "layers that change between two steps [worker.layers_per_step]",
+        "integer",
+        minimum=1,
+        is_shown=False,
     )
     wait_s: float = _wait()
 
@@ -253,7 +223,7 @@ def progress_of(kind: str, numbers: dict[str, Any]) -> float | None:
 
 def describe() -> list[dict[str, Any]]:
     """MORPHS as JSON values, in their order, for programs that draw forms and bars."""
-    left_out: Iterable[str] = {"command", "words", "order", "causes"}
+    left_out = ("command", "words", "order", "causes")
     names = [one.name for one in fields(MorphEntry) if one.name not in left_out]
     return [
         {name: getattr(entry, name) for name in names} | {"fields": [asdict(one) for one in entry.fields]}

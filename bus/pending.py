@@ -40,11 +40,7 @@ def as_numbers(entry_id: str) -> tuple[int, int]:
 
 
 async def settle(client: Redis, stream: str, ids: list[str]) -> None:
-    """Acknowledge, then delete entries in one round trip.
-
-    A MULTI would fail at maxmemory, where Redis refuses to queue any command, even one that frees memory. If
-    the connection breaks between the two, `drop_stranded` deletes the rest.
-    """
+    """Acknowledge, then delete entries in one round trip; a MULTI would be refused at maxmemory."""
     async with client.pipeline(transaction=False) as pipe:
         pipe.xack(stream, GROUP, *ids)
         pipe.xdel(stream, *ids)
@@ -65,9 +61,8 @@ async def consumers_of(client: Redis, stream: str) -> list[str]:
 async def discard_pending(link: RedisLink, stream: str, consumer: str) -> int:
     """Acknowledge and delete everything that is pending with one consumer, then remove the consumer.
 
-    It goes by consumer (XPENDING), not by age (XAUTOCLAIM), so entries that a live incarnation reads are not
-    touched. The consumer goes last: DELCONSUMER drops what is still pending. Returns the number of
-    entries. Raises BusUnavailable.
+    It goes by consumer (XPENDING), not by age (XAUTOCLAIM), so a live incarnation keeps its entries. The
+    consumer goes last. Returns the number of entries. Raises BusUnavailable.
     """
     total = 0
     while ended := int(await link.script(_DISCARD, [stream], [GROUP, consumer, CHUNK])):
@@ -76,11 +71,7 @@ async def discard_pending(link: RedisLink, stream: str, consumer: str) -> int:
 
 
 async def drop_stranded(client: Redis, stream: str) -> int:
-    """Delete entries that were delivered and are pending with no consumer. Returns their number.
-
-    They are left when a consumer is removed with its pending list, or when its XACK arrives without the XDEL,
-    and would count as backlog without end. Does nothing while any entry is pending.
-    """
+    """Delete delivered entries that no consumer has, if none is pending. Returns their number."""
     try:
         groups: Any = await client.xinfo_groups(stream)
     except exceptions.ResponseError as error:

@@ -1,10 +1,7 @@
 """The morph policy: when the controller changes the shape of an instance, and how far. Standard library only.
 
-Each field of `Policy` is declared once, with its default, limits, unit, meaning and what the modes make of
-it. The controller's rules, the validation of `PUT /admin/policy`, `instar morph policy --help` and the
-dashboard's form (`GET /admin/policy/fields`) all derive from FIELDS, the table of these declarations. The
-defaults are those of MorphServe (§4.1, appendix D), the modes those of its §5; the numbers of the modes are
-Instar's own.
+Rules, validation, command line and dashboard derive from FIELDS. The defaults are those of MorphServe (§4.1,
+appendix D), the modes those of its §5; the numbers of the modes are Instar's own.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ MAX_DELAY_S: Final = 3600
 
 @dataclass(frozen=True, slots=True)
 class ModeEffect:
-    """What one mode makes of a field, in words and as a function of the policy and the number of layers."""
+    """A field in one mode, in words and as a function of the policy and the number of layers."""
 
     summary: str
     value: Callable[[Policy, int], float]
@@ -62,8 +59,19 @@ class PolicyField:
         return f"{self.minimum} to {self.maximum}" if self.maximum != MAX_COUNT else f"{self.minimum} or more"
 
 
-def _about(**declaration: Any) -> dict[str, PolicyField]:
-    return {"policy": PolicyField(**declaration)}
+def _field(
+    default: Any, group: str, label: str, unit: str, limits: tuple[int, int], summary: str, **more: Any
+) -> Any:
+    minimum, maximum = limits
+    declared = PolicyField(
+        group=group, label=label, summary=summary, unit=unit, minimum=minimum, maximum=maximum, **more
+    )
+    return field(default=default, metadata={"policy": declared})
+
+
+def _choice(default: str, group: str, label: str, summary: str, choices: Mapping[str, str]) -> Any:
+    declared = PolicyField(group=group, label=label, summary=summary, choices=choices)
+    return field(default=default, metadata={"policy": declared})
 
 
 def _layers_of(shares: Mapping[str, float], name: str) -> dict[str, ModeEffect]:
@@ -79,7 +87,17 @@ def _layers_of(shares: Mapping[str, float], name: str) -> dict[str, ModeEffect]:
 
 
 _WHEN, _HOW_FAR, _GROUPS = "When", "How far", "Groups"
-_DOUBLED: Final = "twice as long"
+_MODES = {
+    "default": "morphs under pressure",
+    "accuracy": "morphs later, and fewer layers",
+    "performance": "morphs sooner, and more layers",
+    "manual": "morphs only by hand",
+}
+_HALFWAY_TO_1 = ModeEffect("half-way to 1", lambda own, _: (1 + own.kv_usage_high) / 2)
+_HALFWAY = ModeEffect("half-way to kv_usage_high", lambda own, _: (own.kv_usage_low + own.kv_usage_high) / 2)
+_TWICE_HIGH = ModeEffect("twice as long", lambda own, _: 2 * own.queue_delay_high_s)
+_TWICE_LOW = ModeEffect("twice as long", lambda own, _: 2 * own.queue_delay_low_s)
+_HALF_AS_MANY = ModeEffect("half as many", lambda own, _: max(1, own.windows // 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,175 +105,110 @@ class Policy:
     """The key `policy`. The admin API writes it with the next revision; the controller reads it."""
 
     revision: int = 0
-    mode: Mode = field(
-        default="default",
-        metadata=_about(
-            group="Mode",
-            label="Mode",
-            summary="how readily the service morphs",
-            choices={
-                "default": "morphs under pressure",
-                "accuracy": "morphs later, and fewer layers",
-                "performance": "morphs sooner, and more layers",
-                "manual": "morphs only by hand",
-            },
-        ),
+    mode: Mode = _choice("default", "Mode", "Mode", "how readily the service morphs", _MODES)
+    kv_usage_high: float = _field(
+        0.85,
+        _WHEN,
+        "KV use above",
+        "share",
+        (0, 1),
+        "share of the KV blocks in use above which an instance is under pressure",
+        above_minimum=True,
+        by_mode={"accuracy": _HALFWAY_TO_1},
     )
-    kv_usage_high: float = field(
-        default=0.85,
-        metadata=_about(
-            group=_WHEN,
-            label="KV use above",
-            unit="share",
-            summary="share of the KV blocks in use above which an instance is under pressure",
-            minimum=0,
-            maximum=1,
-            above_minimum=True,
-            by_mode={"accuracy": ModeEffect("half-way to 1", lambda own, _: (1 + own.kv_usage_high) / 2)},
-        ),
+    kv_usage_low: float = _field(
+        0.5,
+        _WHEN,
+        "KV use below",
+        "share",
+        (0, 1),
+        "share of the KV blocks in use below which layers may go back",
+        below="kv_usage_high",
+        by_mode={"accuracy": _HALFWAY},
     )
-    kv_usage_low: float = field(
-        default=0.5,
-        metadata=_about(
-            group=_WHEN,
-            label="KV use below",
-            unit="share",
-            summary="share of the KV blocks in use below which layers may go back",
-            minimum=0,
-            maximum=1,
-            below="kv_usage_high",
-            by_mode={
-                "accuracy": ModeEffect(
-                    "half-way to kv_usage_high",
-                    lambda own, _: (own.kv_usage_low + own.kv_usage_high) / 2,
-                )
-            },
-        ),
+    queue_delay_high_s: float = _field(
+        0.1,
+        _WHEN,
+        "Queue delay above",
+        "s",
+        (0, MAX_DELAY_S),
+        "wait for KV blocks above which an instance is under pressure",
+        above_minimum=True,
+        by_mode={"accuracy": _TWICE_HIGH},
     )
-    queue_delay_high_s: float = field(
-        default=0.1,
-        metadata=_about(
-            group=_WHEN,
-            label="Queue delay above",
-            unit="s",
-            summary="wait for KV blocks above which an instance is under pressure",
-            minimum=0,
-            maximum=MAX_DELAY_S,
-            above_minimum=True,
-            by_mode={"accuracy": ModeEffect(_DOUBLED, lambda own, _: 2 * own.queue_delay_high_s)},
-        ),
+    queue_delay_low_s: float = _field(
+        0.02,
+        _WHEN,
+        "Queue delay below",
+        "s",
+        (0, MAX_DELAY_S),
+        "wait for KV blocks below which layers may go back",
+        below="queue_delay_high_s",
+        by_mode={"accuracy": _TWICE_LOW},
     )
-    queue_delay_low_s: float = field(
-        default=0.02,
-        metadata=_about(
-            group=_WHEN,
-            label="Queue delay below",
-            unit="s",
-            summary="wait for KV blocks below which layers may go back",
-            minimum=0,
-            maximum=MAX_DELAY_S,
-            below="queue_delay_high_s",
-            by_mode={"accuracy": ModeEffect(_DOUBLED, lambda own, _: 2 * own.queue_delay_low_s)},
-        ),
+    windows: int = _field(
+        3,
+        _WHEN,
+        "Windows in a row",
+        "windows",
+        (1, 1000),
+        "metrics in a row that must agree before a morph",
+        by_mode={"performance": _HALF_AS_MANY},
     )
-    windows: int = field(
-        default=3,
-        metadata=_about(
-            group=_WHEN,
-            label="Windows in a row",
-            unit="windows",
-            summary="metrics in a row that must agree before a morph",
-            minimum=1,
-            maximum=1000,
-            by_mode={"performance": ModeEffect("half as many", lambda own, _: max(1, own.windows // 2))},
-        ),
+    cooldown_s: float = _field(
+        5.0, _WHEN, "Cool-down", "s", (0, 86_400), "time between morphs of an instance"
     )
-    cooldown_s: float = field(
-        default=5.0,
-        metadata=_about(
-            group=_WHEN,
-            label="Cool-down",
-            unit="s",
-            summary="time between two morphs of one instance",
-            minimum=0,
-            maximum=86_400,
-        ),
+    step_layers: int = _field(
+        0,
+        _HOW_FAR,
+        "Layers in a morph",
+        "layers",
+        (0, MAX_COUNT),
+        "layers that one morph swaps",
+        zero="as the mode says",
+        by_mode=_layers_of({"accuracy": 1 / 8, "default": 1 / 4, "performance": 1 / 2}, "step_layers"),
     )
-    step_layers: int = field(
-        default=0,
-        metadata=_about(
-            group=_HOW_FAR,
-            label="Layers in a morph",
-            unit="layers",
-            summary="layers that one morph swaps",
-            minimum=0,
-            maximum=MAX_COUNT,
-            zero="as the mode says",
-            by_mode=_layers_of({"accuracy": 1 / 8, "default": 1 / 4, "performance": 1 / 2}, "step_layers"),
-        ),
+    max_layers: int = _field(
+        0,
+        _HOW_FAR,
+        "Layers at most",
+        "layers",
+        (0, MAX_COUNT),
+        "layers that may be below the precision they rest in",
+        zero="as the mode says",
+        by_mode=_layers_of({"accuracy": 1 / 4, "default": 1 / 2, "performance": 1}, "max_layers"),
     )
-    max_layers: int = field(
-        default=0,
-        metadata=_about(
-            group=_HOW_FAR,
-            label="Layers at most",
-            unit="layers",
-            summary="layers that may be below the precision they rest in",
-            minimum=0,
-            maximum=MAX_COUNT,
-            zero="as the mode says",
-            by_mode=_layers_of({"accuracy": 1 / 4, "default": 1 / 2, "performance": 1}, "max_layers"),
-        ),
+    precision: Precision = _choice(
+        DEFAULT_SWAP, _HOW_FAR, "Precision", "precision of swapped layers", dict.fromkeys(QUANTIZED, "")
     )
-    precision: Precision = field(
-        default=DEFAULT_SWAP,
-        metadata=_about(
-            group=_HOW_FAR,
-            label="Precision",
-            summary="precision of swapped layers",
-            choices=dict.fromkeys(QUANTIZED, ""),
-        ),
+    max_tp: int = _field(
+        0,
+        _GROUPS,
+        "Highest degree",
+        "workers",
+        (0, MAX_COUNT),
+        "highest degree of tensor parallelism of a group",
+        zero="what the workers are prepared for",
     )
-    max_tp: int = field(
-        default=0,
-        metadata=_about(
-            group=_GROUPS,
-            label="Highest degree",
-            unit="workers",
-            summary="highest degree of tensor parallelism of a group",
-            minimum=0,
-            maximum=MAX_COUNT,
-            zero="what the workers are prepared for",
-        ),
+    long_patience_s: float = _field(
+        30.0,
+        _GROUPS,
+        "Patience",
+        "s",
+        (0, MAX_DELAY_S),
+        "time that a long request waits for a busy group before another one is made",
     )
-    long_patience_s: float = field(
-        default=30.0,
-        metadata=_about(
-            group=_GROUPS,
-            label="Patience",
-            unit="s",
-            summary="time that a long request waits for a busy group before another one is made",
-            minimum=0,
-            maximum=MAX_DELAY_S,
-        ),
-    )
-    scale_down_free: float = field(
-        default=0.5,
-        metadata=_about(
-            group=_GROUPS,
-            label="Part when free",
-            unit="share",
-            summary="share of a group's KV blocks that must be free before it parts",
-            minimum=0,
-            maximum=1,
-        ),
+    scale_down_free: float = _field(
+        0.5,
+        _GROUPS,
+        "Part when free",
+        "share",
+        (0, 1),
+        "share of a group's KV blocks that must be free before it parts",
     )
 
     def in_force(self, num_layers: int) -> Policy | None:
-        """Return the policy with the effects of its mode on a model of `num_layers` layers.
-
-        None in mode manual: nothing morphs by itself.
-        """
+        """Return the policy as its mode applies it to a model of `num_layers` layers; None in mode manual."""
         if self.mode == "manual":
             return None
         effects = {one.name: one.by_mode[self.mode] for one in FIELDS if self.mode in one.by_mode}

@@ -1,8 +1,6 @@
 """The precisions that a layer can be held in: the one table that every process reads.
 
-To add a precision, add its name to `QuantizedPrecision` and its entry to `TABLE`. Settings, validation, the
-command line, estimates, kernels and the dashboard read them from here. Regenerate `instar.example.toml`
-afterwards (`instar settings --example`). Standard library only: kernels on a bare GPU machine import it.
+Standard library only: kernels on a bare GPU machine import it. CONTRIBUTING.md says how to add one.
 """
 
 from __future__ import annotations
@@ -19,10 +17,7 @@ Precision = Literal["full", QuantizedPrecision]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionEntry:
-    """One precision. `bits` and `group` are 0 for full precision.
-
-    Colours are told apart with every common kind of colour blindness and stand 3:1 against their ground.
-    """
+    """One precision. Colours differ with every kind of colour blindness and stand 3:1 against the ground."""
 
     name: Precision
     label: str  # for people
@@ -65,8 +60,8 @@ def lowest(precisions: Iterable[Precision]) -> Precision:
 
 def precision_of_bits(bits: int) -> Precision:
     """Return the precision whose codes have so many bits. Raises ValueError if there is none."""
-    for name in QUANTIZED:
-        if BITS[name] == bits:
-            return name
-    known = ", ".join(map(str, BITS.values()))
-    raise ValueError(f"no precision has codes of {bits} bits; use one of {known}")
+    found = [entry.name for entry in TABLE if entry.bits == bits and bits]
+    if not found:
+        known = ", ".join(map(str, BITS.values()))
+        raise ValueError(f"no precision has codes of {bits} bits; use one of {known}")
+    return found[0]

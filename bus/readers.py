@@ -1,7 +1,6 @@
 """Blocking readers of streams, each with a connection of its own: a blocked connection serves nothing else.
 
-A reader does not raise when Redis is away: `read` waits and continues where it was. `BLOCK` is shorter than
-the socket timeout, and a third limit around both catches a connection that is lost silently.
+A reader does not raise when Redis is away: `read` waits and continues where it was.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ log = logging.getLogger("bus")
 
 M = TypeVar("M")
 T = TypeVar("T")
+Types = tuple[type[Any], ...]
 Batch = list[tuple[str, M]]  # (entry id, message), in stream order
 RawEntry = tuple[bytes, dict[bytes, bytes] | None]
+BATCH_ENTRIES = 128  # most entries of one read
 NEW, OWN_PENDING = ">", "0"  # where XREADGROUP reads
 
 
 class _Reader(Generic[M]):
     """The common part of both readers: the connection, the limits, decoding."""
 
-    def __init__(
-        self, link: RedisLink, stream: str, types: tuple[type[Any], ...], block_ms: int, count: int
-    ) -> None:
+    def __init__(self, link: RedisLink, stream: str, types: Types, count: int) -> None:
         self.stream = stream
         self._link = link
         self._types = types
-        self._block_ms = block_ms
         self._count = count
+        self._block_ms = link.block_ms
         self._client = link.client(max_connections=1)
         self._dead_letters = DeadLetters(link, stream)
         self._retry_s = FIRST_RETRY_S
@@ -85,7 +84,8 @@ class _Reader(Generic[M]):
         self._retry_s = FIRST_RETRY_S
         return answer
 
-    def _decoded(self, entries: Iterable[RawEntry]) -> tuple[Batch[M], list[DeadLetter]]:
+    async def _decoded(self, entries: Iterable[RawEntry]) -> tuple[Batch[M], list[str]]:
+        """Return the messages, and the ids of the entries that became dead letters."""
         batch: Batch[M] = []
         dead: list[DeadLetter] = []
         for entry_id, fields in entries:
@@ -94,35 +94,20 @@ class _Reader(Generic[M]):
                 batch.append((key, decode(payload, *self._types)))
             except DecodeError as error:
                 dead.append(self._dead_letters.letter(key, payload, error.reason))
-        return batch, dead
+        await self._dead_letters.bury(dead)
+        return batch, [letter.entry_id for letter in dead]
 
 
 class StreamReader(_Reader[M]):
-    """A reader by XREAD: every reader sees every entry.
+    """A reader by XREAD, for every entry. start: "$": after `open`, "0": from the first, or an entry id."""
 
-    start: "$" for what is added after `open`, "0" for the beginning, or an entry id. `position` is the id of
-    the last entry that was returned.
-    """
-
-    def __init__(
-        self,
-        link: RedisLink,
-        stream: str,
-        types: tuple[type[Any], ...],
-        *,
-        start: str,
-        block_ms: int,
-        count: int,
-    ) -> None:
-        super().__init__(link, stream, types, block_ms, count)
+    def __init__(self, link: RedisLink, stream: str, types: Types, count: int, start: str) -> None:
+        super().__init__(link, stream, types, count)
         self.position = start
         self._restarts = link.restarts
 
     async def open(self) -> None:
-        """Resolve "$" now: what is added after this returns is read. The first `read` does it otherwise.
-
-        Raises BusUnavailable.
-        """
+        """Resolve "$" now, not at the first `read`: later entries are read. Raises BusUnavailable."""
         if self.position == "$":
             self.position = await self._last_id()
 
@@ -141,28 +126,20 @@ class StreamReader(_Reader[M]):
             return []
         entries: list[RawEntry] = answer[0][1]
         self.position = entries[-1][0].decode()
-        batch, dead = self._decoded(entries)
-        await self._dead_letters.bury(dead)
+        batch, _ = await self._decoded(entries)
         return batch
 
     async def _last_id(self) -> str:
-        async def ask(client: Redis) -> str:
-            try:
-                facts = await client.xinfo_stream(self.stream)
-            except exceptions.ResponseError as error:
-                if is_group_missing(error):
-                    return "0-0"
-                raise
-            last: bytes = facts["last-generated-id"]
-            return last.decode()
-
-        return await self._link.run(ask)
+        try:
+            facts: Any = await self._link.run(lambda client: client.xinfo_stream(self.stream))
+        except exceptions.ResponseError as error:
+            if is_group_missing(error):
+                return "0-0"
+            raise
+        return str(facts["last-generated-id"], "ascii")
 
     async def _after_restart(self) -> None:
-        """Begin again if the stream was lost and created anew with smaller ids, by a clock that is behind.
-
-        Reading from the old position would then wait without end.
-        """
+        """Begin again if the stream was created anew with smaller ids, by a clock that is behind."""
         if self._restarts != (restarts := self._link.restarts):
             if as_numbers(await self._last_id()) < as_numbers(self.position):
                 self.position = "0-0"
@@ -172,25 +149,13 @@ class StreamReader(_Reader[M]):
 class GroupReader(_Reader[M]):
     """A reader by XREADGROUP: every entry goes to one consumer of the group and stays pending until `ack`.
 
-    The group begins at entry 0: at "$", an entry that came before the group would never be delivered. If the
-    group is gone, the reader creates it again and calls `on_recreate`, since the stream may be lost too.
-
-    An entry that Redis delivers while a connection breaks may never arrive, and is pending all the same. So
-    after each loss the reader returns everything that is pending with this consumer once more, known entries
-    included.
+    If the group is gone, the reader creates it again and calls `on_recreate`: the stream may be lost too. An
+    entry that Redis delivers while a connection breaks may never arrive: after each loss the reader returns
+    everything that is pending with this consumer once more, known entries included.
     """
 
-    def __init__(
-        self,
-        link: RedisLink,
-        stream: str,
-        consumer: str,
-        types: tuple[type[Any], ...],
-        *,
-        block_ms: int,
-        count: int,
-    ) -> None:
-        super().__init__(link, stream, types, block_ms, count)
+    def __init__(self, link: RedisLink, stream: str, types: Types, count: int, consumer: str) -> None:
+        super().__init__(link, stream, types, count)
         self.consumer = consumer
         self._position = NEW
         self.on_recreate: Callable[[], None] = lambda: None
@@ -201,16 +166,13 @@ class GroupReader(_Reader[M]):
 
     async def _create(self, client: Redis) -> None:
         try:
-            await client.xgroup_create(self.stream, GROUP, id="0", mkstream=True)
+            await client.xgroup_create(self.stream, GROUP, id="0", mkstream=True)  # "$" would skip entries
         except exceptions.ResponseError as error:
             if "BUSYGROUP" not in str(error):
                 raise
 
     async def read(self) -> Batch[M]:
-        """Return the next entries for this consumer; [] after `block_ms` without any, or after an outage.
-
-        Raises BusFull if the group is gone and Redis has no memory to create it again.
-        """
+        """Return the next entries; [] after `block_ms` or an outage. Raises BusFull if it cannot open."""
         position = self._position
         try:
             answer: Any = await self._blocking(
@@ -229,10 +191,11 @@ class GroupReader(_Reader[M]):
         entries: list[RawEntry] = answer[0][1] if answer else []
         if position != NEW:
             self._position = entries[-1][0].decode() if entries else NEW
-        batch, dead = self._decoded(entries)
-        if dead:
-            await self._dead_letters.bury(dead)
-            await self._settle([d.entry_id for d in dead])
+        batch, dead = await self._decoded(entries)
+        try:
+            await self.ack(dead)
+        except BusUnavailable as error:  # they end with the consumer
+            log.warning("%d dead entries of %s stay pending: %s", len(dead), self.stream, error)
         return batch
 
     async def _recreate(self) -> None:
@@ -244,28 +207,14 @@ class GroupReader(_Reader[M]):
             return
         self.on_recreate()
 
-    async def _settle(self, ids: list[str]) -> None:
-        """Call `ack`, but leave the entries pending if Redis is away: they end with the consumer."""
-        try:
-            await self.ack(ids)
-        except BusUnavailable as error:
-            log.warning("%d dead entries of %s stay pending: %s", len(ids), self.stream, error)
-
     async def ack(self, ids: Iterable[str]) -> None:
-        """Acknowledge and delete entries, so that the stream's length is its backlog.
-
-        Unknown ids are harmless. Works at maxmemory. Raises BusUnavailable.
-        """
+        """Acknowledge and delete entries, known or not, also at maxmemory. Raises BusUnavailable."""
         wanted = list(ids)
         if wanted:
             await self._link.run(lambda client: settle(client, self.stream, wanted))
 
     async def claim_all(self) -> int:
-        """End the pending entries of all other consumers of the group, and remove those consumers.
-
-        A new incarnation of a worker calls it before its first `read`, to clear what its predecessors left.
-        Returns the number of entries. Raises BusUnavailable.
-        """
+        """End what other consumers have pending, and remove them. Returns the number of entries."""
         consumers = await self._link.run(lambda client: consumers_of(client, self.stream))
         others = [name for name in consumers if name != self.consumer]
         ended = sum([await discard_pending(self._link, self.stream, name) for name in others])

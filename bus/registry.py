@@ -1,8 +1,7 @@
 """The registry: leases that expire by themselves, and the cards of the workers that hold them.
 
-A worker is alive while `lease:{worker}` holds its epoch. Its card stays when the lease expires, so a card
-without a lease means that the worker died; a clean exit removes both. One script reads all workers, so a card
-and its lease are of the same moment.
+A worker is alive while its lease holds its epoch. A card without a lease means that the worker died; a clean
+exit removes both. One script reads all workers, so a card and its lease are of the same moment.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from redis.asyncio import Redis
 
@@ -36,16 +35,9 @@ if redis.call('GET', KEYS[1]) == ARGV[1] then
 end
 return 0
 """
-_UPDATE_CARD = """
-if redis.call('GET', KEYS[1]) == ARGV[1] then
-    redis.call('SET', KEYS[2], ARGV[2])
-    return 1
-end
-return 0
-"""
-_EXCHANGE = """
+_SET_IF = """
 if (redis.call('GET', KEYS[1]) or '') == ARGV[1] then
-    redis.call('SET', KEYS[1], ARGV[2])
+    redis.call('SET', KEYS[2], ARGV[2])
     return 1
 end
 return 0
@@ -82,23 +74,11 @@ class RegisteredWorker:
     lease_ms: int
 
 
-class Registry:
-    """Leases and cards of workers and gateways, and the morph policy.
-
-    Every method raises BusUnavailable, BusFull (if it writes) and RedisProblem.
-    """
-
-    def __init__(self, link: RedisLink) -> None:
-        self.link = link
-        self.names: Final = link.names
-
-    # ------------------------------------------------------------------------------------- workers
+class Registry(RedisLink):
+    """Leases, cards and the policy. Methods raise BusUnavailable, BusFull (if they write), RedisProblem."""
 
     async def register_worker(self, card: WorkerCard, lease_s: float) -> None:
-        """Write card, membership and lease in one MULTI.
-
-        It overwrites the lease of an older epoch, whose holder finds out at its next renewal.
-        """
+        """Write card, membership and lease. The holder of an older epoch finds out at its renewal."""
 
         async def call(client: Redis) -> None:
             async with client.pipeline(transaction=True) as pipe:
@@ -107,38 +87,34 @@ class Registry:
                 pipe.set(self.names.lease(card.id), card.epoch, px=_ms(lease_s))
                 await pipe.execute()
 
-        await self.link.run(call)
+        await self.run(call)
 
     async def last_epoch(self, worker: str) -> int:
         """Return the latest epoch in the worker's lease or card; 0 without either."""
         keys = [self.names.lease(worker), self.names.card(worker)]
-        found: Any = await self.link.run(lambda client: client.mget(keys))
+        found: Any = await self.run(lambda client: client.mget(keys))
         lease, card = found
         member = _member(worker.encode(), lease, 0, card)
         return max(member.lease_epoch or 0, member.card.epoch if member.card else 0)
 
     async def renew_lease(self, worker: str, epoch: int, lease_s: float) -> bool:
-        """Renew a worker's lease. Returns False if it expired or another epoch holds it.
-
-        The worker must then stop all it runs, take a new epoch and register again.
-        """
-        keys = [self.names.lease(worker)]
-        return bool(await self.link.script(_RENEW, keys, [str(epoch), _ms(lease_s)]))
+        """Renew a lease. False: it expired or is another's; the worker must register with a new epoch."""
+        return bool(await self.script(_RENEW, [self.names.lease(worker)], [str(epoch), _ms(lease_s)]))
 
     async def update_card(self, card: WorkerCard) -> bool:
         """Replace a worker's card. Returns False, and does nothing, unless the lease holds its epoch."""
         keys = [self.names.lease(card.id), self.names.card(card.id)]
-        return bool(await self.link.script(_UPDATE_CARD, keys, [str(card.epoch), encode(card)]))
+        return bool(await self.script(_SET_IF, keys, [str(card.epoch), encode(card)]))
 
     async def drop_lease(self, worker: str, epoch: int) -> bool:
         """Delete lease, card and membership, for a clean exit. Returns False if the lease is another's."""
         keys = [self.names.lease(worker), self.names.card(worker), self.names.workers]
-        return bool(await self.link.script(_DROP, keys, [str(epoch), worker]))
+        return bool(await self.script(_DROP, keys, [str(epoch), worker]))
 
     async def members(self) -> list[RegisteredWorker]:
         """Return every worker that joined and did not leave, dead ones too. See `RedisLink.picture`."""
         prefixes = [self.names.lease(""), self.names.card("")]
-        rows = await self.link.picture(_PICTURE, [self.names.workers, self.names.boot], prefixes)
+        rows = await self.picture(_PICTURE, [self.names.workers, self.names.boot], prefixes)
         return [_member(*row) for row in rows]
 
     async def workers(self) -> list[LiveWorker]:
@@ -150,13 +126,8 @@ class Registry:
         ]
         return sorted(live, key=lambda worker: worker.card.id)
 
-    # ------------------------------------------------------------------------------------- gateways
-
     async def renew_gateway(self, gateway: str, lease_s: float = 5.0) -> bool:
-        """Create or renew a gateway's lease, and keep its tokens stream from expiring for ten leases.
-
-        Returns False if the lease was not held: workers may have dropped the gateway's requests.
-        """
+        """Renew a gateway's lease and tokens stream. False: the lease was lost, maybe requests, too."""
 
         async def call(client: Redis) -> bool:
             key = self.names.gateway_lease(gateway)
@@ -168,12 +139,12 @@ class Registry:
                 await client.set(key, b"1", px=_ms(lease_s))
             return bool(held)
 
-        return await self.link.run(call)
+        return await self.run(call)
 
     async def drop_gateway(self, gateway: str) -> None:
         """Delete a gateway's lease and tokens stream, for a clean exit."""
         keys = [self.names.gateway_lease(gateway), self.names.tokens(gateway)]
-        await self.link.run(lambda client: client.delete(*keys))
+        await self.run(lambda client: client.delete(*keys))
 
     async def live_gateways(self, gateways: Iterable[str]) -> set[str]:
         """Return those of `gateways` that hold a lease."""
@@ -181,17 +152,11 @@ class Registry:
         if not asked:
             return set()
         keys = [self.names.gateway_lease(gateway) for gateway in asked]
-        found = await self.link.run(lambda client: client.mget(keys))
+        found = await self.run(lambda client: client.mget(keys))
         return {gateway for gateway, lease in zip(asked, found, strict=True) if lease is not None}
 
-    # ------------------------------------------------------------------------------------- the policy
-
     async def read_policy(self) -> Policy:
-        """Return the morph policy; its defaults, revision 0, if none was written.
-
-        An unreadable policy counts as mode "manual": nothing morphs by itself until a policy is written
-        again, as revision 1.
-        """
+        """Return the policy; without one the defaults. An unreadable one counts as mode "manual"."""
         return _policy(await self._stored_policy())
 
     async def write_policy(self, policy: Policy) -> bool:
@@ -199,10 +164,11 @@ class Registry:
         before = await self._stored_policy()
         if policy.revision != _policy(before).revision + 1:
             return False
-        return bool(await self.link.script(_EXCHANGE, [self.names.policy], [before, encode(policy)]))
+        keys = [self.names.policy, self.names.policy]
+        return bool(await self.script(_SET_IF, keys, [before, encode(policy)]))
 
     async def _stored_policy(self) -> bytes:
-        found: Any = await self.link.run(lambda client: client.get(self.names.policy))
+        found: Any = await self.run(lambda client: client.get(self.names.policy))
         return bytes(found or b"")
 
 
@@ -210,20 +176,14 @@ def _ms(seconds: float) -> int:
     return max(1, round(seconds * 1000))
 
 
-def _member(worker: bytes, lease: bytes | None, lease_ms: int, card: bytes | None) -> RegisteredWorker:
-    name = worker.decode()
-    epoch = int(lease) if lease is not None and lease.isdigit() else None
-    return RegisteredWorker(id=name, card=_card(name, card), lease_epoch=epoch, lease_ms=max(0, lease_ms))
-
-
-def _card(worker: str, data: bytes | None) -> WorkerCard | None:
-    if data is None:
-        return None
+def _member(worker: bytes, lease: bytes | None, lease_ms: int, data: bytes | None) -> RegisteredWorker:
+    name, card = worker.decode(), None
     try:
-        return decode(data, WorkerCard)
+        card = decode(data, WorkerCard) if data is not None else None
     except DecodeError as error:
-        log.debug("the card of %s is unreadable: %s", worker, error)
-        return None
+        log.debug("the card of %s is unreadable: %s", name, error)
+    epoch = int(lease) if lease is not None and lease.isdigit() else None
+    return RegisteredWorker(id=name, card=card, lease_epoch=epoch, lease_ms=max(0, lease_ms))
 
 
 def _policy(data: bytes) -> Policy:

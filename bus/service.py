@@ -1,17 +1,4 @@
-"""The frame of a process: settings, logging, event loop, signals, exit status.
-
-    if __name__ == "__main__":
-        sys.exit(run("monitor", main))      # async def main(settings, bus, stop: asyncio.Event)
-
-======  =====================================================================================
-status  meaning
-======  =====================================================================================
-0       stopped by SIGTERM or SIGINT
-1       no Redis answers (it may come), or an unexpected error, with a traceback
-2       a setting is wrong or Redis is not usable as it is: a supervisor need not try again;
-        one line on stderr says what to do
-======  =====================================================================================
-"""
+"""The frame of a process: settings, logging, event loop, signals, exit status."""
 
 from __future__ import annotations
 
@@ -36,7 +23,11 @@ CONFIGURATION_ERROR = 2  # exit status: the same settings will fail again
 
 
 def run(service: str, main: Main, source: str = "") -> int:
-    """Run `main` with a started bus until it returns. Returns the exit status."""
+    """Run `main` with a started bus until it returns. Returns the exit status.
+
+    0: stopped by SIGTERM or SIGINT. 1: no Redis answers, which may come, or an unexpected error. 2: a setting
+    is wrong or Redis is not usable as it is; a supervisor need not try again.
+    """
     try:
         settings = load_settings()
     except SettingsError as error:
@@ -77,10 +68,7 @@ async def _run(settings: Settings, main: Main, source: str) -> None:
 
 
 async def run_until(stop: asyncio.Event, *works: Coroutine[Any, Any, object]) -> None:
-    """Run `works` side by side until `stop` is set or one of them ends, then cancel the others.
-
-    Raises what the first one that failed raised.
-    """
+    """Run `works` until `stop` is set or one ends, then cancel the others. Raises the first failure."""
     tasks = [asyncio.create_task(work) for work in (stop.wait(), *works)]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

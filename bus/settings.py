@@ -18,19 +18,9 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from bus import settings_sources as sources
 from bus.precisions import QUANTIZED
-from bus.settings_sources import (
-    CONFIG_VARIABLE,
-    PREFIX,
-    Layer,
-    SettingsError,
-    config_file,
-    fields_of,
-    merge,
-    read_environment,
-    read_file,
-    variable_of,
-)
+from bus.settings_sources import Layer, SettingsError
 
 __all__ = ["Settings", "SettingsError", "load_settings", "settings_environment"]
 
@@ -55,20 +45,18 @@ class Section(BaseModel):
         return [part.strip() for part in value.split(",") if part.strip()]
 
 
+def _key(default: Any, description: str, **limits: Any) -> Any:
+    return Field(default, description=description, **limits)
+
+
 class RedisSettings(Section):
     """The bus."""
 
-    url: str = Field(
-        "", repr=False, description="redis://[:password@]host:port/db; empty: instar serve starts a server"
-    )
-    prefix: str = Field("instar:", description="prefix of every key")
-    socket_timeout_s: float = Field(
-        7.0, gt=0, description="without an answer for this long, the connection is lost"
-    )
-    block_ms: int = Field(
-        2000, gt=0, le=5000, description="longest blocking read; must stay below socket_timeout_s"
-    )
-    maxmemory_mb: int = Field(256, ge=16, description="memory limit of the embedded server (noeviction)")
+    url: str = _key("", "redis://[:password@]host:port/db; empty: instar serve starts a server", repr=False)
+    prefix: str = _key("instar:", "prefix of every key")
+    socket_timeout_s: float = _key(7.0, "without an answer for this long, the connection is lost", gt=0)
+    block_ms: int = _key(2000, "longest blocking read; must stay below socket_timeout_s", gt=0, le=5000)
+    maxmemory_mb: int = _key(256, "memory limit of the embedded server (noeviction)", ge=16)
 
     @model_validator(mode="after")
     def _reads_end_before_the_timeout(self) -> Self:
@@ -83,154 +71,103 @@ class RedisSettings(Section):
 class GatewaySettings(Section):
     """HTTP in, tokens out."""
 
-    host: str = Field("127.0.0.1", description="address to listen on; other than loopback needs api_keys")
-    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: a free one")
-    published_host: str = Field(
-        "", description="in a container: the host address that the port is published on"
-    )
-    id: str = Field("", description="unique name; empty: made from host name and process id")
-    api_keys: list[str] = Field(
-        default_factory=list, repr=False, description="keys of /v1; empty: no key needed, loopback only"
-    )
-    admin_keys: list[str] = Field(
-        default_factory=list, repr=False, description="keys of /admin; empty: no key needed, loopback only"
-    )
-    max_queue: int = Field(256, ge=1, description="requests that may wait to run; more get a 503")
-    max_inflight: int = Field(2048, ge=1, description="requests that may wait or run; more get a 503")
-    max_body_bytes: int = Field(4 * 1024 * 1024, ge=1024, description="a larger body gets a 413")
-    max_connections: int = Field(
-        4096, ge=1, description="open connections; above that, silent ones are closed"
-    )
-    header_timeout_s: float = Field(
-        10.0, gt=0, description="a connection that sends no request for this long is closed"
-    )
-    max_n_tokens: int = Field(131072, ge=1, description="most n (or prompts) times max_tokens in one call")
-    default_max_tokens: int = Field(
-        16, ge=1, description="default of /v1/completions, as OpenAI's; chat fills the context"
-    )
-    rate_limit_rpm: int = Field(
-        0, ge=0, description="requests per minute and key; more get a 429; 0: no limit"
-    )
-    rate_limit_concurrent: int = Field(
-        0, ge=0, description="requests at once per key; more get a 429; 0: no limit"
-    )
-    queue_timeout_s: float = Field(60.0, gt=0, description="longest wait for the first step; then a 504")
-    keepalive_s: float = Field(
-        10.0, gt=0, description="a stream without output for this long gets a comment line"
-    )
-    stream_buffer_tokens: int = Field(
-        4096, ge=16, description="tokens held for a slow reader; above that its stream ends with an error"
-    )
-    max_attempts: int = Field(4, ge=1, description="attempts to run a request before it fails")
-    replay: bool = Field(
-        True, description="continue requests elsewhere after a worker's death; false: an error event"
-    )
-    drain_timeout_s: float = Field(30.0, ge=0, description="time for streams to end after SIGTERM")
-    metrics_compat: Literal["", "vllm"] = Field(
-        "", description='"vllm": also export metrics under the vllm: names that routers read'
+    host: str = _key("127.0.0.1", "address to listen on; other than loopback needs api_keys")
+    port: int = _key(8000, "port to listen on; 0: a free one", ge=0, le=65535)
+    published_host: str = _key("", "in a container: the host address that the port is published on")
+    id: str = _key("", "unique name; empty: made from host name and process id")
+    api_keys: list[str] = _key([], "keys of /v1; empty: no key needed, loopback only", repr=False)
+    admin_keys: list[str] = _key([], "keys of /admin; empty: no key needed, loopback only", repr=False)
+    max_queue: int = _key(256, "requests that may wait to run; more get a 503", ge=1)
+    max_inflight: int = _key(2048, "requests that may wait or run; more get a 503", ge=1)
+    max_body_bytes: int = _key(4 * 1024 * 1024, "a larger body gets a 413", ge=1024)
+    max_connections: int = _key(4096, "open connections; above that, silent ones are closed", ge=1)
+    header_timeout_s: float = _key(10.0, "a connection that sends no request for this long is closed", gt=0)
+    max_n_tokens: int = _key(131072, "most n (or prompts) times max_tokens in one call", ge=1)
+    default_max_tokens: int = _key(16, "default of /v1/completions, as OpenAI's; chat: the context", ge=1)
+    rate_limit_rpm: int = _key(0, "requests per minute and key; more get a 429; 0: no limit", ge=0)
+    rate_limit_concurrent: int = _key(0, "requests at once per key; more get a 429; 0: no limit", ge=0)
+    queue_timeout_s: float = _key(60.0, "longest wait for the first step; then a 504", gt=0)
+    keepalive_s: float = _key(10.0, "a stream without output for this long gets a comment line", gt=0)
+    stream_buffer_tokens: int = _key(4096, "tokens held for a slow reader; above that: an error", ge=16)
+    max_attempts: int = _key(4, "attempts to run a request before it fails", ge=1)
+    replay: bool = _key(True, "continue requests elsewhere after a worker's death; false: an error event")
+    drain_timeout_s: float = _key(30.0, "time for streams to end after SIGTERM", ge=0)
+    metrics_compat: Literal["", "vllm"] = _key(
+        "", '"vllm": also export metrics under the vllm: names that routers read'
     )
 
     @property
     def loopback_only(self) -> bool:
-        """True if only this machine can connect, so keys may be missing.
-
-        In a container `host` is 0.0.0.0 and the runtime publishes the port: `published_host` then counts.
-        """
+        """True if only this machine can connect. In a container `published_host` counts, not `host`."""
         return is_loopback(self.published_host or self.host)
 
 
 class MonitorSettings(Section):
     """Telemetry in, smoothed metrics out."""
 
-    interval_s: float = Field(0.5, gt=0, description="interval of metrics under load")
-    idle_interval_s: float = Field(2.0, gt=0, description="interval of metrics while nothing runs")
-    window_s: float = Field(10.0, gt=0, description="window of rates and percentiles")
-    smoothing: float = Field(0.5, gt=0, le=1, description="weight of the newest value in moving averages")
-    stale_s: float = Field(5.0, gt=0, description="older telemetry is ignored")
+    interval_s: float = _key(0.5, "interval of metrics under load", gt=0)
+    idle_interval_s: float = _key(2.0, "interval of metrics while nothing runs", gt=0)
+    window_s: float = _key(10.0, "window of rates and percentiles", gt=0)
+    smoothing: float = _key(0.5, "weight of the newest value in moving averages", gt=0, le=1)
+    stale_s: float = _key(5.0, "older telemetry is ignored", gt=0)
 
 
 class ControllerSettings(Section):
     """Leases, morphs and deployments."""
 
-    interval_s: float = Field(1.0, gt=0, description="interval at which leases are checked")
-    grace_s: float = Field(
-        2.0, ge=0, description="time after Redis is back until a missing lease means a dead worker"
+    interval_s: float = _key(1.0, "interval at which leases are checked", gt=0)
+    grace_s: float = _key(2.0, "time after Redis is back until a missing lease means a dead worker", ge=0)
+    placement: Literal["least-loaded", "packing", "hybrid"] = _key(
+        "hybrid", "choice of workers for a deployment; hybrid packs those below placement_threshold"
     )
-    placement: Literal["least-loaded", "packing", "hybrid"] = Field(
-        "hybrid",
-        description="choice of workers for a deployment; hybrid packs those below placement_threshold",
+    placement_threshold: float = _key(
+        0.3, "busy share of load_window_s up to which a worker gets another model", gt=0, le=1
     )
-    placement_threshold: float = Field(
-        0.3, gt=0, le=1, description="busy share of load_window_s up to which a worker gets another model"
-    )
-    load_window_s: float = Field(
-        120.0, gt=0, description="window of a worker's load; a worker idle for this long counts as free"
-    )
-    change_cooldown_s: float = Field(
-        120.0, gt=0, description="time before a deployment is changed; doubles after each failure"
-    )
+    load_window_s: float = _key(120.0, "window of a worker's load; idle for this long counts as free", gt=0)
+    change_cooldown_s: float = _key(120.0, "time before a deployment is changed; failures double it", gt=0)
 
 
 class WorkerSettings(Section):
     """One worker process per device."""
 
-    id: str = Field("", description="unique name; empty: made from host name and index")
-    models: list[str] = Field(
-        default_factory=list, description="model folders to serve; `name=dir` sets the served name"
+    id: str = _key("", "unique name; empty: made from host name and index")
+    models: list[str] = _key([], "model folders to serve; `name=dir` sets the served name")
+    may_be_empty: bool = _key(False, "start without a model and wait for deployments")
+    device: str = _key("", '"cpu", "cuda:0", ...; empty: a GPU if there is one, else the CPU')
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _key(
+        "auto", "auto: float32 on a CPU, else the checkpoint's"
     )
-    may_be_empty: bool = Field(False, description="start without a model and wait for deployments")
-    device: str = Field("", description='"cpu", "cuda:0", ...; empty: a GPU if there is one, else the CPU')
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto: float32 on a CPU, else the checkpoint's"
+    load_format: Literal["safetensors", "dummy"] = _key("safetensors", "dummy: random weights")
+    memory_mb: int = _key(0, "memory for weights and KV; 0: 2048 on a CPU, 90 % of a free GPU", ge=0)
+    page_kib: int = _key(0, "page size; 0: 64 on a CPU, 2048 on a GPU", ge=0)
+    block_tokens: int = _key(16, "tokens in a KV block", ge=1)
+    prefix_cache: bool = _key(True, "requests share the KV blocks of equal beginnings")
+    max_model_len: int = _key(0, "longest sequence; 0: what the model's config says", ge=0)
+    max_num_seqs: int = _key(64, "most sequences in one step", ge=1)
+    max_num_batched_tokens: int = _key(512, "most tokens in one step: the chunk of a prefill", ge=1)
+    max_tp: int = _key(4, "highest tensor-parallel degree that weights are padded for", ge=1, le=8)
+    variants: list[str] = _key(list(QUANTIZED), "precisions that layers may be swapped to; empty: no swaps")
+    quantization: Literal["", "awq", "gptq", "rtn"] = _key(
+        "", "method of the variants; empty: the best set in the model's folder, else rtn at load"
     )
-    load_format: Literal["safetensors", "dummy"] = Field("safetensors", description="dummy: random weights")
-    memory_mb: int = Field(
-        0, ge=0, description="memory for weights and KV; 0: 2048 on a CPU, 90 % of free memory on a GPU"
+    layer_order: Literal["", "profile", "front-to-back", "back-to-front", "random"] = _key(
+        "", "order of swaps; empty: the model's profile, without one front-to-back"
     )
-    page_kib: int = Field(0, ge=0, description="page size; 0: 64 on a CPU, 2048 on a GPU")
-    block_tokens: int = Field(16, ge=1, description="tokens in a KV block")
-    max_model_len: int = Field(0, ge=0, description="longest sequence; 0: what the model's config says")
-    max_num_seqs: int = Field(64, ge=1, description="most sequences in one step")
-    max_num_batched_tokens: int = Field(
-        512, ge=1, description="most tokens in one step: the chunk of a prefill"
+    morph_share: float = _key(0.04, "share of a busy engine's time for morphs: more is faster", gt=0, le=1)
+    layers_per_step: int = _key(1, "layers that change their tensor-parallel degree between two steps", ge=1)
+    group_host: str = _key("127.0.0.1", "address for its groups and pipelines; empty: it joins none")
+    group_timeout_s: float = _key(20.0, "a member of a group is lost after this long without a sign", gt=0)
+    host_dir: str = _key(
+        "/dev/shm", "folder in memory for all variants of all layers; the workers of a host share it"
     )
-    max_tp: int = Field(
-        4, ge=1, le=8, description="highest tensor-parallel degree that weights are padded for"
-    )
-    variants: list[str] = Field(
-        list(QUANTIZED), description="precisions that layers may be swapped to; empty: no swaps"
-    )
-    quantization: Literal["", "awq", "gptq", "rtn"] = Field(
-        "", description="method of the variants; empty: the best set in the model's folder, else rtn at load"
-    )
-    layer_order: Literal["", "profile", "front-to-back", "back-to-front", "random"] = Field(
-        "", description="order of swaps; empty: the model's profile, without one front-to-back"
-    )
-    morph_share: float = Field(
-        0.04, gt=0, le=1, description="share of a busy engine's time for morphs; more makes them faster"
-    )
-    layers_per_step: int = Field(
-        1, ge=1, description="layers that change their tensor-parallel degree between two steps"
-    )
-    group_host: str = Field(
-        "127.0.0.1", description="address for members of its groups and pipelines; empty: it joins none"
-    )
-    group_timeout_s: float = Field(
-        20.0, gt=0, description="a member of a group or pipeline is lost after this long without a sign"
-    )
-    host_dir: str = Field(
-        "/dev/shm",
-        description="folder in memory for all variants of all layers; the workers of a host share it",
-    )
-    threads: int = Field(0, ge=0, description="CPU threads of the kernels; 0: all cores")
-    spin: bool = Field(
-        False, description="CPU threads spin while they wait: faster if nothing else needs the cores"
-    )
-    lease_s: float = Field(3.0, gt=0.3, description="a worker is dead after this long without a sign")
-    telemetry_s: float = Field(0.25, gt=0, description="interval of reports under load")
-    idle_telemetry_s: float = Field(1.0, gt=0, description="interval of reports while nothing runs")
-    watchdog_s: float = Field(60.0, gt=0, description="a step that takes longer ends the process")
-    drain_timeout_s: float = Field(30.0, ge=0, description="time for requests to finish after SIGTERM")
+    threads: int = _key(0, "CPU threads of the kernels; 0: all cores", ge=0)
+    product_kernel: str = _key("", "kernel of dense products on a CPU: few, lanes, torch; empty: the fastest")
+    spin: bool = _key(False, "CPU threads spin while they wait: faster if nothing else needs the cores")
+    lease_s: float = _key(3.0, "a worker is dead after this long without a sign", gt=0.3)
+    telemetry_s: float = _key(0.25, "interval of reports under load", gt=0)
+    idle_telemetry_s: float = _key(1.0, "interval of reports while nothing runs", gt=0)
+    watchdog_s: float = _key(60.0, "a step that takes longer ends the process", gt=0)
+    drain_timeout_s: float = _key(30.0, "time for requests to finish after SIGTERM", ge=0)
 
     @field_validator("variants")
     @classmethod
@@ -243,20 +180,16 @@ class WorkerSettings(Section):
 class SloSettings(Section):
     """Latency goals, shown in the dashboard; no decision depends on them."""
 
-    ttft_s: float = Field(2.0, gt=0, description="from a request's arrival to its first token")
-    tpot_s: float = Field(0.1, gt=0, description="mean time between the tokens after it")
+    ttft_s: float = _key(2.0, "from a request's arrival to its first token", gt=0)
+    tpot_s: float = _key(0.1, "mean time between the tokens after it", gt=0)
 
 
 class TracingSettings(Section):
     """OpenTelemetry traces of requests: docs/tracing.md."""
 
-    endpoint: str = Field(
-        "", description="OTLP over HTTP, http://host:4318; empty: off. Needs pip install 'instar[otel]'"
-    )
-    sample: float = Field(
-        1.0, ge=0, le=1, description="share of requests traced; a caller's traceparent decides for its own"
-    )
-    service_name: str = Field("instar", min_length=1, description="service name of the traces")
+    endpoint: str = _key("", "OTLP over HTTP, http://host:4318; empty: off. Needs pip install 'instar[otel]'")
+    sample: float = _key(1.0, "share of requests traced, where no traceparent decides", ge=0, le=1)
+    service_name: str = _key("instar", "service name of the traces", min_length=1)
 
     @field_validator("endpoint")
     @classmethod
@@ -279,19 +212,17 @@ class TracingSettings(Section):
 class ServeSettings(Section):
     """`instar serve`: the processes of one machine."""
 
-    workers: int = Field(1, ge=1, le=64, description="worker processes")
-    restart_backoff_s: float = Field(
-        0.5, gt=0, description="first pause before a dead process is restarted; doubles"
-    )
-    restart_backoff_max_s: float = Field(30.0, gt=0, description="longest pause")
-    stop_timeout_s: float = Field(15.0, gt=0, description="time for a process to end; then it is killed")
+    workers: int = _key(1, "worker processes", ge=1, le=64)
+    restart_backoff_s: float = _key(0.5, "first pause before a dead process is restarted; doubles", gt=0)
+    restart_backoff_max_s: float = _key(30.0, "longest pause", gt=0)
+    stop_timeout_s: float = _key(15.0, "time for a process to end; then it is killed", gt=0)
 
 
 class LogSettings(Section):
     """The log on stderr."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
-    json_lines: bool = Field(False, description="JSON objects, one a line, instead of text")
+    json_lines: bool = _key(False, "JSON objects, one a line, instead of text")
 
 
 class Settings(Section):
@@ -325,29 +256,29 @@ def load_settings(
     Raises SettingsError with every problem of the first layer that has one: origin, key, value, what would be
     accepted.
     """
-    return merge(Settings, layers_of(path, os.environ if environ is None else environ, flags))
+    return sources.merge(Settings, layers_of(path, os.environ if environ is None else environ, flags))
 
 
 def layers_of(path: Path | None, environ: Mapping[str, str], flags: Layer | None = None) -> list[Layer]:
     """Return the values of each source, not validated. Raises SettingsError for unknown names."""
-    file = config_file(path, environ)
+    file = sources.config_file(path, environ)
     return [
-        read_file(file, Settings) if file else {},
-        read_environment(environ, Settings, SHORT_NAMES),
+        sources.read_file(file, Settings) if file else {},
+        sources.read_environment(environ, Settings, SHORT_NAMES),
         flags or {},
     ]
 
 
 def settings_environment(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` changed so that a child process gets exactly these settings, without a file."""
-    kept = {name: value for name, value in environ.items() if not name.startswith(PREFIX)}
-    own = {CONFIG_VARIABLE: ""}
+    kept = {name: value for name, value in environ.items() if not name.startswith(sources.PREFIX)}
+    own = {sources.CONFIG_VARIABLE: ""}
     defaults = Settings()
-    for name in fields_of(Settings):
+    for name in sources.fields_of(Settings):
         section, key = name.split(".")
         value = getattr(getattr(settings, section), key)
         if value != getattr(getattr(defaults, section), key):
-            own[variable_of(name)] = value if isinstance(value, str) else json.dumps(value)
+            own[sources.variable_of(name)] = value if isinstance(value, str) else json.dumps(value)
     return kept | own
 
 

@@ -1,7 +1,6 @@
 """Layers of settings (section.key -> value and origin) from files and variables; the later layer wins.
 
-It works on any pydantic model whose fields are sections with keys, and knows no setting by name. Every error
-names the origin (a file, a variable, a flag), the key and the value.
+Works on any pydantic model whose fields are sections with keys. Every error names origin, key and value.
 """
 
 from __future__ import annotations
@@ -53,9 +52,6 @@ def is_secret(field: FieldInfo) -> bool:
     return not field.repr
 
 
-# --------------------------------------------------------------------------- the file
-
-
 def config_file(path: Path | None, environ: Mapping[str, str]) -> Path | None:
     """Return the file to read: `path`, else INSTAR_CONFIG (empty: none), else instar.toml if present."""
     if path is None and CONFIG_VARIABLE not in environ:
@@ -83,29 +79,23 @@ def read_file(path: Path, model: type[BaseModel]) -> Layer:
             found |= {f"{section}.{key}": Given(value, str(path)) for key, value in keys.items()}
         elif not isinstance(keys, dict) or section not in model.model_fields:
             found[section] = Given(keys, str(path))
-    _refuse_unknown_keys(found, fields_of(model))
-    return found
-
-
-def _refuse_unknown_keys(layer: Layer, known: Mapping[str, FieldInfo]) -> None:
+    known = list(fields_of(model))
     problems = [
         f"{given.origin}: {name} = {given.value!r}: there is no such setting{_suggestion(name, known)}"
-        for name, given in layer.items()
+        for name, given in found.items()
         if name not in known
     ]
     if problems:
         raise SettingsError("\n".join(problems))
+    return found
 
 
-def _suggestion(name: str, known: Iterable[str]) -> str:
+def _suggestion(name: str, names: list[str]) -> str:
     """Return a hint with the closest name, or with the section of a key that was given alone."""
-    names = list(known)
     same_key = [full for full in names if full.split(".")[-1] == name.split(".")[-1]]
     close = get_close_matches(name, names, n=1, cutoff=0.75) or same_key
     return f"; did you mean {close[0]}?" if close else "; `instar settings --example` lists all"
 
-
-# --------------------------------------------------------------------------- the environment
 
 # Variables that Kubernetes sets in every container for a service called "instar" or "instar-anything":
 # INSTAR_PORT=tcp://10.0.0.1:8000, INSTAR_SERVICE_HOST, INSTAR_SERVICE_PORT_HTTP, INSTAR_PORT_8000_TCP_ADDR.
@@ -128,7 +118,9 @@ def read_environment(
     problems: list[str] = []
     for variable in sorted(environ, key=lambda name: name in long_names):
         value = environ[variable]
-        if not variable.startswith(PREFIX) or variable == CONFIG_VARIABLE or _is_kubernetes(variable, value):
+        if not variable.startswith(PREFIX) or variable == CONFIG_VARIABLE:
+            continue
+        if _KUBERNETES_NAME.search(variable) or _KUBERNETES_VALUE.match(value):
             continue
         if variable in names:
             found[names[variable]] = Given(value, variable)
@@ -155,13 +147,6 @@ def variable_of(name: str) -> str:
     return PREFIX + name.upper().replace(".", "__")
 
 
-def _is_kubernetes(variable: str, value: str) -> bool:
-    return bool(_KUBERNETES_NAME.search(variable) or _KUBERNETES_VALUE.match(value))
-
-
-# --------------------------------------------------------------------------- together
-
-
 def merge(model: type[Model], layers: Iterable[Layer]) -> Model:
     """Return the model with the last value of every key. Raises SettingsError with each bad value."""
     merged: Layer = {}
@@ -185,30 +170,21 @@ _WANTED: Final = {
     "less_than_equal": "{le} or less",
     "less_than": "below {lt}",
     "literal_error": "{expected}",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
-    "int_type": "a whole number",
-    "float_parsing": "a number",
-    "float_type": "a number",
+    **dict.fromkeys(("int_parsing", "int_from_float", "int_type"), "a whole number"),
+    **dict.fromkeys(("float_parsing", "float_type"), "a number"),
     "finite_number": "a finite number",
-    "bool_parsing": "true or false",
-    "bool_type": "true or false",
+    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false"),
     "string_type": "text",
     "list_type": "a list",
 }
 
 
-def _reason(error: Any) -> str:
-    """Return what the value must be; a validator of ours says it in its message."""
-    if wanted := _WANTED.get(error["type"]):
-        return f"it must be {wanted.format(**error.get('ctx', {}))}"
-    return str(error["msg"]).removeprefix("Value error, ")
-
-
 def _complaint(error: Any, merged: Layer, fields: Mapping[str, FieldInfo]) -> str:
     location = [str(part) for part in error["loc"]]
     name = ".".join(location[:2])
-    reason = _reason(error)
+    reason = str(error["msg"]).removeprefix("Value error, ")  # a validator of ours says all
+    if wanted := _WANTED.get(error["type"]):
+        reason = f"it must be {wanted.format(**error.get('ctx', {}))}"
     if name not in merged:  # a rule between keys: name the ones that were given
         origins = {given.origin for key, given in merged.items() if key.startswith(f"{name}.")}
         return f"{', '.join(sorted(origins)) or 'defaults'}: [{name}]: {reason}"

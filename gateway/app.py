@@ -1,7 +1,6 @@
 """The ASGI app: routes, and the one place where errors become answers.
 
-The two calls that carry the load bypass FastAPI: its middleware and routing take longer than the gateway
-itself takes to refuse a call, and in a burst most calls are refused.
+The two calls that carry the load bypass FastAPI, whose routing takes longer than a refusal.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from gateway.endpoint import CompletionsEndpoint
-from gateway.errors import ApiError, from_status, internal, invalid, no_such_path, wrong_method
+from gateway.errors import ApiError, internal, invalid, no_such_path, wrong_method
 from gateway.http.body import Message, Receive, Scope, Send
 from gateway.loops import Loops
 from gateway.openai.formats import CHAT, COMPLETION
@@ -42,14 +41,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 ROUTERS: Final = (public.router, admin.router, deployments.router)
 # What a 404 under /admin names, in the order of the routes.
-ADMIN_ENDPOINTS: Final = tuple(
-    dict.fromkeys(
-        route.path.replace(":path", "")
-        for router in ROUTERS[1:]
-        for route in router.routes
-        if isinstance(route, Route)
-    )
-)
+_ADMIN_ROUTES: Final = [*admin.router.routes, *deployments.router.routes]
+_ADMIN_PATHS: Final = [one.path.replace(":path", "") for one in _ADMIN_ROUTES if isinstance(one, Route)]
+ADMIN_ENDPOINTS: Final = tuple(dict.fromkeys(_ADMIN_PATHS))
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 # W3C Trace Context, section 3.2: version, trace id, parent id, flags; neither id is all zeros, version ff is
 # none, and later versions may add fields.
@@ -86,10 +80,10 @@ def create_app(gateway: Gateway, feeds: Feeds, on_death: Callable[[], None]) -> 
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(Exception, _unforeseen)
     calls = {
-        "/v1/completions": CompletionsEndpoint(gateway, COMPLETION, CompletionBody),
-        "/v1/chat/completions": CompletionsEndpoint(gateway, CHAT, ChatBody),
+        "/v1/completions": guarded(CompletionsEndpoint(gateway, COMPLETION, CompletionBody)),
+        "/v1/chat/completions": guarded(CompletionsEndpoint(gateway, CHAT, ChatBody)),
     }
-    return Front(app, {path: guarded(endpoint) for path, endpoint in calls.items()})
+    return Front(app, calls)
 
 
 def _report_death(task: asyncio.Task[None], on_death: Callable[[], None]) -> None:
@@ -99,11 +93,7 @@ def _report_death(task: asyncio.Task[None], on_death: Callable[[], None]) -> Non
 
 
 class Front:
-    """The outermost app: gives every request an id and a line in the log.
-
-    The id is the client's own if it sent one; the answer, the workers and the log have the same. Completions
-    go straight to their endpoints, everything else to FastAPI.
-    """
+    """The outermost app: gives every request an id, and completions straight to their endpoints."""
 
     def __init__(self, app: FastAPI, calls: Mapping[str, App]) -> None:
         self._app = app
@@ -145,11 +135,7 @@ def guarded(app: App) -> App:
 
 
 def _request_id(headers: list[tuple[bytes, bytes]]) -> bytes:
-    """Return the client's id.
-
-    Else the trace and span of its traceparent, by which a tracing client finds the call in our log; else a
-    new one.
-    """
+    """Return the client's id; else the trace and span of its traceparent; else a new one."""
     given = dict(headers)
     if _REQUEST_ID.fullmatch(own := given.get(b"x-request-id", b"")):
         return own
@@ -175,7 +161,7 @@ async def _http_error(request: Request, error: Any) -> Response:
     elif error.status_code == 405 and "Allow" in headers:
         refusal = wrong_method(method, path, _methods(request) or headers["Allow"])
     else:
-        refusal = from_status(error.status_code, headers, str(error.detail))
+        refusal = ApiError(error.status_code, str(error.detail), headers=headers)
     return await _api_error(request, refusal)
 
 
@@ -189,7 +175,6 @@ def _methods(request: Request) -> str:
 
 
 async def _validation_error(request: Request, error: Any) -> Response:
-    """Answer a wrong parameter of an admin call."""
     first = error.errors()[0]
     param = ".".join(str(step) for step in first["loc"][1:])
     return await _api_error(request, invalid(f"{param} {sentence(first)}", param))

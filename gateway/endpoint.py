@@ -1,7 +1,6 @@
 """POST /v1/completions and /v1/chat/completions as plain ASGI.
 
-The order of the steps is the order of their cost: key, draining, rate, slot, and only then body, tokens and
-worker. A call holds its slot from before the body is read until the answer is out.
+The order of the steps is that of their cost: key, draining, rate, slot, then body, tokens and worker.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from gateway.errors import JSON, ApiError, wrong_method
-from gateway.http.body import ClientLeft, Receive, Scope, Send, check_content_type, read_body
+from gateway.http.body import ClientLeft, Receive, Scope, Send, read_body
 from gateway.http.connection import EXTENSION, ClientSocket
 from gateway.http.limits import Slot
 from gateway.http.sse import HEADERS, EventStream
 from gateway.openai.call import Completion, StreamedCompletion, WholeCompletion
 from gateway.openai.formats import Envelope, Format
-from gateway.openai.intake import CallIds
+from gateway.openai.intake import Prompt
 from gateway.openai.params import CallBody, ChatBody, CompletionBody
-from gateway.openai.parsing import parse
+from gateway.openai.parsing import parse, prompts
 from gateway.openai.request_log import CLIENT_LEFT, RequestLog
 from gateway.state import Gateway
 
@@ -35,9 +34,7 @@ class CompletionsEndpoint:
     """An ASGI app. It raises refusals as ApiError before anything was sent; `gateway.app` answers them."""
 
     def __init__(self, gateway: Gateway, form: Format, body: type[CompletionBody] | type[ChatBody]) -> None:
-        self._gateway = gateway
-        self._format = form
-        self._body = body
+        self._gateway, self._format, self._body = gateway, form, body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
@@ -57,7 +54,7 @@ class CompletionsEndpoint:
         except ClientLeft:
             log.status = CLIENT_LEFT
         except ApiError as error:
-            gateway.stats.rejections[error.code or "other"] += 1
+            gateway.stats.admission_rejections[error.code or "other"] += 1
             log.refused(error)
             raise
         except Exception:
@@ -76,11 +73,8 @@ class CompletionsEndpoint:
         extra: dict[str, str],
         trace: CallTrace | None,
     ) -> None:
-        settings, log = self._gateway.settings.gateway, scope["state"]["log"]
-        check_content_type(scope["headers"])
-        data = await read_body(
-            scope["headers"], receive, max_bytes=settings.max_body_bytes, timeout_s=settings.header_timeout_s
-        )
+        log = scope["state"]["log"]
+        data = await read_body(scope["headers"], receive, self._gateway.settings.gateway)
         socket: ClientSocket = scope["extensions"][EXTENSION]
         call = log.call = await self._call(data, slot, socket, log)
         if trace is not None:
@@ -100,26 +94,26 @@ class CompletionsEndpoint:
             call.abandon()
 
     async def _call(self, data: bytes, slot: Slot, socket: ClientSocket, log: RequestLog) -> Completion:
-        """Parse a body and build its requests. Raises ApiError."""
         gateway, form = self._gateway, self._format
         body: CallBody = parse(self._body, data)
         card = gateway.models.card(body.model)
         context = gateway.request_builder.context(card)
-        prompts = gateway.request_builder.prompts(body, context)
-        slot.grow(len(prompts) * body.n)
+        given: list[Prompt] = prompts(body.prompt, context) if isinstance(body, CompletionBody) else [""]
+        slot.grow(len(given) * body.n)
         tokenizer = await gateway.models.tokenizer(card)
-        ids = CallIds(form.id_prefix + secrets.token_hex(12), log.request_id, log.arrived)
-        requests = await gateway.request_builder.build(body, prompts, context, card, tokenizer, ids)
-        gateway.stats.of(body.model).request_params_n.observe(body.n)
+        call_id = form.id_prefix + secrets.token_hex(12)
+        build = gateway.request_builder.build
+        requests = await build(body, given, context, card, tokenizer, call_id, log)
+        gateway.stats.models[body.model].request_params_n.observe(body.n)
         has_usage = body.stream_options.include_usage
-        envelope = Envelope(form, ids.completion_id, int(time.time()), body.model, has_usage)
-        parts = envelope, requests, tokenizer.vocabulary, gateway.delivery, slot
+        envelope = Envelope(form, call_id, int(time.time()), body.model, has_usage)
+        needs = envelope, requests, tokenizer.vocabulary, gateway.delivery, slot
         call: Completion
         if body.stream:
             stream = EventStream(socket, gateway.settings.gateway.stream_buffer_tokens)
-            call = StreamedCompletion(stream, *parts)
+            call = StreamedCompletion(stream, *needs)
         else:
-            call = WholeCompletion(*parts)
+            call = WholeCompletion(*needs)
         call.num_prompt_tokens = sum(len(one.prompt_token_ids) for one in requests[:: body.n])
         return call
 

@@ -1,43 +1,46 @@
 """Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}` and a status.
 
-Every refusal of the gateway is an ApiError made by one of these functions, so that the status, type and code
-of a case are written once. openai-python maps the status to its exception classes and retries 408, 409, 429
-and 5xx by itself, honouring Retry-After: so errors that pass have a Retry-After, and those that do not have
-`x-should-retry: false`.
+Each case has its status, type and code here once. Errors that pass have a Retry-After, which clients honour.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from http import HTTPStatus
+from functools import partial
 
 import msgspec
 
 JSON = (b"content-type", b"application/json")
+KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    408: "timeout",
+    429: "rate_limit_error",
+    504: "timeout",
+}
 
 
 class ApiError(Exception):
-    """A refusal. `param` names the field at fault; `retry_after_s` and `headers` go with the answer."""
+    """A refusal. `param`: the field at fault; `kind`: by the status, if left out; the rest is headers."""
 
     def __init__(
         self,
         status: int,
         message: str,
         *,
-        kind: str = "invalid_request_error",
+        kind: str = "",
         code: str | None = None,
         param: str | None = None,
         retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.message = message
-        self.kind = kind
-        self.code = code
-        self.param = param
+        self.status, self.message = status, message
+        default = "server_error" if status >= 500 else "invalid_request_error"
+        self.kind = kind or KINDS.get(status, default)
+        self.code, self.param = code, param
         self.headers = dict(headers or {})
         if retry_after_s is not None:  # whole seconds; clients take 0 for "at once"
             self.headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
@@ -47,12 +50,17 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": fields})
 
 
+# Cases that differ in their message only.
+bad_json = partial(ApiError, 400, code="invalid_json")
+bad_key = partial(ApiError, 401, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+wrong_media = partial(ApiError, 415, code="unsupported_media_type")
+engine_error = partial(ApiError, 500, code="engine_error", headers={"x-should-retry": "false"})
+overloaded = partial(ApiError, 503, kind="overloaded", code="server_overloaded", retry_after_s=1.0)
+worker_lost = partial(ApiError, 503, code="worker_lost", retry_after_s=1.0)
+
+
 def invalid(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:
     return ApiError(400, message, param=param, code=code)
-
-
-def bad_json(message: str) -> ApiError:
-    return ApiError(400, message, code="invalid_json")
 
 
 def unsupported(param: str, message: str) -> ApiError:
@@ -62,10 +70,7 @@ def unsupported(param: str, message: str) -> ApiError:
 def too_long(
     num_prompt_tokens: int, limit: int, num_output_tokens: int = 0, at_least: bool = False
 ) -> ApiError:
-    """Refuse a prompt that does not fit a context of `limit` tokens with the tokens asked for.
-
-    One token of output must fit, so a prompt of `limit` tokens or more must become shorter.
-    """
+    """Refuse a prompt that does not fit `limit` tokens with the tokens asked for, at least one."""
     has = f"at least {num_prompt_tokens}" if at_least else f"{num_prompt_tokens}"
     asked = f"the prompt has {has} tokens"
     if num_output_tokens:
@@ -100,6 +105,20 @@ def no_such_path(method: str, path: str, endpoints: Sequence[str], admin: Sequen
     return ApiError(404, f"there is nothing at {_request(method, path)}; {hint}", code="not_found")
 
 
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return `did you mean 'x'?`, or the names of all there are."""
+    names = list(known)
+    if near := get_close_matches(name[:200], names, n=1):
+        return f"did you mean {near[0]!r}?"
+    return f"there are: {', '.join(names)}" if names else "there is none"
+
+
+def not_found(what: str, name: str, hint: str, param: str = "") -> ApiError:
+    """Refuse a name of nothing there is: a worker, an instance. `hint` says what there is."""
+    message = f"no {what} {name[:200]!r}; {hint}"
+    return ApiError(404, message, param=param or what, code=f"{what}_not_found")
+
+
 def wrong_method(method: str, path: str, allow: str) -> ApiError:
     """`allow`: the methods that the path takes."""
     message = f"{_request(method, path)}: this path takes {allow.replace(', ', ' and ')} only"
@@ -110,30 +129,14 @@ def _request(method: str, path: str) -> str:
     return f"{method[:20]} {path[:200]}"
 
 
-def wrong_media(message: str) -> ApiError:
-    return ApiError(415, message, code="unsupported_media_type")
-
-
-def bad_key(message: str) -> ApiError:
-    headers = {"www-authenticate": "Bearer"}
-    return ApiError(401, message, kind="authentication_error", code="invalid_api_key", headers=headers)
-
-
 def too_many(message: str, retry_after_s: float, headers: Mapping[str, str]) -> ApiError:
     """Refuse a client that is over its own limit."""
-    kind, code = "rate_limit_error", "rate_limit_exceeded"
-    return ApiError(429, message, kind=kind, code=code, retry_after_s=retry_after_s, headers=headers)
-
-
-def overloaded(message: str, retry_after_s: float = 1.0) -> ApiError:
-    """Refuse any client, since the server is full."""
-    return ApiError(503, message, kind="overloaded", code="server_overloaded", retry_after_s=retry_after_s)
+    return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=retry_after_s, headers=headers)
 
 
 def unavailable(message: str, retry_after_s: float = 1.0) -> ApiError:
     """Refuse what the server cannot serve now: it drains, or has no worker or no bus."""
-    code = "service_unavailable"
-    return ApiError(503, message, kind="server_error", code=code, retry_after_s=retry_after_s)
+    return ApiError(503, message, code="service_unavailable", retry_after_s=retry_after_s)
 
 
 def below_floor(model: str, floor: str) -> ApiError:
@@ -150,29 +153,13 @@ def deadline_exceeded(waited_s: float, unmet_wish: str = "") -> ApiError:
     """`unmet_wish`: what the request waited for, if that is known."""
     why = f" ({unmet_wish})" if unmet_wish else ""
     message = f"no worker began this request within {waited_s:.1f} s{why}; try again later"
-    return ApiError(504, message, kind="timeout", code="deadline_exceeded", retry_after_s=1.0)
-
-
-def worker_lost(message: str) -> ApiError:
-    return ApiError(503, message, kind="server_error", code="worker_lost", retry_after_s=1.0)
-
-
-def engine_error(message: str) -> ApiError:
-    headers = {"x-should-retry": "false"}
-    return ApiError(500, message, kind="server_error", code="engine_error", headers=headers)
+    return ApiError(504, message, code="deadline_exceeded", retry_after_s=1.0)
 
 
 def slow_reader(limit: int) -> ApiError:
     message = f"the client left more than {limit} tokens of this stream unread (gateway.stream_buffer_tokens)"
-    return ApiError(408, message, kind="timeout", code="slow_reader")
+    return ApiError(408, message, code="slow_reader")
 
 
 def internal() -> ApiError:
-    message = "the gateway failed; its log says how"
-    return ApiError(500, message, kind="server_error", code="internal_error")
-
-
-def from_status(status: int, headers: Mapping[str, str] | None = None, detail: str = "") -> ApiError:
-    """Wrap a refusal of the framework."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return ApiError(status, detail or HTTPStatus(status).phrase, kind=kind, headers=headers)
+    return ApiError(500, "the gateway failed; its log says how", code="internal_error")

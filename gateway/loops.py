@@ -32,18 +32,11 @@ SLICE = 32  # deltas, which take half a millisecond
 
 
 class Loops:
-    """The tasks.
-
-    An error in one ends all: the supervisor then starts the process again, which is safer than to serve
-    without, for example, a lease.
-    """
+    """The tasks. An error in one ends all: the supervisor then starts the process again."""
 
     def __init__(self, gateway: Gateway, feeds: Feeds) -> None:
-        self._gateway = gateway
-        self._feeds = feeds
-        self._bus = gateway.bus
-        self._delivery = gateway.delivery
-        self._losses = gateway.losses
+        self._gateway, self._feeds = gateway, feeds
+        self._bus, self._delivery, self._losses = gateway.bus, gateway.delivery, gateway.losses
         self._poll_now = gateway.poll_now
         self._had_lease = False
         self._is_data_lost = False  # and what this gateway knows is not written again yet
@@ -88,8 +81,6 @@ class Loops:
         with contextlib.suppress(BusUnavailable, BusFull):
             await self._bus.drop_gateway(self._gateway.id)
 
-    # ------------------------------------------------------------------------------------- streams
-
     async def _read_tokens(self) -> None:
         stream = self._bus.names.tokens(self._gateway.id)
         trimmed_at = time.monotonic()
@@ -107,10 +98,7 @@ class Loops:
                         await self._bus.trim(stream, before=reader.position)
 
     async def _deliver(self, step: StepOutput) -> None:
-        """Deliver a step in slices.
-
-        The event loop writes the tokens of the first streams to their sockets while the last are decoded.
-        """
+        """Deliver a step in slices, so that the first streams are written while the last are decoded."""
         for start in range(0, len(step.deltas), SLICE):
             if start:
                 await asyncio.sleep(0)
@@ -148,16 +136,15 @@ class Loops:
                         self._show(message, is_history=True)
 
     def _show(self, message: Event | MorphReport, *, is_history: bool = False) -> None:
-        """Show an event or a report in the admin API and its streams."""
         if isinstance(message, Event):
             self._gateway.morphs.on_event(message)
-            self._feeds.events.publish(message)
+            self._feeds.events.publish(message.kind, message)
             self._feeds.live.publish(message, is_history=is_history)
         else:
             if message.telemetry and not is_history:
                 self._gateway.cluster.add_report(message.telemetry)
             entry = self._gateway.morphs.on_report(message, is_history=is_history)
-            self._feeds.events.publish_morph(entry)
+            self._feeds.events.publish("morph", entry.as_json())
             self._feeds.live.publish_morph(entry)
             if message.kind == "transform" and message.state != "running":
                 self._poll_now.set()  # the cards show another shape
@@ -166,25 +153,20 @@ class Loops:
         """Act on an event. For a changed epoch the poll does: it knows whether the process died."""
         epoch = event.numbers.get("epoch")
         if event.kind in ("worker_lost", "worker_left") and epoch is not None:
+            how = "left" if event.kind == "worker_left" else "died"
             self._losses.on_worker_gone(event.subject, int(epoch), RetryReason(event.kind))
-            self._gateway.morphs.worker_gone(
-                event.subject, int(epoch), "left" if event.kind == "worker_left" else "died"
-            )
+            self._gateway.morphs.worker_gone(event.subject, int(epoch), how)
         if event.kind.startswith(("worker_", "epoch_", "policy_", "model_", "deployment_")):
             self._poll_now.set()
 
     async def _publish_events(self) -> None:
-        events = self._gateway.events
         while True:
-            await self._gateway.has_events.wait()
-            self._gateway.has_events.clear()
-            while events:
-                kind, subject, reason, numbers = events.popleft()
-                try:
-                    await self._bus.event(kind, subject, reason, **numbers)
-                except (BusUnavailable, BusFull) as error:
-                    log.warning("the event %s of %s is lost: %s", kind, subject, error)
-                    await self._bus.wait_up()
+            kind, subject, reason, numbers = await self._gateway.events.get()
+            try:
+                await self._bus.event(kind, subject, reason, **numbers)
+            except (BusUnavailable, BusFull) as error:
+                log.warning("the event %s of %s is lost: %s", kind, subject, error)
+                await self._bus.wait_up()
 
     async def _publish_demand(self) -> None:
         """Publish what waits for a group at once, and repeat it: the controller may have restarted."""
@@ -199,8 +181,6 @@ class Loops:
                 except BusFull as error:
                     log.debug("a demand is not published yet: %s", error)
                 await asyncio.sleep(DEMAND_S)
-
-    # ------------------------------------------------------------------------------------- registry
 
     def _on_restart(self, restart: Restart) -> None:
         self._losses.on_restart(restart)
@@ -221,14 +201,15 @@ class Loops:
                 await self._bus.wait_up()
 
     async def _poll(self) -> None:
-        self._gateway.cluster.update(await self._bus.workers(), time.monotonic())
-        self._gateway.models.preload()
+        gateway, cluster = self._gateway, self._gateway.cluster
+        cluster.update(await self._bus.workers(), time.monotonic())
+        gateway.models.preload()
         self._losses.on_poll()
-        self._gateway.morphs.sweep(self._gateway.cluster.workers, 2 * self._gateway.settings.worker.lease_s)
+        gateway.morphs.sweep(cluster.workers, 2 * gateway.settings.worker.lease_s)
         await self._poll_policy()
-        self._gateway.catalogue = await self._bus.catalogue.read()
-        self._gateway.cluster.awaited = awaited_models(self._gateway.catalogue)
-        self._gateway.cluster.forget_retired(active_models(self._gateway.catalogue))
+        gateway.catalogue = await self._bus.catalogue.read()
+        cluster.awaited = awaited_models(gateway.catalogue)
+        cluster.forget_retired(active_models(gateway.catalogue))
         self._feeds.live.changed()
 
     async def _poll_policy(self) -> None:
@@ -242,10 +223,9 @@ class Loops:
                     self._gateway.publish("policy_changed", "policy", why, {"revision": 1.0})
                     stored = again
         self._is_data_lost = False
-        self._gateway.policy = stored
-        self._gateway.cluster.max_tp = stored.max_tp
-        self._gateway.cluster.can_split = stored.mode != "manual"
-        self._gateway.cluster.free_share = stored.scale_down_free
+        self._gateway.policy, cluster = stored, self._gateway.cluster
+        cluster.max_tp, cluster.free_share = stored.max_tp, stored.scale_down_free
+        cluster.can_split = stored.mode != "manual"
 
     async def _renew_lease(self) -> None:
         while True:
@@ -261,8 +241,6 @@ class Loops:
             except BusFull as error:
                 log.warning("the lease cannot be renewed: %s", error)
             await asyncio.sleep(LEASE_S / 3)
-
-    # ------------------------------------------------------------------------------------- time
 
     async def _tick(self) -> None:
         """Check deadlines while requests are in flight, and the counts when the last has ended."""

@@ -1,7 +1,6 @@
 """The morphs of the cluster that run and the last that ended.
 
-Workers report on the events stream, so every gateway knows every morph of the cluster. A worker that dies
-does not answer: its morphs then count as failed, until a report says otherwise.
+A worker that dies does not answer: its morphs then count as failed, until a report says otherwise.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class MorphRecord:
     workers: list[str]  # that take part; of a transform in the order of their shards
     epoch: int
     started: float
-    ordered_at: float
+    ordered_at: float = 0.0
     state: MorphOutcome = "running"
     reason: str = ""
     numbers: dict[str, Number] = field(default_factory=dict)
@@ -76,10 +75,8 @@ class MorphRecord:
     @property
     def pause_s(self) -> float | None:
         """Seconds between steps that its worker's engine spent on it, in all; None: not reported."""
-        known = [
-            self.numbers[name] for name in ("boundary_seconds", "moving_seconds") if name in self.numbers
-        ]
-        return sum(known) if known else None
+        known = {"boundary_seconds", "moving_seconds"} & self.numbers.keys()
+        return sum(self.numbers[name] for name in known) if known else None
 
     async def wait(self, within_s: float) -> None:
         """Wait until the morph has ended, for `within_s` at most."""
@@ -96,13 +93,12 @@ class MorphRecord:
 class Morphs:
     """The owner of the entries.
 
-    `outcomes`, `decisions` (kind, cause, outcome), `seconds` and `pauses` count the morphs that ended since
-    this process began to listen.
+    `outcomes`, `decisions`, `seconds` and `pauses` count the morphs that ended since this process listens.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.outcomes: Counter[tuple[MorphKind, MorphOutcome]] = Counter()
-        self.decisions: Counter[tuple[MorphKind, str, MorphOutcome]] = Counter()
+        self.decisions: Counter[tuple[MorphKind, str, MorphOutcome]] = Counter()  # with the cause
         self.seconds = {kind: Distribution(SECONDS) for kind in KIND_OF.values()}
         self.pauses = {kind: Distribution(PAUSES) for kind in KIND_OF.values()}
         self._entries: dict[str, MorphRecord] = {}  # in the order in which they were heard of
@@ -114,24 +110,19 @@ class Morphs:
 
     def recent(self, num: int) -> list[MorphRecord]:
         """Return the running morphs and the last that ended, up to `num` in all; the latest last."""
-        entries = list(self._entries.values())
-        ended = [entry for entry in entries if not entry.is_running]
-        shown = set(ended[max(0, len(ended) - max(0, num - (len(entries) - len(ended)))) :])
-        return [entry for entry in entries if entry.is_running or entry in shown]
+        ended = [entry for entry in self._entries.values() if not entry.is_running]
+        room = max(0, num - (len(self._entries) - len(ended)))
+        hidden = set(ended[: max(0, len(ended) - room)])
+        return [entry for entry in self._entries.values() if entry not in hidden]
 
     def transform_of(self, worker: str) -> MorphRecord | None:
         """Return the running transform of this worker; of one in several steps, the current step."""
-        running = (entry for entry in self._running() if entry.kind == "transform" and not entry.steps)
-        return next((entry for entry in running if worker in entry.workers), None)
+        return next((one for one in self._transforms(worker) if one.is_running), None)
 
     def changing(self, worker: str, tp: int) -> str:
-        """Return "joining" or "parting" while a transform changes the worker's degree from `tp`; else "".
-
-        Until CARDS_S after its end, the cards of all members may not have been read.
-        """
-        transforms = (one for one in self._entries.values() if one.kind == "transform" and not one.steps)
-        entries = [one for one in transforms if worker in one.workers]
-        last = entries[-1] if entries else None
+        """Return "joining" or "parting" while a transform changes the worker's degree, and CARDS_S longer."""
+        transforms = self._transforms(worker)
+        last = transforms[-1] if transforms else None
         if last is None or last.state not in ("running", "applied"):
             return ""
         is_over = last.ended is not None and time.time() - last.ended > CARDS_S
@@ -140,22 +131,16 @@ class Morphs:
             return ""
         return "joining" if after > tp else "parting"
 
-    # ------------------------------------------------------------------------------------- orders and reports
+    def _transforms(self, worker: str) -> list[MorphRecord]:
+        """Return the worker's transforms, the latest last; of those in several steps the steps."""
+        transforms = (one for one in self._entries.values() if one.kind == "transform" and not one.steps)
+        return [one for one in transforms if worker in one.workers]
 
     def ordered(self, command: Morph, worker: str, decided: str) -> MorphRecord:
         """Enter a morph that this gateway orders. A quick worker may have reported it already."""
-        entry = self._entries.get(command.id) or self._enter(
-            MorphRecord(
-                id=command.id,
-                kind=KIND_OF[type(command)],
-                target=command.instance,
-                worker=worker,
-                workers=command.workers if isinstance(command, Transform) else [worker],
-                epoch=command.epoch,
-                started=time.time(),
-                ordered_at=self._clock(),
-            )
-        )
+        workers = command.workers if isinstance(command, Transform) else [worker]
+        kind, now = KIND_OF[type(command)], time.time()
+        entry = self._entry(command.id, kind, command.instance, worker, workers, command.epoch, now)
         entry.patience_s = UNHEARD_S + command.wait_s
         entry.decided, entry.cause = decided, ORDER
         return entry
@@ -165,22 +150,13 @@ class Morphs:
         self._entries.pop(entry.id, None)
 
     def on_report(self, report: MorphReport, *, is_history: bool = False) -> MorphRecord:
-        entry = self._entries.get(report.id) or self._enter(
-            MorphRecord(
-                id=report.id,
-                kind=report.kind,
-                target=report.target,
-                worker=report.worker,
-                workers=report.workers or [report.worker],
-                epoch=report.epoch,
-                started=report.started_ms / 1000,
-                ordered_at=self._clock(),
-            )
-        )
+        workers, started = report.workers or [report.worker], report.started_ms / 1000
+        about = report.id, report.kind, report.target, report.worker
+        entry = self._entry(*about, workers, report.epoch, started)
         entry.is_heard, entry.heard_at, entry.steps = True, self._clock(), report.steps
         if not entry.is_running and not (entry.is_assumed and report.state != "running"):
             return entry  # it ended before: a report that was written twice, or late
-        entry.started, entry.is_assumed = report.started_ms / 1000, False
+        entry.started, entry.is_assumed = started, False
         entry.state, entry.reason, entry.numbers = report.state, report.reason, dict(report.numbers)
         if report.state != "running":
             ended_ms = report.started_ms if report.ended_ms is None else report.ended_ms
@@ -225,14 +201,16 @@ class Morphs:
             elif not entry.is_heard and now - entry.ordered_at > entry.patience_s:
                 self._assume_failed(entry, f"{entry.worker} did not take the order; give it again")
 
-    # ------------------------------------------------------------------------------------- the entries
-
     def _running(self) -> Iterable[MorphRecord]:
         return [entry for entry in self._entries.values() if entry.is_running]
 
-    def _enter(self, entry: MorphRecord) -> MorphRecord:
-        entry.decided, entry.cause = self._decided.pop(entry.id, ("", ""))
-        self._entries[entry.id] = entry
+    def _entry(self, morph_id: str, *about: Any) -> MorphRecord:
+        """Return the entry of an id, a new one with what is known `about` it if there is none."""
+        if morph_id in self._entries:
+            return self._entries[morph_id]
+        entry = self._entries[morph_id] = MorphRecord(morph_id, *about)
+        entry.ordered_at = self._clock()
+        entry.decided, entry.cause = self._decided.pop(morph_id, ("", ""))
         ended = [one.id for one in self._entries.values() if not one.is_running]
         for old in ended[: max(0, len(ended) - KEPT)]:
             del self._entries[old]

@@ -40,10 +40,7 @@ class GatewayServer(uvicorn.Server):
         self._leave.set()
 
     async def main_loop(self) -> None:
-        """Run uvicorn's tick once a second, for the date header, and end as soon as `leave` is called.
-
-        uvicorn itself polls ten times a second.
-        """
+        """Run uvicorn's tick once a second instead of ten times, and end as soon as `leave` is called."""
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
@@ -60,14 +57,16 @@ class GatewayServer(uvicorn.Server):
 
 
 async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
-    """Serve until `stop`, then drain.
-
-    Exits with status 2 if a setting forbids to serve, 1 if a background task failed.
-    """
+    """Serve until `stop`, then drain. Exits with status 2 for a setting, 1 if a background task failed."""
     section = settings.gateway
-    _refuse_open_door(section)
+    if not section.loopback_only and not section.api_keys:
+        _fail(
+            f"gateway.host = {section.host!r} is open to others and gateway.api_keys is empty; "
+            "set a key (INSTAR_GATEWAY__API_KEYS), or host = 127.0.0.1"
+        )
     listener = _bind(section)
-    _raise_file_limit()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # as many connections as the system permits
     Protocol.header_timeout_s = section.header_timeout_s
     Protocol.max_connections = section.max_connections
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
@@ -78,7 +77,18 @@ async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
         _fail(str(error))
     feeds = Feeds(gateway)
     died = asyncio.Event()
-    server = GatewayServer(_config(create_app(gateway, feeds, died.set)))
+    config = uvicorn.Config(
+        create_app(gateway, feeds, died.set),
+        http=Protocol,
+        loop="none",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=LEFTOVERS_S,
+    )
+    server = GatewayServer(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await _first_of(serving, stop, died)
     if stop.is_set() and not died.is_set():
@@ -93,33 +103,11 @@ async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
         sys.exit(FAILED)
 
 
-def _config(app: object) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,  # type: ignore[arg-type]
-        http=Protocol,
-        loop="none",
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=LEFTOVERS_S,
-    )
-
-
 async def _first_of(serving: asyncio.Task[None], *events: asyncio.Event) -> None:
     waits = [asyncio.create_task(event.wait()) for event in events]
     await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
-
-
-def _refuse_open_door(section: GatewaySettings) -> None:
-    if not section.loopback_only and not section.api_keys:
-        _fail(
-            f"gateway.host = {section.host!r} is open to others and gateway.api_keys is empty; "
-            "set a key (INSTAR_GATEWAY__API_KEYS), or host = 127.0.0.1"
-        )
 
 
 def _bind(section: GatewaySettings) -> socket.socket:
@@ -140,12 +128,6 @@ def _bind(section: GatewaySettings) -> socket.socket:
 def _address(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _raise_file_limit() -> None:
-    """Allow as many open files, and so connections, as the system permits."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _fail(message: str) -> NoReturn:

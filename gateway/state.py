@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import time
-from collections import deque
 
 from bus.catalogue import Contents
 from bus.client import Bus
@@ -33,19 +33,13 @@ from gateway.tracing import tracer_of
 BUS_PATIENCE_S = 10.0  # requests that have not begun wait this long for a Redis that went away
 MAX_EVENTS = 1000  # that wait to be published; more are dropped
 
-QueuedEvent = tuple[str, str, str, dict[str, float]]
-
 
 class Gateway:
-    """One gateway process. `tracer` is None if traces are off.
-
-    Raises SettingsError if a setting needs a package that is not installed.
-    """
+    """One gateway process. Raises SettingsError if a setting needs a package that is missing."""
 
     def __init__(self, settings: Settings, bus: Bus) -> None:
         section = settings.gateway
-        self.settings = settings
-        self.bus = bus
+        self.settings, self.bus = settings, bus
         self.id = section.id or f"{socket.gethostname()}-{os.getpid()}"
         self.keys = Keys(section.api_keys, API_HINT)
         self.admin_keys = Keys(section.admin_keys, ADMIN_HINT)
@@ -59,31 +53,20 @@ class Gateway:
         self.poll_now = asyncio.Event()  # the registry or the catalogue has news
         self.cluster = Cluster(stale_s=settings.monitor.stale_s)
         self.models = Models(self.cluster)
-        self.request_builder = RequestBuilder(
-            self.cluster, max_n_tokens=section.max_n_tokens, default_max_tokens=section.default_max_tokens
-        )
+        self.request_builder = RequestBuilder(self.cluster, section.max_n_tokens, section.default_max_tokens)
         self.has_demand = asyncio.Event()
-        self.events: deque[QueuedEvent] = deque()  # to be published
-        self.has_events = asyncio.Event()
+        # Kind, subject, reason and numbers of events to be published.
+        self.events: asyncio.Queue[tuple[str, str, str, dict[str, float]]] = asyncio.Queue(MAX_EVENTS)
         self.outbox = RequestOutbox(bus, self.id)
         table = RequestTable()
         self.placement = Placement(self.cluster, table, self.outbox, max_attempts=section.max_attempts)
         endings = Endings(table, self.outbox, self.stats)
         endings.on_ended.append(SloCounter(settings.slo, self.stats).count)
-        attempts = Attempts(
-            endings,
-            self.cluster,
-            self.placement,
-            section,
-            on_event=self.publish,
-            on_demand=self.has_demand.set,
-        )
+        parts = endings, self.cluster, self.placement, section
+        attempts = Attempts(*parts, on_event=self.publish, on_demand=self.has_demand.set)
         self.delivery = Delivery(endings, attempts, section.queue_timeout_s)
         self.losses = LossDetector(
-            self.delivery,
-            self.cluster,
-            lease_s=settings.worker.lease_s,
-            queue_timeout_s=section.queue_timeout_s,
+            self.delivery, self.cluster, settings.worker.lease_s, section.queue_timeout_s
         )
         self.tracer = tracer_of(settings.tracing, self.id, self.morphs, self.cluster)
         self.is_draining = False
@@ -92,9 +75,7 @@ class Gateway:
     def refuse_if_closed(self) -> None:
         """Raise ApiError 503 while draining, and if Redis has been away for BUS_PATIENCE_S."""
         if self.is_draining:
-            raise unavailable(
-                "this gateway is shutting down; ask another one, or this one when it is back", 1.0
-            )
+            raise unavailable("this gateway is shutting down; ask another one, or this one when it is back")
         if self.bus_away_s() > BUS_PATIENCE_S:
             raise unavailable("the message bus (Redis) is away; try again", 2.0)
 
@@ -115,9 +96,8 @@ class Gateway:
 
     def publish(self, kind: str, subject: str, reason: str, numbers: dict[str, float]) -> None:
         """Queue an event for the audit stream; drop it if MAX_EVENTS wait."""
-        if len(self.events) < MAX_EVENTS:
-            self.events.append((kind, subject, reason, numbers))
-            self.has_events.set()
+        with contextlib.suppress(asyncio.QueueFull):
+            self.events.put_nowait((kind, subject, reason, numbers))
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the table or the admission counts contradict themselves."""

@@ -1,9 +1,4 @@
-"""`instar`: the command line.
-
-To add a command, add a line to `COMMANDS` and a module of that name to `instar.commands`. The module's
-`add_to(parser)` sets the description, the flags and `run`. It is imported only when its command is typed, so
-that `instar --help` is instant.
-"""
+"""`instar`: the command line. A command's module is imported only when it is typed: --help is instant."""
 
 from __future__ import annotations
 
@@ -43,7 +38,7 @@ CANNOT_RUN: Final = 2
 DESCRIPTION = """\
 Instar serves large language models and changes shape while it serves.
 
-  instar serve path/to/model        a Llama, Mistral, Qwen2 or Qwen3 folder of Hugging Face [demo model]
+  instar serve path/to/model        a model folder of Hugging Face [demo model]
   instar status                     what runs, on which workers, with how much memory
   instar morph resize 400           change KV blocks, precision or the policy by hand
   instar deploy llama               serve a registered model by an intent: cheap, fast or small
@@ -79,7 +74,9 @@ def _parser(first: str) -> CommandParser:
         command = group.add_parser(name, help=help_)
         if name in COMMANDS and (name == first or is_misplaced_flag):
             add_config_flag(command)
-            importlib.import_module(f"instar.commands.{name}").add_to(command)
+            module = importlib.import_module(f"instar.commands.{name}")
+            command.description = module.DESCRIPTION
+            module.add_to(command)
     return parser
 
 

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Collection, Iterator
 from typing import Any, Final, Literal
+from urllib.parse import quote
 
 import httpx
 
@@ -18,6 +19,8 @@ from instar.running import locate
 
 Keys = Literal["api_keys", "admin_keys"]
 TIMEOUT_S: Final = 45.0  # longer than a gateway lets ?wait=true wait
+POLL_S: Final = 0.3
+STUCK: Final = ("waiting", "registered")  # states in which nothing is done
 
 
 def settings_of(args: argparse.Namespace, flags: Layer | None = None) -> Settings:
@@ -51,16 +54,18 @@ def gateway_client(settings: Settings, url: str | None, key: str | None, keys: K
         raise InputError(f"--url {found}: {error}; write it as http://127.0.0.1:8000") from error
 
 
+def admin_path(kind: str, name: str) -> str:
+    """Return the path of one of the gateway's models, deployments or workers."""
+    return f"/admin/{kind}/{quote(name, safe='')}"
+
+
 def get_json(client: httpx.Client, path: str, *fields: str) -> dict[str, Any]:
     """Return the JSON object at `path`, which must have `fields`. Raises ServerError."""
     return ask_json(client, "GET", path, None, *fields)
 
 
 def ask_json(client: httpx.Client, method: str, path: str, body: Any = None, *fields: str) -> dict[str, Any]:
-    """Send a request, with `body` as JSON unless it is None. Returns the JSON object of the answer.
-
-    Raises ServerError, also for an answer without one of `fields`.
-    """
+    """Send a request, with `body` as JSON if it has one. Raises ServerError, also if a field is missing."""
     try:
         answer = client.request(method, path, json=body)
     except httpx.HTTPError as error:
@@ -123,10 +128,7 @@ def _hint(answer: httpx.Response) -> str:
 
 
 def stream_events(client: httpx.Client, method: str, path: str, **options: Any) -> Iterator[tuple[str, str]]:
-    """Yield (kind, data) of each server-sent event, and ("", "") for other lines.
-
-    Raises ServerError for a refusal, and httpx.HTTPError.
-    """
+    """Yield (kind, data) of each server-sent event, ("", "") for other lines. Raises ServerError."""
     with client.stream(method, path, **options) as answer:
         if not answer.is_success:
             answer.read()
@@ -136,12 +138,6 @@ def stream_events(client: httpx.Client, method: str, path: str, **options: Any) 
             name, _, value = line.partition(":")
             kind = value.strip() if name == "event" else kind
             yield (kind, value.strip()) if name == "data" else ("", "")
-
-
-# --------------------------------------------------------------------------- waiting
-
-POLL_S: Final = 0.3
-STUCK: Final = ("waiting", "registered")  # states in which nothing is done
 
 
 def follow(

@@ -1,7 +1,4 @@
-"""Command-line parsing: short errors that suggest what was meant, types of arguments, and common flags.
-
-Imports nothing that makes --help slow.
-"""
+"""Command-line parsing: short errors, types of arguments, common flags. Imports nothing that is slow."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,10 +15,7 @@ Run = Callable[[argparse.Namespace], int]  # a command: arguments to exit status
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An ArgumentParser that answers a mistake in two lines and accepts no abbreviated flags.
-
-    `args.prog` is the command as typed, for error messages.
-    """
+    """A parser with errors of two lines and without abbreviations. `args.prog` is the command as typed."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -29,18 +24,10 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2."""
-        self.exit(
-            2, f"{self.prog}: {message}{self._missing_value(message)}\nSee `{self.prog} --help` for usage.\n"
-        )
-
-    def _missing_value(self, message: str) -> str:
-        """Return which value a flag lacks, and how to write one that begins with a dash."""
-        missing = re.fullmatch(r"argument (?:\S+/)?(-\S+): expected one argument", message)
-        if missing is None:
-            return ""
-        flag = missing[1]
-        metavar = self._option_string_actions[flag].metavar
-        return f", {metavar}; write {flag}=-... for a value that begins with a dash"
+        if missing := re.fullmatch(r"argument (?:\S+/)?(-\S+): expected one argument", message):
+            metavar = self._option_string_actions[missing[1]].metavar
+            message += f", {metavar}; write {missing[1]}=-... for a value that begins with a dash"
+        self.exit(2, f"{self.prog}: {message}\nSee `{self.prog} --help` for usage.\n")
 
     @property
     def flags(self) -> list[str]:
@@ -68,28 +55,23 @@ def parse(parser: CommandParser, argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _command(parser: CommandParser, argv: Sequence[str]) -> CommandParser:
-    """Return the parser of the command that `argv` begins with."""
-    if not (argv and parser.commands):
+    """Return the parser of the command that `argv` begins with. Exits for an unknown command or flag."""
+    commands = parser.commands
+    if not (argv and commands):
         return parser
-    if argv[0] not in parser.commands:
-        _check_own_flag(parser, argv[0])
-        return parser
-    return _command(parser.commands[argv[0]], argv[1:])
-
-
-def _check_own_flag(parser: CommandParser, first: str) -> None:
-    """Refuse `first` unless it is a flag of `parser` itself."""
-    flag, commands = first.partition("=")[0], parser.commands
-    if not first.startswith("-"):
-        known = f"; there are {', '.join(commands)}"
-        parser.error(f"there is no command {first!r}{suggestion(first, commands) or known}")
-    if flag in (*parser.flags, "-h"):
-        return
-    for name, command in commands.items():
-        if flag in command.flags:
-            parser.error(f"{flag} comes after its command, as in `{parser.prog} {name} {flag}`")
-    hint = suggestion(flag, parser.flags)
-    parser.error(f"there is no flag {flag}{hint}; flags of a command come after it")
+    if argv[0] in commands:
+        return _command(commands[argv[0]], argv[1:])
+    flag = argv[0].partition("=")[0]
+    if not flag.startswith("-"):
+        hint = suggestion(argv[0], commands) or f"; there are {', '.join(commands)}"
+        parser.error(f"there is no command {argv[0]!r}{hint}")
+    if flag not in (*parser.flags, "-h"):
+        for name, command in commands.items():
+            if flag in command.flags:
+                parser.error(f"{flag} comes after its command, as in `{parser.prog} {name} {flag}`")
+        hint = suggestion(flag, parser.flags)
+        parser.error(f"there is no flag {flag}{hint}; flags of a command come after it")
+    return parser
 
 
 def _take_words(command: CommandParser, args: argparse.Namespace, unknown: list[str]) -> None:
@@ -120,14 +102,8 @@ def _setting(flag: str) -> str:
     return f"; it is a setting without a flag: {variable_of(name)}, or {name} in instar.toml" if name else ""
 
 
-# --------------------------------------------------------------------------- declaring
-
-
 def subcommands(parser: CommandParser, *, json: bool = True) -> Callable[[str, str, Run], CommandParser]:
-    """Give `parser` commands of its own, which ask a running service.
-
-    The result declares one: name, help, what it does.
-    """
+    """Return a function that declares a command of `parser` for a running service: name, help, run."""
 
     def show_help(_: argparse.Namespace) -> int:
         parser.print_help()
@@ -137,9 +113,8 @@ def subcommands(parser: CommandParser, *, json: bool = True) -> Callable[[str, s
     group = parser.add_subparsers(metavar="COMMAND", title=f"commands (`{parser.prog} COMMAND --help`)")
 
     def declare(name: str, help_: str, run: Run) -> CommandParser:
-        command: CommandParser = group.add_parser(
-            name, help=help_, description=f"{help_[0].upper()}{help_[1:]}."
-        )
+        about = f"{help_[0].upper()}{help_[1:]}."
+        command: CommandParser = group.add_parser(name, help=help_, description=about)
         add_config_flag(command, default=argparse.SUPPRESS)
         add_client_flags(command, json=json)
         command.set_defaults(run=run)
@@ -161,28 +136,13 @@ def add_client_flags(parser: CommandParser, *, json: bool = True) -> None:
         parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-# --------------------------------------------------------------------------- types of arguments
-
-
 def at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 1 or more")
     return int(text)
 
 
-def number_above_zero(text: str) -> float:
-    return _number(text, lambda value: 0 < value < math.inf, "a number above 0")
-
-
-def number_from_zero(text: str) -> float:
-    return _number(text, lambda value: 0 <= value < math.inf, "a number, 0 or more")
-
-
-def temperature(text: str) -> float:
-    return _number(text, lambda value: 0 <= value <= 2, "a number from 0 to 2")
-
-
-def _number(text: str, is_allowed: Callable[[float], bool], expected: str) -> float:
+def _number(is_allowed: Callable[[float], bool], expected: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -190,6 +150,11 @@ def _number(text: str, is_allowed: Callable[[float], bool], expected: str) -> fl
     if not is_allowed(value):
         raise argparse.ArgumentTypeError(f"{text!r} must be {expected}")
     return value
+
+
+number_above_zero = partial(_number, lambda value: 0 < value < math.inf, "a number above 0")
+number_from_zero = partial(_number, lambda value: 0 <= value < math.inf, "a number, 0 or more")
+temperature = partial(_number, lambda value: 0 <= value <= 2, "a number from 0 to 2")
 
 
 def one_of(names: Collection[str]) -> Callable[[str], str]:

@@ -1,4 +1,4 @@
-"""Which services run on this machine, and where.
+"""The services that run on this machine, and their URLs.
 
 `instar serve` writes its URL to a file of this user's runtime folder and holds a lock on it. The kernel drops
 the lock when the process ends, however it ends, so a file without a lock names no service.
@@ -66,9 +66,8 @@ def url_of(gateway: GatewaySettings) -> str:
 def locate(gateway: GatewaySettings, url: str | None) -> tuple[str, bool]:
     """Return the URL to ask and whether the keys of the settings may go there.
 
-    The URL is `url`, else that of the settings if they name a host or port, else that of the one service that
-    runs on this machine. Keys go to the service of the settings and to services of this user only. Raises
-    InputError for a bad URL, and if several services run.
+    Without `url` it is that of the settings if they name a host or port, else that of the one service that
+    runs on this machine. Raises InputError for a bad URL, and if several services run.
     """
     if url is not None:
         _check_url(url)
@@ -83,17 +82,16 @@ def locate(gateway: GatewaySettings, url: str | None) -> tuple[str, bool]:
 
 def _check_url(url: str) -> None:
     try:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError("the URL needs http://")
+        if "@" in url:  # run.json and the picture of a replay show the URL
+            raise InputError("--url holds a name or a password, which are not sent; use --api-key KEY")
         found = urlsplit(url)
-        host, _ = (found.hostname or "").encode("idna"), found.port
-        problem = "" if host else "it has no host"
+        host, _ = (found.hostname or "").encode("idna"), found.port  # either may raise
+        if not host:
+            raise ValueError("it has no host")
     except ValueError as error:
-        problem = str(error)
-    if not url.startswith(("http://", "https://")):
-        problem = "the URL needs http://"
-    elif "@" in url:  # run.json and the picture of a replay show the URL
-        raise InputError("--url holds a name or a password, which are not sent; use --api-key KEY")
-    if problem:
-        raise InputError(f"--url {url}: {problem}; write it as http://127.0.0.1:8000")
+        raise InputError(f"--url {url}: {error}; write it as http://127.0.0.1:8000") from error
 
 
 def _is_own(gateway: GatewaySettings, url: str) -> bool:

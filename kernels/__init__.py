@@ -16,43 +16,24 @@ import os
 # the cores (a gateway, Redis, a second worker), the one it waits for does not run: a step of 9 ms took 695.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from kernels.calls import (
-    add_rms_norm,
-    copy_blocks,
-    linear,
-    linear_t,
-    paged_attention,
-    quantized_linear,
-    rms_norm,
-    rotary,
-    silu_mul,
-    stacked_linear,
-    store_kv,
-)
+from kernels import calls
+from kernels.calls import *  # noqa: F403 every kernel
+from kernels.packing import pack, unpack
 from kernels.plan import AttentionPlan
-from kernels.quantized import QuantizedWeight, dequantize, pack, quantize_rtn, unpack
+from kernels.quantized import QuantizedWeight, dequantize, quantize_rtn
 from kernels.registry import use_backend
-from kernels.setup import configure, warm_up
+from kernels.setup import choose_products, configure, warm_up
 
 __all__ = [
     "AttentionPlan",
     "QuantizedWeight",
-    "add_rms_norm",
+    "choose_products",
     "configure",
-    "copy_blocks",
     "dequantize",
-    "linear",
-    "linear_t",
     "pack",
-    "paged_attention",
     "quantize_rtn",
-    "quantized_linear",
-    "rms_norm",
-    "rotary",
-    "silu_mul",
-    "stacked_linear",
-    "store_kv",
     "unpack",
     "use_backend",
     "warm_up",
 ]
+__all__ += calls.__all__

@@ -1,110 +1,158 @@
-"""The public calls: shapes, meaning, errors. Each runs the implementation for its tensors' device."""
+"""The kernels: each one's public call, in plain torch, and where its faster implementations are.
+
+The plain ones are the oracles of the others: simple, in float32 inside, and slow.
+"""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from kernels.plan import AttentionPlan
-from kernels.quantized import QuantizedWeight
-from kernels.registry import pick
+from kernels.quantized import QuantizedWeight, dequantize
+from kernels.registry import kernel
+
+__all__ = [
+    "add_rms_norm",
+    "copy_blocks",
+    "linear",
+    "linear_t",
+    "paged_attention",
+    "quantized_linear",
+    "rms_norm",
+    "rotary",
+    "silu_mul",
+    "stacked_linear",
+    "store_kv",
+]
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+@kernel(cpu="kernels.cpu.rows", cuda="kernels.gpu.rows")
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x [..., H] * rsqrt(mean(x^2) + eps) * weight [H], contiguous (RMSNorm, Zhang & Sennrich 2019).
 
     Leading dimensions are free: norms of single heads (Qwen3) pass [T, Hq, D].
     """
-    result: torch.Tensor = pick("rms_norm", x)(x, weight, eps)
-    return result
+    x32 = x.float()
+    x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
+    return (weight.float() * x32.to(x.dtype).float()).to(x.dtype)
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+@kernel(cpu="kernels.cpu.rows", cuda="kernels.gpu.rows")
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Add x [T, H] to residual [T, H] in place; return rms_norm(residual, weight, eps)."""
-    result: torch.Tensor = pick("add_rms_norm", x)(x, residual, weight, eps)
-    return result
+    residual.add_(x)
+    return rms_norm.reference(residual, weight, eps)
 
 
-def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+@kernel(cpu="kernels.cpu.rows", cuda="kernels.gpu.rows")
+def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
     """Rotate q [T, Hq, D] and k [T, Hkv, D] in place by positions int64 [T] (RoFormer, Su et al. 2021).
 
     cos_sin float32 [max_position, D]: cosines in the first half, sines in the second. Hugging Face's
     convention: dimension i pairs with i + D / 2 ("rotate half").
     """
-    pick("rotary", q)(q, k, positions, cos_sin)
+    cos, sin = cos_sin[positions].float().unsqueeze(1).chunk(2, dim=-1)
+    for x in (q, k):
+        low, high = x.float().chunk(2, dim=-1)
+        x.copy_(torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1))
 
 
-def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+@kernel(cpu="kernels.cpu.rows", cuda="kernels.gpu.rows")
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Return gate * sigmoid(gate) * up [T, I], a new tensor (SwiGLU, Shazeer 2020).
 
     gate and up [T, I] may be views of one buffer [T, 2I].
     """
-    result: torch.Tensor = pick("silu_mul", gate)(gate, up)
-    return result
+    return (F.silu(gate.float()) * up.float()).to(gate.dtype)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+@kernel(cpu="kernels.cpu.products")
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N]."""
-    result: torch.Tensor = pick("linear", x)(x, weight, bias)
-    return result
+    return F.linear(x, weight, bias)
 
 
-def stacked_linear(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+@kernel(cpu="kernels.cpu.products", cuda="kernels.batched")
+def stacked_linear(x: Tensor, weights: Tensor) -> Tensor:
     """Return x [T, K] times each of the M matrices weights [M, N, K], transposed: [T, M, N].
 
     The matrices may have other data between them. The first two dimensions of the result have any strides.
     """
-    result: torch.Tensor = pick("stacked_linear", x)(x, weights)
-    return result
+    return torch.stack([F.linear(x, weight) for weight in weights], 1)
 
 
-def linear_t(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+@kernel(cpu="kernels.cpu.products")
+def linear_t(x: Tensor, weight: Tensor) -> Tensor:
     """Return x [T, K] times weight [K, N], which is stored with its inputs outermost: [T, N]."""
-    result: torch.Tensor = pick("linear_t", x)(x, weight)
-    return result
+    return torch.matmul(x, weight)
 
 
-def quantized_linear(
-    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+@kernel(cpu="kernels.cpu.quantized", cuda="kernels.gpu.quantized")
+def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """Return x [T, K] times the matrix [N, K] that `weight` stands for, transposed, plus bias [N]: [T, N].
 
     If the weight has an input_scale, x is multiplied by it first. Split by outputs, output n of unit u is
     column u * Nu + n. Raises ValueError if x or bias does not fit the weight.
     """
-    if x.dim() != 2 or x.shape[1] != weight.num_inputs:
-        raise ValueError(f"x is {list(x.shape)}; the weight takes [tokens, {weight.num_inputs}]")
-    if bias is not None and bias.shape != (weight.num_outputs,):
-        raise ValueError(f"bias is {list(bias.shape)}; the weight has {weight.num_outputs} outputs")
-    result: torch.Tensor = pick("quantized_linear", x)(x, weight, bias)
-    return result
+    weight.check_operands(x, bias)
+    x32 = x.float() if weight.input_scale is None else x.float() * weight.input_scale.float()
+    return F.linear(x32, dequantize(weight), None if bias is None else bias.float()).to(x.dtype)
 
 
-def store_kv(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+@kernel(cpu="kernels.cpu.rows", cuda="kernels.gpu.rows")
+def store_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
     """Write k and v [T, Hkv, D] into the cache kv [B, Hkv, 2, bt, D] at slot_mapping int64 [T].
 
     A slot is block_id * bt + offset; no two tokens may have the same slot.
     """
-    pick("store_kv", k)(k, v, kv, slot_mapping)
+    block_tokens = kv.shape[3]
+    blocks, offsets = slot_mapping // block_tokens, slot_mapping % block_tokens
+    # Indices on both sides of the slice put the token axis first: [T, Hkv, D].
+    kv[:, :, 0][blocks, :, offsets] = k
+    kv[:, :, 1][blocks, :, offsets] = v
 
 
+@kernel(cpu="kernels.cpu.attention", cuda="kernels.gpu.attention")
 def paged_attention(
-    q: torch.Tensor,
-    kv: torch.Tensor,
+    q: Tensor,
+    kv: Tensor,
     plan: AttentionPlan,
     scale: float,
-    out: torch.Tensor | None = None,
+    out: Tensor | None = None,
     sliding_window: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend causally from the step's tokens to their sequences' blocks (PagedAttention, Kwon et al. 2023).
 
     q [T, Hq, D]; kv [B, Hkv, 2, bt, D] with any strides over the first four dimensions; Hq a multiple of
     Hkv: the heads of a group share one KV head. `store_kv` must have written this step's keys and values.
     sliding_window w > 0: a query sees itself and the w - 1 tokens before it. Returns out [T, Hq, D].
     """
-    result: torch.Tensor = pick("paged_attention", q)(q, kv, plan, scale, out, sliding_window)
-    return result
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    bounds, contexts = plan.cu_seqlens_q.tolist(), plan.context_lens.tolist()
+    for s, context in enumerate(contexts):
+        rows = slice(bounds[s], bounds[s + 1])
+        num_blocks = -(-context // kv.shape[3])
+        blocks = kv[plan.block_table[s, :num_blocks].long()]  # [blocks, Hkv, 2, bt, D]
+        keys, values = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :context].float()
+        out[rows] = _attend(q[rows], keys, values, scale, sliding_window)
+    return out
 
 
-def copy_blocks(kv: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
+def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int) -> Tensor:
+    """Attend from q [L, Hq, D], the last L tokens of C, to keys and values [Hkv, C, D]: [L, Hq, D]."""
+    length, context = q.shape[0], keys.shape[1]
+    group = q.shape[1] // keys.shape[0]
+    scores = q.float().transpose(0, 1) @ keys.repeat_interleave(group, 0).transpose(1, 2) * scale
+    age = torch.arange(context - length, context, device=q.device)[:, None]
+    age = age - torch.arange(context, device=q.device)  # [L, C]; how far the key lies behind the query
+    hidden = (age < 0) | (age >= sliding_window if sliding_window else False)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return (weights @ values.repeat_interleave(group, 0)).transpose(0, 1).to(q.dtype)
+
+
+@kernel(cuda="kernels.gpu.rows")
+def copy_blocks(kv: Tensor, src: Tensor, dst: Tensor) -> None:
     """Copy kv[src[i]] to kv[dst[i]] for block ids int64 [n]. No block may be both a source and a target."""
-    pick("copy_blocks", kv)(kv, src, dst)
+    kv[dst] = kv[src]

@@ -35,15 +35,3 @@ class AttentionPlan:
     max_context_len: int
     # Values that a backend derives from the plan for all layers of the step (its work list), by its own key.
     derived: dict[object, object] = field(default_factory=dict, repr=False, compare=False)
-
-    def to(self, device: torch.device | str) -> AttentionPlan:
-        """Return the plan on another device, without the values that backends derived."""
-        return AttentionPlan(
-            self.cu_seqlens_q.to(device),
-            self.context_lens.to(device),
-            self.block_table.to(device),
-            self.slot_mapping.to(device),
-            self.positions.to(device),
-            self.max_q_len,
-            self.max_context_len,
-        )

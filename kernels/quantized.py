@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
-from kernels.packing import TILE, check_bits, pack, packed_size, unpack
-
-__all__ = ["TILE", "QuantizedWeight", "Split", "dequantize", "pack", "quantize_rtn", "unpack"]
+from kernels.packing import TILE, check_bits, packed_size, unpack
 
 Split = Literal["outputs", "inputs"]
 GROUP_STEP = 32  # a group is a whole number of half tiles
-SPLITS = ("outputs", "inputs")
+SPLITS = get_args(Split)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,32 @@ class QuantizedWeight:
     derived: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_bits(self.bits)
+        if self.split not in SPLITS:
+            raise ValueError(f"split is {self.split!r}; it must be {' or '.join(map(repr, SPLITS))}")
+        for name, dtype in (("codes", torch.uint8), ("scales", torch.float16), ("zeros", torch.uint8)):
+            part: torch.Tensor = getattr(self, name)
+            if part.dtype != dtype or part.dim() != 3 or (part.shape[2] > 1 and part.stride(2) != 1):
+                raise ValueError(
+                    f"{name} are {part.dtype} {list(part.shape)} with strides {part.stride()}; they must be "
+                    f"{dtype} [units, outputs, ...] with a contiguous last dimension"
+                )
+        tile_bytes = packed_size(TILE, self.bits)
+        if self.codes.shape[2] % tile_bytes:
+            raise ValueError(
+                f"{self.codes.shape[2]} bytes of codes to an output are no whole tiles: {self.bits}-bit "
+                f"codes of {TILE} inputs have {tile_bytes} bytes"
+            )
+        check_group(self.group, self.unit_inputs)
+        expected = (self.num_units, self.unit_outputs, self.unit_inputs // self.group)
+        for name, part in (("scales", self.scales), ("zeros", self.zeros)):
+            if part.shape != expected:
+                raise ValueError(
+                    f"{name} are {list(part.shape)}; codes in groups of {self.group} need {list(expected)}"
+                )
+        scale = self.input_scale
+        if scale is not None and scale.shape != (self.num_inputs,):
+            raise ValueError(f"input_scale is {list(scale.shape)}; the weight has {self.num_inputs} inputs")
 
     @property
     def num_units(self) -> int:
@@ -79,6 +102,13 @@ class QuantizedWeight:
         """K, the inputs of the matrix."""
         return self.unit_inputs * (self.num_units if self.split == "inputs" else 1)
 
+    def check_operands(self, x: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Raise ValueError unless x [T, K] can be multiplied by the matrix, and bias [N] added."""
+        if x.dim() != 2 or x.shape[1] != self.num_inputs:
+            raise ValueError(f"x is {list(x.shape)}; the weight takes [tokens, {self.num_inputs}]")
+        if bias is not None and bias.shape != (self.num_outputs,):
+            raise ValueError(f"bias is {list(bias.shape)}; the weight has {self.num_outputs} outputs")
+
 
 def check_group(group: int, inputs: int) -> None:
     """Raise ValueError unless groups of this size are whole half tiles and fill a unit's inputs."""
@@ -87,33 +117,6 @@ def check_group(group: int, inputs: int) -> None:
             f"groups of {group} do not fit {inputs} inputs of a unit; a group is a multiple of {GROUP_STEP} "
             f"that divides them"
         )
-
-
-def _check(w: QuantizedWeight) -> None:
-    check_bits(w.bits)
-    if w.split not in SPLITS:
-        raise ValueError(f"split is {w.split!r}; it must be {' or '.join(map(repr, SPLITS))}")
-    for name, dtype in (("codes", torch.uint8), ("scales", torch.float16), ("zeros", torch.uint8)):
-        part: torch.Tensor = getattr(w, name)
-        if part.dtype != dtype or part.dim() != 3 or (part.shape[2] > 1 and part.stride(2) != 1):
-            raise ValueError(
-                f"{name} are {part.dtype} {list(part.shape)} with strides {part.stride()}; they must be "
-                f"{dtype} [units, outputs, ...] with a contiguous last dimension"
-            )
-    if w.codes.shape[2] % packed_size(TILE, w.bits):
-        raise ValueError(
-            f"{w.codes.shape[2]} bytes of codes to an output are no whole tiles: {w.bits}-bit codes of "
-            f"{TILE} inputs have {packed_size(TILE, w.bits)} bytes"
-        )
-    check_group(w.group, w.unit_inputs)
-    expected = (w.num_units, w.unit_outputs, w.unit_inputs // w.group)
-    for name, part in (("scales", w.scales), ("zeros", w.zeros)):
-        if part.shape != expected:
-            raise ValueError(
-                f"{name} are {list(part.shape)}; codes in groups of {w.group} need {list(expected)}"
-            )
-    if w.input_scale is not None and w.input_scale.shape != (w.num_inputs,):
-        raise ValueError(f"input_scale is {list(w.input_scale.shape)}; the weight has {w.num_inputs} inputs")
 
 
 def quantize_rtn(w: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,15 +1,7 @@
-"""The choice of a kernel's implementation, by the device of its first tensor or forced.
+"""The declaration of kernels, and the choice of an implementation by the device of the first tensor.
 
-=========  =================  ======================================================
-backend    module             runs
-=========  =================  ======================================================
-reference  kernels.reference  plain torch on any device: the oracle
-cpu        kernels.cpu        numba and MKL
-cuda       kernels.gpu        Triton; on CPU tensors too under TRITON_INTERPRET=1
-=========  =================  ======================================================
-
-A backend is a module that is imported at its first use, so a machine without a GPU never imports Triton. An
-operation that a backend does not define runs on the reference.
+Backends: "reference" is plain torch on any device, "cpu" numba and MKL, "cuda" Triton, which under
+TRITON_INTERPRET=1 runs on CPU tensors too.
 """
 
 from __future__ import annotations
@@ -18,14 +10,13 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
-from typing import Any
+from functools import update_wrapper
+from typing import Any, Generic, ParamSpec, TypeVar
 
-import torch
+P = ParamSpec("P")
+R = TypeVar("R")
 
-from kernels import reference
-
-BACKENDS = {"reference": "kernels.reference", "cpu": "kernels.cpu", "cuda": "kernels.gpu"}
+BACKENDS = ("reference", "cpu", "cuda")
 
 # Per thread: a check in another thread must not change what the steps run.
 _forced: ContextVar[str | None] = ContextVar("forced backend", default=None)
@@ -43,14 +34,35 @@ def use_backend(backend: str) -> Iterator[None]:
         _forced.reset(before)
 
 
-@cache
-def implementation(op: str, backend: str) -> Callable[..., Any]:
-    """Return the function for `op` on a backend; the reference for a device without one."""
-    module = importlib.import_module(BACKENDS.get(backend, BACKENDS["reference"]))
-    found: Callable[..., Any] = getattr(module, op, None) or getattr(reference, op)
-    return found
+def backend_of(tensor: Any) -> str:
+    """Return the forced backend, else the tensor's device type."""
+    return _forced.get() or tensor.device.type
 
 
-def pick(op: str, tensor: torch.Tensor) -> Callable[..., Any]:
-    """Return the function for `op` on the forced backend, else on that of the tensor's device."""
-    return implementation(op, _forced.get() or tensor.device.type)
+class KernelCall(Generic[P, R]):
+    """The public call of a kernel; its first argument is a tensor. `reference` is its plain torch."""
+
+    def __init__(self, reference: Callable[P, R], modules: dict[str, str]) -> None:
+        update_wrapper(self, reference)
+        self.reference = reference
+        self._modules = modules
+        self._found: dict[str, Callable[P, R]] = {}
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._on(backend_of(args[0]))(*args, **kwargs)
+
+    def _on(self, backend: str) -> Callable[P, R]:
+        if backend not in self._found:
+            module = self._modules.get(backend)
+            owner = importlib.import_module(module) if module else None
+            self._found[backend] = getattr(owner, self.reference.__name__) if owner else self.reference
+        return self._found[backend]
+
+
+def kernel(**modules: str) -> Callable[[Callable[P, R]], KernelCall[P, R]]:
+    """Declare a kernel by its plain torch function.
+
+    modules: for each backend that has an own implementation, the module with a function of the same name. It
+    is imported at its first call, so a machine without a GPU never imports Triton.
+    """
+    return lambda reference: KernelCall(reference, modules)

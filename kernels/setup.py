@@ -4,26 +4,48 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 
 from kernels import calls
+from kernels.cpu.choice import TABLE, Form, describe
 from kernels.packing import TILE, packed_size
 from kernels.plan import AttentionPlan
 from kernels.quantized import QuantizedWeight
 
 
-def configure(threads: int = 0) -> int:
+def configure(threads: int = 0, product_kernel: str = "") -> int:
     """Let products and kernels use `threads` threads; 0: as many as this process has cores.
 
-    Both run on torch's OpenMP team, so one number sizes both. Returns it. Raises ValueError below 0.
+    Both run on torch's OpenMP team, so one number sizes both. Returns it. product_kernel: the kernel of dense
+    products on a CPU, wherever it can run; empty: the fastest (`choose_products`). Raises ValueError for a
+    number below 0 and for a kernel that there is not.
     """
+    TABLE.fix(product_kernel)
     if threads < 0:
         raise ValueError(f"{threads} threads: use 0 for every core, or a number of them")
     threads = threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     return threads
+
+
+def choose_products(weights: Iterable[tuple[Form, torch.Tensor]], model: str) -> list[str]:
+    """Find the fastest kernels for products with these weights on this machine, and put them into force.
+
+    weights: a model's dense matrices, [N, K] for "linear" and [K, N] for "linear_t". model: what the choices
+    are kept under in the user's cache folder. The first time on a machine it takes 1.5 s at most. Returns the
+    choices as text. On a GPU, or with a kernel fixed, there is nothing to choose.
+    """
+    if TABLE.fixed:
+        return [f"all products: {TABLE.fixed}, as the settings say"]
+    of_cpu = [(form, weight) for form, weight in weights if weight.device.type == "cpu"]
+    if not of_cpu:
+        return []
+    from kernels.cpu import timing  # numba compiles on import
+
+    return describe(timing.choose(timing.products_of(of_cpu), model))
 
 
 def warm_up(
@@ -43,46 +65,42 @@ def warm_up(
     The sizes are the model's; `bits` are those of its quantised variants. It takes some 40 s the first time
     on a machine and under 1 s afterwards, with the compiled code on disk.
     """
+    zeros = partial(torch.zeros, dtype=dtype)
     with torch.device(device):
-        plan = _tiny_plan(block_tokens)
+        plan, ids = _tiny_plan(block_tokens), torch.arange(2)
         tokens = plan.positions.shape[0]
-        x = torch.zeros(tokens, hidden_size, dtype=dtype)
-        q = torch.zeros(tokens, num_heads, head_dim, dtype=dtype)
-        k = torch.zeros(tokens, num_kv_heads, head_dim, dtype=dtype)
-        kv = torch.zeros(2, num_kv_heads, 2, block_tokens, head_dim, dtype=dtype)
-        gate = torch.zeros(tokens, intermediate_size, dtype=dtype)
-        ids = torch.arange(2)
-        cos_sin = torch.zeros(tokens, head_dim)
-    weight, head_weight = x[0].clone(), q[0, 0].clone()
-    calls.rms_norm(x, weight, 1e-5)
-    calls.rms_norm(q, head_weight, 1e-5)
-    calls.rms_norm(k, head_weight, 1e-5)
-    calls.add_rms_norm(x, x.clone(), weight, 1e-5)
-    calls.rotary(q, k, plan.positions, cos_sin)
-    calls.store_kv(k, k, kv, plan.slot_mapping)
-    calls.paged_attention(q, kv, plan, 1.0)
-    calls.silu_mul(gate, gate)
-    calls.linear(x, torch.zeros(TILE, hidden_size, dtype=dtype, device=device))
-    calls.stacked_linear(x, torch.zeros(2, TILE, hidden_size, dtype=dtype, device=device))
-    calls.linear_t(x, torch.zeros(hidden_size, 1, dtype=dtype, device=device))
-    calls.copy_blocks(kv, ids[:1], ids[1:])
-    for one_bits in bits:
-        _warm_up_quantized(dtype, hidden_size, one_bits, torch.device(device))
+        x, gate = zeros(tokens, hidden_size), zeros(tokens, intermediate_size)
+        q, k = zeros(tokens, num_heads, head_dim), zeros(tokens, num_kv_heads, head_dim)
+        kv = zeros(2, num_kv_heads, 2, block_tokens, head_dim)
+        weight, head_weight = zeros(hidden_size), zeros(head_dim)
+        calls.rms_norm(x, weight, 1e-5)
+        calls.rms_norm(q, head_weight, 1e-5)
+        calls.rms_norm(k, head_weight, 1e-5)
+        calls.add_rms_norm(x, x.clone(), weight, 1e-5)
+        calls.rotary(q, k, plan.positions, torch.zeros(tokens, head_dim))
+        calls.store_kv(k, k, kv, plan.slot_mapping)
+        calls.paged_attention(q, kv, plan, 1.0)
+        calls.silu_mul(gate, gate)
+        for some in (x, x[:1]):  # a product has a kernel for few tokens and one for more
+            calls.linear(some, zeros(TILE, hidden_size))
+            calls.stacked_linear(some, zeros(2, TILE, hidden_size))
+            calls.linear_t(some, zeros(hidden_size, TILE))
+        calls.copy_blocks(kv, ids[:1], ids[1:])
+        for one_bits in bits:
+            _warm_up_quantized(dtype, hidden_size, one_bits, torch.device(device))
 
 
 def _warm_up_quantized(dtype: torch.dtype, inputs: int, bits: int, device: torch.device) -> None:
     """Run the product on each path: by number of tokens, by input scale and, on a GPU, split or not."""
     inputs = max(TILE, inputs // TILE * TILE)
-    row = torch.zeros(1, 1, packed_size(inputs, bits), dtype=torch.uint8, device=device)
-    level = torch.zeros(1, 1, inputs // TILE, device=device)
-    scale = torch.ones(inputs, device=device)
+    row = torch.zeros(1, 1, packed_size(inputs, bits), dtype=torch.uint8)
+    level, scale = torch.zeros(1, 1, inputs // TILE), torch.ones(inputs)
+    parts = (row, level.half(), level.to(torch.uint8))
     sizes = (TILE,) if device.type == "cpu" else (TILE, 512 * TILE)
     for outputs, tokens, input_scale in itertools.product(sizes, (1, 17, 33, 65), (None, scale)):
-        codes, scales, zeros = (
-            part.expand(1, outputs, -1) for part in (row, level.half(), level.to(torch.uint8))
-        )
+        codes, scales, zeros = (part.expand(1, outputs, -1) for part in parts)
         weight = QuantizedWeight(codes, scales, zeros, bits, TILE, "outputs", input_scale)
-        calls.quantized_linear(torch.zeros(tokens, inputs, dtype=dtype, device=device), weight)
+        calls.quantized_linear(torch.zeros(tokens, inputs, dtype=dtype), weight)
 
 
 def _tiny_plan(block_tokens: int) -> AttentionPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from bus.messages import InstanceMetrics, InstanceMoment, LayerShape, Metrics, Moment
+from bus.messages import InstanceMetrics, InstanceMoment, Metrics, Moment, layers_below_full
 from monitor.smoothing import group_of
 
 BUSY_S = 2.0
@@ -13,11 +13,7 @@ IDLE_S = 10.0
 
 
 class Rhythm:
-    """The times at which moments are due: every 2 s under load, every 10 s otherwise.
-
-    The first moment of a load is due at once. The first one after a load is due as if the load lasted, so
-    that a chart shows both ends.
-    """
+    """The times at which moments are due: every 2 s under load, else every 10 s, and at its two ends."""
 
     def __init__(self) -> None:
         self._last_s = float("-inf")
@@ -34,17 +30,13 @@ class Rhythm:
 
 
 def moment_of(metrics: Metrics) -> Moment:
-    """Return the moment that `metrics` show.
-
-    A group has the id of its leader, or of the first member by shard that has reported.
-    """
+    """Return the moment that `metrics` show. A group has the id of its first member that reported."""
     groups: dict[tuple[str, ...], list[InstanceMetrics]] = defaultdict(list)
     for one in metrics.instances:
         groups[group_of(one.worker, one.last)].append(one)
     leaders = {_leader(members).id: members for members in groups.values()}
-    return Moment(
-        at=metrics.at_ms / 1000, instances={name: _together(members) for name, members in leaders.items()}
-    )
+    instances = {name: _together(members) for name, members in leaders.items()}
+    return Moment(at=metrics.at_ms / 1000, instances=instances)
 
 
 def _leader(members: list[InstanceMetrics]) -> InstanceMetrics:
@@ -62,7 +54,7 @@ def _together(members: list[InstanceMetrics]) -> InstanceMoment:
         tpot_p95_s=_largest(one.tpot_p95 for one in members),
         kv_blocks=leader.last.kv_blocks,
         kv_used=round(leader.kv_used, 1),
-        layers_below_full=sum(layer != LayerShape() for layer in leader.last.layers),
+        layers_below_full=layers_below_full(leader.last.layers),
         tp=max(1, len(leader.last.workers)),
         tokens_per_s=round(sum(one.generation_tokens_per_second for one in members), 1),
     )

@@ -1,7 +1,6 @@
 """The monitor's process: telemetry in, metrics and moments out.
 
 Its state is in memory only: after a restart it reads again the telemetry that is still in the stream.
-Requests are served without a monitor, too.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import time
 from contextlib import suppress
 
 from bus.client import Bus, BusFull, BusUnavailable, Restart
-from bus.clock import MessageClock
+from bus.clock import MessageClock, now_ms
 from bus.messages import Metrics, WorkerTelemetry
 from bus.service import run_until
 from bus.settings import MonitorSettings, Settings
@@ -42,11 +41,8 @@ class Monitor:
 
     def _start_afresh(self) -> None:
         self._clock = MessageClock()
-        self._smoother = Smoother(
-            window_s=self._settings.window_s,
-            smoothing=self._settings.smoothing,
-            stale_s=self._settings.stale_s,
-        )
+        mine = self._settings
+        self._smoother = Smoother(window_s=mine.window_s, smoothing=mine.smoothing, stale_s=mine.stale_s)
 
     def _restarted(self, restart: Restart) -> None:
         if restart.data_lost:  # another server, maybe another clock
@@ -64,10 +60,7 @@ class Monitor:
                     self._news.set()
 
     async def report(self) -> None:
-        """Publish every `interval_s` under load, every `idle_interval_s` otherwise.
-
-        Load, or another shape, ends the longer pause.
-        """
+        """Publish every `interval_s` under load, else every `idle_interval_s` or at news."""
         while True:
             await asyncio.sleep(self._settings.interval_s)
             if not self._smoother.has_load(self._now()):
@@ -75,7 +68,7 @@ class Monitor:
                     async with asyncio.timeout(self._settings.idle_interval_s - self._settings.interval_s):
                         await self._news.wait()
             self._news.clear()
-            await self._publish(self._smoother.metrics(self._now(), time.time_ns() // 1_000_000))
+            await self._publish(self._smoother.metrics(self._now(), now_ms()))
 
     async def _publish(self, metrics: Metrics) -> None:
         names, batch = self._bus.names, self._bus.batch()

@@ -1,18 +1,15 @@
 """Telemetry to metrics: averages of gauges, rates of counters, percentiles of histograms. Pure.
 
-Time is the time of the messages (their entry ids: Redis' clock, which never runs backwards within a
-stream), never the time of reading. So a monitor that was stopped, or starts again and reads what it missed,
-gets the same numbers as one that was always there.
-
-Gauges are averaged over reports (exponentially, `smoothing` is the weight of the newest); counters and
-histograms count since the worker's epoch began, and the window is the difference of its two ends.
+Time is that of the messages (Redis' clock, from their entry ids), never that of reading: a monitor that reads
+late what it missed gets the same numbers.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from bus import histogram
 from bus.messages import (
@@ -26,6 +23,7 @@ from bus.messages import (
 
 FORGET_STALES = 6  # the metrics omit a worker that was silent for this many times `stale_s`
 GAUGES = ("running", "waiting", "waiting_tokens", "kv_used")
+SKETCHES = ("queue_seconds", "time_to_first_token", "time_per_output_token")
 
 
 @dataclass(slots=True)
@@ -45,21 +43,17 @@ class _History:
 class Smoother:
     """The window of each worker's reports, and the metrics that follow from it.
 
-    `window_s`: the span of rates and percentiles. `stale_s`: metrics omit instances whose newest report is
-    older, since absent is not zero.
+    Gauges are averaged over reports, with weight `smoothing` for the newest. Counters and histograms count
+    since the worker's epoch began: rates and percentiles are of the difference over `window_s`. Metrics omit
+    instances whose newest report is older than `stale_s`, since absent is not zero.
     """
 
     def __init__(self, *, window_s: float, smoothing: float, stale_s: float) -> None:
-        self._window_s = window_s
-        self._smoothing = smoothing
-        self._stale_s = stale_s
+        self._window_s, self._smoothing, self._stale_s = window_s, smoothing, stale_s
         self._workers: dict[str, _History] = {}
 
     def observe(self, at_s: float, report: WorkerTelemetry) -> bool:
-        """Take one report, and return True if it shows another shape than the one before.
-
-        A report of a newer epoch starts its worker afresh; one of an older epoch is dropped.
-        """
+        """Take one report; one of an older epoch is dropped. Return True if it shows another shape."""
         history = self._workers.get(report.worker)
         if history is None or report.epoch > history.epoch:
             history = self._workers[report.worker] = _History(report.epoch)
@@ -96,22 +90,16 @@ class Smoother:
         """Return the metrics at `now_s`, on the clock of the messages."""
         oldest = now_s - FORGET_STALES * self._stale_s
         self._workers = {name: one for name, one in self._workers.items() if one.newest[0] >= oldest}
-        windows = [
-            _Window(history, instance)
-            for history in self._fresh(now_s)
-            for instance in history.newest[1].instances
-        ]
+        fresh = self._fresh(now_s)
+        windows = [_Window(one, instance) for one in fresh for instance in one.newest[1].instances]
         groups: dict[object, list[_Window]] = defaultdict(list)
         for window in windows:
-            groups[group_of(window.history.newest[1].worker, window.last)].append(window)
+            groups[window.group].append(window)
         return Metrics(
             at_ms=at_ms,
             window_seconds=self._window_s,
             workers=[_worker(name, history, now_s) for name, history in sorted(self._workers.items())],
-            instances=[
-                window.metrics(groups[group_of(window.history.newest[1].worker, window.last)])
-                for window in windows
-            ],
+            instances=[window.metrics(groups[window.group]) for window in windows],
         )
 
     def _fresh(self, now_s: float) -> Iterable[_History]:
@@ -134,15 +122,14 @@ class _Window:
 
     def __init__(self, history: _History, last: InstanceTelemetry) -> None:
         self.history, self.last = history, last
+        self.group = group_of(history.newest[1].worker, last)
         self.first, self.seconds = _window_start(history, last.id)
-        self.queue = self._gained(lambda report: report.queue_seconds)
-        self.ttft = self._gained(lambda report: report.time_to_first_token)
-        self.tpot = self._gained(lambda report: report.time_per_output_token)
+        self.queue, self.ttft, self.tpot = map(self._gained, SKETCHES)
 
-    def _gained(self, which: Callable[[InstanceTelemetry], Histogram]) -> Histogram:
+    def _gained(self, name: str) -> Histogram:
         """Return what a histogram gained; nothing for a worker that counted backwards."""
         try:
-            return histogram.difference(which(self.last), which(self.first))
+            return histogram.difference(getattr(self.last, name), getattr(self.first, name))
         except histogram.HistogramMismatch:
             return Histogram()
 
@@ -153,6 +140,7 @@ class _Window:
     def metrics(self, group: Iterable[_Window]) -> InstanceMetrics:
         """Return the smoothed view. TTFT and TPOT are those of all members of its group together."""
         last, first, average = self.last, self.first, self.history.gauges[self.last.id]
+        empty: dict[str, Any] = dict.fromkeys(SKETCHES, Histogram())
         queue_p95 = histogram.quantile(self.queue, 0.95)
         ttft = histogram.merge(one.ttft for one in group)
         tpot = histogram.merge(one.tpot for one in group)
@@ -160,11 +148,8 @@ class _Window:
             id=last.id,
             worker=self.history.newest[1].worker,
             epoch=self.history.epoch,
-            running=average["running"],
-            waiting=average["waiting"],
-            waiting_tokens=average["waiting_tokens"],
             kv_blocks=last.kv_blocks,
-            kv_used=average["kv_used"],
+            **average,
             # Without a block nothing fits: full, not empty.
             kv_usage=min(1.0, average["kv_used"] / last.kv_blocks) if last.kv_blocks else 1.0,
             queue_seconds_p95=queue_p95,
@@ -176,12 +161,7 @@ class _Window:
             generation_tokens_per_second=self._rate(last.generation_tokens, first.generation_tokens),
             preemptions_per_second=self._rate(last.preemptions, first.preemptions),
             # Readers have the percentiles; cumulative sketches would only make the message larger.
-            last=replace(
-                last,
-                queue_seconds=Histogram(),
-                time_to_first_token=Histogram(),
-                time_per_output_token=Histogram(),
-            ),
+            last=replace(last, **empty),
             # While nothing is admitted no wait ends, so none is observed: the longer the jam, the less the
             # percentile sees of it. The head's age does.
             queue_delay_seconds=max(queue_p95 or 0.0, last.oldest_wait_seconds),
@@ -190,12 +170,11 @@ class _Window:
 
 def _window_start(history: _History, instance: str) -> tuple[InstanceTelemetry, float]:
     """Return the instance's first report of the window, and the seconds from there to its newest."""
-    newest_at = history.newest[0]
-    for at_s, report in history.reports:
-        for candidate in report.instances:
-            if candidate.id == instance:
-                return candidate, newest_at - at_s
-    raise AssertionError(f"{instance} is in the newest report of its own history")
+    found = (
+        (one, at_s) for at_s, report in history.reports for one in report.instances if one.id == instance
+    )
+    first, at_s = next(found)  # the newest report, at least, has it
+    return first, history.newest[0] - at_s
 
 
 def _worker(name: str, history: _History, now_s: float) -> WorkerMetrics:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
@@ -22,6 +23,21 @@ def pytest_collection_finish() -> None:
     some tests collect on purpose."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests measure on the machine is kept for no one else; the processes that they start share it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_choice_of_kernels_outlives_a_test() -> Iterator[None]:
+    yield
+    if choice := sys.modules.get("kernels.cpu.choice"):
+        choice.TABLE.forget()
 
 
 @pytest.fixture(scope="session")

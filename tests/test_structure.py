@@ -45,15 +45,11 @@ def test_the_engine_imports_nothing_that_a_bare_gpu_machine_lacks() -> None:
     """`make gpu` finds Python with torch and triton: no Redis, msgspec or pydantic."""
     allowed = {"numpy", "torch", "triton", "numba", "llvmlite", "safetensors", "transformers"}
     allowed |= {"huggingface_hub", "cuda", "pynvml", "kernels", "worker"} | sys.stdlib_module_names
-    shared = {
-        "bus.messages",
-        "bus.histogram",
-        "bus.precisions",
-        "bus.families",
-    }  # these keep to the standard library
-    folders = ("bus/messages", "kernels", "worker/engine", "worker/memory", "worker/model")
+    # Standard library only.
+    shared = ("bus.messages", "bus.histogram", "bus.precisions", "bus.families", "bus.prefix_keys")
+    folders = ("kernels", "worker/engine", "worker/memory", "worker/model")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    files += [ROOT / name for name in ("bus/histogram.py", "bus/precisions.py", "bus/families.py")]
+    files += [ROOT / f"{name.replace('.', '/')}.py" for name in shared]
     foreign = {
         f"{path.relative_to(ROOT)}: {name}"
         for path in files

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ CONFIGS: dict[str, dict[str, int]] = {
     "30M": _config(512, 8, 8, 4, 1408),
     "50M": _config(512, 14, 8, 8, 1408),  # layers of 30M with a KV head for every head, and more of them
     "60M": _config(512, 18, 8, 4, 1408),  # more of the layers of 30M
+    "110M": _config(768, 12, 12, 12, 2048),
     "100M": _config(768, 12, 12, 4, 2432, 8192),
     "100M, 32 layers": _config(512, 32, 8, 4, 1408),
     "300M, 24 layers": _config(1024, 24, 16, 4, 2816, 8192),
@@ -77,6 +78,27 @@ def model_folder(size: str, max_len: int = 2048) -> Iterator[Path]:
 
 def load_transformers(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def generate(model: Any, prompts: Sequence[list[int]], num_out: int, **options: Any) -> list[list[int]]:
+    """Return `num_out` greedy tokens for each prompt, all as one static batch of transformers' `generate`."""
+    longest = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    outputs = model.generate(
+        ids,
+        attention_mask=mask,
+        do_sample=False,
+        max_new_tokens=num_out,
+        eos_token_id=None,
+        pad_token_id=0,
+        **options,
+    )
+    generated: list[list[int]] = outputs[:, longest:].tolist()
+    return generated
 
 
 def num_matrix_weights(size: str) -> int:

@@ -6,6 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -18,7 +19,15 @@ import torch
 
 from bench.common.loading import LoadFormat, load_model
 from bus.messages import SamplingParams, Submit
-from worker.engine.build import MIB, Shape, compile_kernels, instance_of, make_cache, make_pool, useful_pages
+from worker.engine.build import (
+    MIB,
+    compile_kernels,
+    instance_of,
+    make_cache,
+    make_pool,
+    served_context,
+    useful_pages,
+)
 from worker.engine.core import EngineCore
 from worker.engine.engine import Engine
 from worker.engine.sequence import Limits, own_request
@@ -36,6 +45,27 @@ def silence() -> None:
     warnings.filterwarnings("ignore")
     for name in ("transformers", "ContinuousBatchingLogger"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The limits to serve a model with; `max_model_len` 0: as long as the model's config allows."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_model_len: int = 0
+    block_tokens: int = 16
+    prefix_cache: bool = False
+
+    def limits(self, model: Model) -> Limits:
+        """Raise ModelError for a context longer than the model's config allows."""
+        return Limits(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=served_context(model, self.max_model_len),
+            block_tokens=self.block_tokens,
+            prefix_cache=self.prefix_cache,
+        )
 
 
 def load_engine(

@@ -20,7 +20,7 @@ import msgspec
 from instar.replay.generator import Generator
 from instar.replay.outcomes import RequestOutcome
 from instar.replay.requests import Dialect, bodies
-from instar.replay.traces import Arrival
+from instar.replay.schemas import Arrival
 from instar.replay.wire import Exchange, ServerAddress
 
 MODEL: Final = "demo"
@@ -96,9 +96,11 @@ async def _play(recorder: Recorder, watch: Callable[[Recorder], None] | None) ->
     await asyncio.gather(watching, return_exceptions=True)
 
 
-def play_to_end(url: str, arrivals: Sequence[Arrival], drain_s: float = 120.0) -> Recorder:
+def play_to_end(
+    url: str, arrivals: Sequence[Arrival], drain_s: float = 120.0, dialect: Dialect | None = None
+) -> Recorder:
     """Like `play`, but raise RuntimeError if a request was not served to its last token."""
-    recorder = play(url, arrivals, drain_s=drain_s)
+    recorder = play(url, arrivals, drain_s=drain_s, dialect=dialect)
     for one in recorder.run.outcomes:
         if not one.is_served or one.finish != "length":
             raise RuntimeError(f"request {one.number} was not served to its end: {one.error or one.finish}")

@@ -14,7 +14,7 @@ START_S = 10
 
 @contextmanager
 def running_redis(maxmemory_mb: int = 256) -> Iterator[tuple[str, int]]:
-    """Yield the URL and the process id of a server. Raises RedisServerNotFound, or RuntimeError."""
+    """Yield the URL and the process id of a server. Raises InputError, or RuntimeError."""
     server = plan_redis(maxmemory_mb)
     with subprocess.Popen(server.argv, stdin=subprocess.PIPE, stdout=sys.stderr) as process:
         try:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import httpx
 import psutil
@@ -238,6 +238,11 @@ class Service:
             return bool(client.ping())
         return False
 
+    @property
+    def pids(self) -> list[int]:
+        """The ids of all processes that were started."""
+        return [process.pid for process in self.processes.values()]
+
     def url(self, gateway: int = 0) -> str:
         return f"http://127.0.0.1:{self.gateway_ports[gateway]}"
 
@@ -323,10 +328,17 @@ class EmptyService(Service):
         return self.add(worker, "worker", INSTAR_WORKER__MAY_BE_EMPTY="true", **env)
 
 
+class HasProcesses(Protocol):
+    """The subject of a measurement: one or more processes."""
+
+    @property
+    def pids(self) -> list[int]: ...
+
+
 class OtherPrograms:
     """Measures the cores that programs other than the service and this process, its client, keep busy."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: HasProcesses) -> None:
         self._service = service
         self._began_s = time.perf_counter()
         self._before_s = self._cpu_seconds()
@@ -336,8 +348,7 @@ class OtherPrograms:
         return (self._cpu_seconds() - self._before_s) / (time.perf_counter() - self._began_s)
 
     def _cpu_seconds(self) -> float:
-        pids = [process.pid for process in self._service.processes.values()]
-        times = [psutil.Process(pid).cpu_times() for pid in (os.getpid(), *pids)]
+        times = [psutil.Process(pid).cpu_times() for pid in (os.getpid(), *self._service.pids)]
         machine = psutil.cpu_times()
         busy = sum(machine) - machine.idle - machine.iowait - machine.guest - machine.guest_nice
         return float(busy - sum(spent.user + spent.system for spent in times))

@@ -27,9 +27,8 @@ from bench.common.results import Bar, bar, conclude, parser, say, say_bars
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from bench.common.dummy_model import CONFIGS, load_transformers, num_matrix_weights, saved_model
-from bench.common.engines import best_of, load_engine, run_prompts, silence
-from worker.engine.build import Shape
+from bench.common.dummy_model import CONFIGS, generate, load_transformers, num_matrix_weights, saved_model
+from bench.common.engines import Shape, best_of, load_engine, run_prompts, silence
 from worker.engine.engine import Engine
 
 SIZE = "30M"
@@ -56,22 +55,8 @@ def run_generate(model: Any, prompts: Prompts, num_out: int) -> tuple[float, Pro
     began = time.perf_counter()
     for first in range(0, len(order), STATIC_BATCH):
         batch = order[first : first + STATIC_BATCH]
-        longest = max(len(prompts[i]) for i in batch)
-        ids = torch.zeros(len(batch), longest, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, i in enumerate(batch):
-            ids[row, longest - len(prompts[i]) :] = torch.tensor(prompts[i])
-            mask[row, longest - len(prompts[i]) :] = 1
-        generated = model.generate(
-            ids,
-            attention_mask=mask,
-            do_sample=False,
-            max_new_tokens=num_out,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        for row, i in enumerate(batch):
-            outputs[i] = generated[row, longest:].tolist()
+        for i, generated in zip(batch, generate(model, [prompts[i] for i in batch], num_out), strict=True):
+            outputs[i] = generated
     return time.perf_counter() - began, outputs
 
 

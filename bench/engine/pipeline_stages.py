@@ -26,9 +26,8 @@ from bench.common.results import conclude, parser, say
 import torch
 
 from bench.common.dummy_model import CONFIGS, saved_model
-from bench.common.engines import INSTANCE, greedy, load_engine, silence, take_turns
+from bench.common.engines import INSTANCE, Shape, greedy, load_engine, silence, take_turns
 from bench.engine.stage_processes import PIPELINE, Stage, StageProcesses, Staging, lead
-from worker.engine.build import Shape
 from worker.engine.engine import Engine
 
 BUDGET_MIB = 1024

@@ -22,8 +22,7 @@ from bench.common.results import bar, conclude, parser, say, say_bars
 import torch
 
 from bench.common.dummy_model import load_transformers, num_matrix_weights, saved_model
-from bench.common.engines import INSTANCE, greedy, load_engine, silence, take_turns, timed
-from worker.engine.build import Shape
+from bench.common.engines import INSTANCE, Shape, greedy, load_engine, silence, take_turns, timed
 from worker.engine.engine import Engine
 
 SIZE = "100M"

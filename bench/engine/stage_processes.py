@@ -23,14 +23,15 @@ import kernels  # before torch: it settles how torch's threads wait
 import psutil
 import torch
 
-from bench.common.engines import CPU, fill_cache, silence
+from bench.common.engines import CPU, Shape, fill_cache, silence
 from bench.common.loading import LoadFormat, load_model
 from bench.common.processes import END, Children
 from bus.messages import PARTS
 from bus.precisions import BITS, Precision
+from worker.distributed.messages import Peer
 from worker.distributed.probe import ProbeResponder
 from worker.distributed.transport import Transport
-from worker.engine.build import MIB, Shape, compile_kernels, make_cache, make_pool
+from worker.engine.build import MIB, compile_kernels, make_cache, make_pool
 from worker.engine.core import EngineCore
 from worker.model.layer import Attention, FeedForward, Layer
 from worker.model.shard import Shard
@@ -181,7 +182,7 @@ class StageProcesses(Children):
     def wait(self) -> list[RemoteStage]:
         """Wait until all are loaded; return what their leader must know."""
         return [
-            RemoteStage(f"w{number}", 1, address, key, first, end)
+            RemoteStage(first, end, [Peer(f"w{number}", 1, address, key)])
             for number, ((address, key), (first, end)) in enumerate(
                 zip(self.ready(START_S), self._parts, strict=True), 1
             )

@@ -33,7 +33,7 @@ import kernels  # before torch: it settles how torch's threads wait
 import torch
 
 from bench.common.dummy_model import config_folder
-from bench.common.engines import CPU, silence
+from bench.common.engines import CPU, Shape, silence
 from bench.common.loading import LoadFormat
 from bench.common.results import DEMO, conclude, parser, say
 from bench.engine.stage_processes import Staging
@@ -44,7 +44,7 @@ from bench.estimate.truth import Devices, OneDevice, Truth, limits_for
 from bus.deployments import Configuration, Intent, LinkSample, ProbePeer
 from bus.precisions import PRECISIONS, QUANTIZED
 from controller.deployments.profiling import BATCH_SIZES, PROMPT_TOKENS
-from worker.engine.build import MIB, Shape, make_pool
+from worker.engine.build import MIB, make_pool
 from worker.engine.sequence import Limits
 from worker.memory import PagePool
 from worker.model import ModelConfig, read_config

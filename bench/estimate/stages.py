@@ -34,7 +34,8 @@ class Stages:
         except BaseException:
             self._processes.close()
             raise
-        self.peer = ProbePeer(worker=behind[0].worker, link=behind[0].address, link_key=behind[0].key)
+        [peer] = behind[0].peers
+        self.peer = ProbePeer(worker=peer.worker, link=peer.address, link_key=peer.key)
 
     def use(self, precision: Precision) -> None:
         self._stage.use(precision)

@@ -12,10 +12,9 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from bench.common.engines import greedy
+from bench.common.engines import Shape, greedy
 from bus.deployments import Configuration, Intent
 from bus.precisions import Precision
-from worker.engine.build import Shape
 from worker.engine.core import EngineCore
 from worker.engine.sequence import Limits
 from worker.memory import KVCache, PagePool

@@ -27,6 +27,7 @@ import kernels  # noqa: F401 before torch: it settles how torch's threads wait
 # isort: split
 import torch
 
+from bench.common.engines import Shape
 from bench.estimate.measure import INTENTS
 from bench.estimate.truth import Case, Found, OneDevice, Truth, limits_for
 from bench.gpu.common import device_clock, run_alone
@@ -35,7 +36,7 @@ from bus.deployments import Intent, Profile
 from bus.precisions import PRECISIONS, Precision
 from controller.deployments.profiling import BATCH_SIZES, PROMPT_TOKENS
 from controller.planning.estimates import estimate_all
-from worker.engine.build import Shape, make_pool
+from worker.engine.build import make_pool
 from worker.memory import PagePool
 from worker.model import ModelConfig, read_config
 from worker.profiler.fingerprint import CutPlan

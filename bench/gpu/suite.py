@@ -167,12 +167,11 @@ def fingerprint_found() -> dict[str, Any]:
         return {"problems": [f"estimates: {error!r}"]}
 
 
-def make_engine(folder: Path, dtype: Any, load_format: Any, budget_mib: int, **shape: int) -> Any:
+def make_engine(folder: Path, dtype: Any, load_format: Any, budget_mib: int, **shape: Any) -> Any:
     """Return an engine that serves the folder on the GPU."""
     import torch
 
-    from bench.common.engines import load_engine
-    from worker.engine.build import Shape
+    from bench.common.engines import Shape, load_engine
 
     device = torch.device("cuda", torch.cuda.current_device())
     return load_engine(folder, Shape(**shape), budget_mib, device, dtype, load_format)

@@ -27,10 +27,9 @@ from bench.common.engines import timed
 from bench.gpu import transform_workers as gpu_transform_workers
 from bench.gpu.common import device_clock, run_alone
 from bench.gpu.transform_workers import Workers
-from bench.kernels.checks import AttentionCase, assert_close, plan_of
+from bench.kernels.checks import AttentionCase, assert_close, plan_of, plan_on
 from bench.transform import kv as transform_kv
 from bench.transform.ranks import run_ranks
-from kernels import reference
 from worker.distributed.communicator import Communicator
 from worker.engine.build import make_pool
 from worker.memory import KVCache, PagePool, VirtualRange
@@ -184,14 +183,18 @@ def _attention(device: torch.device, sizes: Sizes, dtype: torch.dtype, degree: i
     tokens = int(plan.cu_seqlens_q[-1])
     q = torch.randn(tokens, case.num_heads, case.head_dim, generator=generator).to(dtype)
     scale = case.head_dim**-0.5
-    moved, moved_q, out = plan.to(device), q.to(device), torch.empty(q.shape, dtype=dtype, device=device)
+    moved, moved_q, out = (
+        plan_on(device, plan),
+        q.to(device),
+        torch.empty(q.shape, dtype=dtype, device=device),
+    )
 
     def calls(number: int) -> None:
         for _ in range(number):
             kernels.paged_attention(moved_q, kv, moved, scale, out=out)
 
     calls(1)
-    assert_close(out, reference.paged_attention(q, there, plan, scale))
+    assert_close(out, kernels.paged_attention.reference(q, there, plan, scale))
     seconds = min(timed(lambda: calls(CALLS), device_clock(device)) for _ in range(ROUNDS))
     cache.release()
     pool.close()

@@ -13,14 +13,14 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import torch
 
 import kernels
 from bench.kernels.quantized_checks import quantized_checks
-from kernels import AttentionPlan, reference
+from kernels import AttentionPlan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Two roundings of the last bit of values around 1; the interpreter truncates to bfloat16 instead of rounding.
@@ -101,13 +101,13 @@ def check_attention(backend: str, device: str, case: AttentionCase, dtype: torch
     # Rows of a wider buffer, as in the output of one fused projection.
     q = torch.randn(tokens, case.num_heads + 1, case.head_dim, generator=random)[:, 1:].to(dtype)
     kv, scale = kv.to(dtype), case.head_dim**-0.5
-    expected = reference.paged_attention(q, kv, plan, scale, sliding_window=case.window)
+    expected = kernels.paged_attention.reference(q, kv, plan, scale, sliding_window=case.window)
     out = torch.empty(q.shape, dtype=dtype, device=device)
     with kernels.use_backend(backend):
         result = kernels.paged_attention(
             q.to(device),
             _moved(kv, device),
-            plan.to(device),
+            plan_on(device, plan),
             scale,
             out=out,
             sliding_window=case.window,
@@ -144,6 +144,16 @@ def plan_of(case: AttentionCase, random: torch.Generator) -> tuple[AttentionPlan
     return plan, num_blocks
 
 
+def plan_on(device: str, plan: AttentionPlan) -> AttentionPlan:
+    """Return the plan on another device, without the values that backends derived."""
+    moved = {
+        field.name: value.to(device)
+        for field in fields(plan)
+        if isinstance(value := getattr(plan, field.name), torch.Tensor)
+    }
+    return replace(plan, derived={}, **moved)
+
+
 def _hide_unowned(kv: torch.Tensor, plan: AttentionPlan) -> None:
     block_tokens = kv.shape[3]
     owned = torch.zeros(kv.shape[0], block_tokens, dtype=torch.bool)
@@ -158,7 +168,7 @@ def check_rms_norm(backend: str, device: str, dtype: torch.dtype) -> None:
         x, weight = _randn(*shape, dtype=dtype), _randn(shape[-1], dtype=dtype)
         wide = _randn(*shape[:-1], 2 * shape[-1], dtype=dtype)
         wide[..., : shape[-1]] = x  # a strided view holds the same
-        expected = reference.rms_norm(x, weight, 1e-5)
+        expected = kernels.rms_norm.reference(x, weight, 1e-5)
         with kernels.use_backend(backend):
             moved = wide.to(device)[..., : shape[-1]]
             assert_close(kernels.rms_norm(moved, weight.to(device), 1e-5), expected)
@@ -170,7 +180,7 @@ def check_add_rms_norm(backend: str, device: str, dtype: torch.dtype) -> None:
             _randn(*size, dtype=dtype) for size in ((rows, width), (rows, width), (width,))
         )
         sums = residual.to(device, copy=True)
-        expected = reference.add_rms_norm(x, residual, weight, 1e-5)
+        expected = kernels.add_rms_norm.reference(x, residual, weight, 1e-5)
         with kernels.use_backend(backend):
             assert_close(kernels.add_rms_norm(x.to(device), sums, weight.to(device), 1e-5), expected)
         assert_close(sums, residual)
@@ -183,7 +193,7 @@ def check_rotary(backend: str, device: str, dtype: torch.dtype) -> None:
         positions = torch.randint(0, 90, (tokens,), generator=torch.Generator().manual_seed(2))
         angles = torch.randn(90, head_dim // 2, generator=torch.Generator().manual_seed(3))
         cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
-        reference.rotary(both[:, :q_heads], both[:, q_heads:], positions, cos_sin)
+        kernels.rotary.reference(both[:, :q_heads], both[:, q_heads:], positions, cos_sin)
         with kernels.use_backend(backend):
             kernels.rotary(moved[:, :q_heads], moved[:, q_heads:], positions.to(device), cos_sin.to(device))
         assert_close(moved, both)
@@ -193,7 +203,7 @@ def check_silu_mul(backend: str, device: str, dtype: torch.dtype) -> None:
     for rows, width in ((1, 16), (40, 1408), (3, 100)):
         both = 4 * _randn(rows, 2 * width, dtype=dtype)
         both[0, 0] = -100.0  # e^100 overflows float32
-        expected = reference.silu_mul(both[:, :width], both[:, width:])
+        expected = kernels.silu_mul.reference(both[:, :width], both[:, width:])
         moved = both.to(device)
         with kernels.use_backend(backend):
             assert_close(kernels.silu_mul(moved[:, :width], moved[:, width:]), expected)
@@ -210,7 +220,7 @@ def check_store_kv(backend: str, device: str, dtype: torch.dtype) -> None:
         slots = torch.randperm(20 * block_tokens, generator=torch.Generator().manual_seed(4))[:tokens]
         expected = torch.zeros(20, heads, 2, block_tokens, head_dim, dtype=dtype)
         kv = _moved(expected.permute(0, 2, 3, 1, 4).contiguous().permute(0, 3, 1, 2, 4), device)
-        reference.store_kv(k, v, expected, slots)
+        kernels.store_kv.reference(k, v, expected, slots)
         with kernels.use_backend(backend):
             kernels.store_kv(k.to(device), v.to(device), kv, slots.to(device))
         assert torch.equal(kv.cpu(), expected)
@@ -220,14 +230,15 @@ def check_copy_blocks(backend: str, device: str, dtype: torch.dtype) -> None:
     expected = _randn(9, 2, 2, 5, 80, dtype=dtype)
     kv = expected.to(device, copy=True)
     source, target = torch.tensor([1, 7, 3]), torch.tensor([0, 8, 4])
-    reference.copy_blocks(expected, source, target)
+    kernels.copy_blocks.reference(expected, source, target)
     with kernels.use_backend(backend):
         kernels.copy_blocks(kv, source.to(device), target.to(device))
     assert torch.equal(kv.cpu(), expected)
 
 
 def check_products(backend: str, device: str, dtype: torch.dtype) -> None:
-    for rows, inputs, outputs in itertools.product((1, 2, 5, 16, 64, 100), (48, 512), (16, 33, 200)):
+    counts, sizes = (1, 2, 3, 5, 15, 16, 64, 100), ((48, 512, 1392), (16, 33, 200))
+    for rows, inputs, outputs in itertools.product(counts, *sizes):
         x, weight = _randn(rows, inputs, dtype=dtype), _randn(outputs, inputs, dtype=dtype)
         bias = _randn(outputs, dtype=dtype)
         expected = x.double() @ weight.double().t()
@@ -236,6 +247,20 @@ def check_products(backend: str, device: str, dtype: torch.dtype) -> None:
             assert_close(kernels.linear(x, weight), expected)
             assert_close(kernels.linear(x, weight, bias), expected + bias.cpu().double())
             assert_close(kernels.linear_t(x, weight.t().contiguous()), expected)
+
+
+def check_products_of_one_row(backend: str, device: str, dtype: torch.dtype) -> None:
+    """Check that on a CPU up to 16 tokens get the very bits that each gets alone."""
+    weight = _randn(72, 1392, dtype=dtype)
+    x, wide, bias = _randn(16, 1392, dtype=dtype), weight.t().contiguous()[:, :64], _randn(72, dtype=dtype)
+    for tokens in (2, 3, 6, 7, 16) if backend == "cpu" else ():
+        some = x[:tokens]
+        with kernels.use_backend(backend):
+            together = kernels.linear(some, weight, bias), kernels.linear_t(some, wide)
+            for t in range(tokens):
+                row = some[t : t + 1]
+                assert torch.equal(together[0][t], kernels.linear(row, weight, bias)[0]), f"{tokens} tokens"
+                assert torch.equal(together[1][t], kernels.linear_t(row, wide)[0]), f"{tokens} tokens"
 
 
 def check_stacked_products(backend: str, device: str, dtype: torch.dtype) -> None:
@@ -257,6 +282,7 @@ ROW_CHECKS = (
     check_store_kv,
     check_copy_blocks,
     check_products,
+    check_products_of_one_row,
     check_stacked_products,
 )
 

@@ -24,7 +24,6 @@ import torch
 from bench.common.engines import best_of
 from bench.kernels.checks import AttentionCase, plan_of
 from bench.kernels.quantized import quantized_products
-from kernels import reference
 
 SHAPES = ((512, 512), (512, 1408), (1408, 512), (512, 4096), (768, 2048), (2048, 768))  # inputs, outputs
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -95,7 +94,7 @@ def attention(seconds: float) -> Iterator[dict[str, Any]]:
         times = best_of(
             seconds,
             partial(kernels.paged_attention, q, kv, plan, 0.125),
-            partial(reference.paged_attention, q, kv, plan, 0.125),
+            partial(kernels.paged_attention.reference, q, kv, plan, 0.125),
         )
         read = 2 * sum(context for _, context in case.lengths) * case.num_kv_heads * case.head_dim * 4
         pairs = sum(new * context - new * (new - 1) // 2 for new, context in case.lengths)
@@ -122,8 +121,8 @@ def rows(seconds: float) -> Iterator[dict[str, Any]]:
             "store_kv": (k, k, kv, slots),
         }
         for name, arguments in calls.items():
-            fast, plain = getattr(kernels, name), getattr(reference, name)
-            times = best_of(seconds, partial(fast, *arguments), partial(plain, *arguments))
+            call = getattr(kernels, name)
+            times = best_of(seconds, partial(call, *arguments), partial(call.reference, *arguments))
             yield {"name": f"{name}, {tokens} tokens", "us": times[0] * 1e6, "torch_us": times[1] * 1e6}
 
 

@@ -24,7 +24,7 @@ import kernels  # before torch: it settles how torch's threads wait
 import torch
 
 from bench.common.engines import best_of
-from kernels import QuantizedWeight, reference
+from kernels import QuantizedWeight
 from kernels.packing import CODE_BITS
 
 SHAPES = ((512, 2816), (1408, 512), (4096, 1024))  # inputs, outputs
@@ -61,7 +61,7 @@ def _runs(inputs: int, outputs: int, x: torch.Tensor) -> dict[str, Run]:
         weights = [_weight(inputs, outputs, bits) for _ in range(copies)]
         runs[f"int{bits}"] = partial(_next, kernels.quantized_linear, x, itertools.cycle(weights))
         # Slow enough that no cache matters.
-        runs[f"unpack{bits}"] = partial(reference.quantized_linear, x, weights[0])
+        runs[f"unpack{bits}"] = partial(kernels.quantized_linear.reference, x, weights[0])
     return runs | _torch_packed(inputs, outputs, x.bfloat16()) if x.shape[0] <= MOST_PACKED else runs
 
 

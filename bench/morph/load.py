@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from bench.common.load import VOCABULARY
-from instar.replay.traces import Arrival
+from instar.replay.schemas import Arrival
 
 PROMPT_TOKENS: Final = (32, 96)
 OUTPUT_TOKENS: Final = (192, 384)

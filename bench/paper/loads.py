@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from instar.errors import InputError
-from instar.replay.traces import Arrival, Shaping, load
+from instar.replay.schemas import Arrival
+from instar.replay.traces import Shaping, load
 
 # A quarter of the paper's 512 and 256 (of the smaller models).
 PROMPT_TOKENS: Final = 128

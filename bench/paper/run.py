@@ -14,9 +14,8 @@ from bench.common.service import OtherPrograms
 from bench.morph.service import MorphService, Sample, Way
 from bus.messages import MorphReport
 from instar.replay.files import RunFile
-from instar.replay.outcomes import RequestOutcome
+from instar.replay.schemas import Arrival
 from instar.replay.statistics import Slo
-from instar.replay.traces import Arrival
 
 SLO: Final = Slo(ttft_s=2.0, tpot_s=0.1)  # the paper's for the first token (§2.2); replay's own for the rest
 
@@ -69,7 +68,7 @@ def run_one(
     file = RunFile(
         about,
         SLO,
-        [RequestOutcome.of(one.as_json()) for one in run.outcomes],
+        [one.rounded() for one in run.outcomes],
         observed(service, ordered_s, run.began_at),
         [run.events_in[second] for second in range(max(run.events_in, default=-1) + 1)],
     )

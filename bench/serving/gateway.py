@@ -24,9 +24,8 @@ from bus.groups import natural
 from bus.messages import InstanceCard
 from bus.service import run
 from gateway import service, state
-from gateway.delivery.candidates import Candidates
 from gateway.delivery.cluster import Cluster, ReadyInstance
-from gateway.delivery.dispatch import BelowFloor, Candidate, NeedsGroup
+from gateway.delivery.dispatch import Candidate, Wait
 from gateway.delivery.placement import Placement
 from gateway.delivery.request import RequestState
 from gateway.delivery.table import RequestTable
@@ -107,7 +106,7 @@ class Unaware(Placement):
         self._orders = orders
         self._made: dict[str, Group] = {}  # for which request
 
-    def find(self, state: RequestState) -> Candidate | BelowFloor | NeedsGroup | None:
+    def find(self, state: RequestState) -> Candidate | Wait | None:
         instances = self._cluster.ready(state.request.model)
         if not instances:
             return None
@@ -139,7 +138,7 @@ class Unaware(Placement):
         return self._candidate_of(state, there)
 
     def _candidate_of(self, state: RequestState, ready: ReadyInstance) -> Candidate | None:
-        there = Candidates(self._cluster, self._table, self._clock()).of(state.request.model)
+        there = self.candidates(state.request.model)
         return next((one for one in there if one.instance == ready.card.id), None)
 
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from bench.common import load
 from bench.common.load import VOCABULARY, Recorder
-from instar.replay import traces
+from instar.replay import schemas
 from instar.replay.outcomes import UNFINISHED, RequestOutcome
 from instar.replay.requests import Dialect
 
@@ -131,7 +131,7 @@ def replay(
         if watch:
             watch(recorder.run.now_s, served_by(recorder, script))
 
-    requests = [traces.Arrival(one.at_s, len(one.prompt), one.num_out, one.prompt) for one in script]
+    requests = [schemas.Arrival(one.at_s, len(one.prompt), one.num_out, one.prompt) for one in script]
     recorder = load.play(
         url, requests, drain_s=end_s - script[-1].at_s, dialect=Dialect(precision=False), watch=look
     )

@@ -1,13 +1,7 @@
 """Instances without a record, or with an outdated one. Pure.
 
-==============================================  ============================================================
-a worker lost its lease and came back with      its deployment gets the new epoch into its record; nothing
-what it serves                                  is loaded again
-Redis lost its data, and the controller, which  a record is made of the workers' cards, and the model is
-would have written it again, started anew       registered from the folder it is in
-==============================================  ============================================================
-
-Cards do not show the intent of a deployment: its shape is taken for the intent, and is fixed.
+A worker that lost its lease and came back gets its new epoch into the record. If Redis lost its data, a
+record is made of the workers' cards, with the shape as the intent: cards do not show the intent.
 """
 
 from __future__ import annotations
@@ -21,28 +15,23 @@ from bus.catalogue import Contents
 from bus.deployments import Configuration, Deployment, Intent, ModelCard
 from bus.groups import natural
 from bus.messages import InstanceCard, Stage
-from controller.deployments.observation import Observation, WorkerView
-from controller.deployments.transitions import Transition, deploy_id, deployment_of, instance_at, is_pipeline
+from controller.deployments.observation import Observation
+from controller.deployments.transitions import Transition, deployment_of
 
 _DEPLOY = re.compile(r"(?P<deployment>[^-]+)-(?P<load>[0-9]+)-.+")  # `deploy_id`
 
 
 def kept(deployment: Deployment, seen: Observation) -> Transition | None:
     """Note new epochs of a serving deployment's workers. A pipeline ends with the lease of a stage."""
-    if is_pipeline(deployment):
+    if deployment.is_pipeline:
         return None
-    epochs = {
-        worker: device.card.epoch if (device := _still_at(deployment, worker, seen)) else epoch
-        for worker, epoch in deployment.epochs.items()
-    }
+    epochs = dict(deployment.epochs)
+    for worker in epochs:
+        device = seen.workers.get(worker)
+        card = device.instance(deployment.instance_at(worker)) if device and device.takes_orders else None
+        if device and card and card.deployed == deployment.deploy_id(worker):
+            epochs[worker] = device.card.epoch
     return Transition(record=replace(deployment, epochs=epochs)) if epochs != deployment.epochs else None
-
-
-def _still_at(deployment: Deployment, worker: str, seen: Observation) -> WorkerView | None:
-    """Return the worker if it has what this deployment loaded there."""
-    device = seen.workers.get(worker)
-    card = device.instance(instance_at(deployment, worker)) if device and device.takes_orders else None
-    return device if card and card.deployed == deploy_id(deployment, worker) else None
 
 
 def folders_of_unknown(contents: Contents, seen: Observation) -> set[str]:
@@ -70,16 +59,10 @@ def _unknown(contents: Contents, seen: Observation) -> dict[str, list[InstanceCa
     found: dict[tuple[str, int], list[InstanceCard]] = defaultdict(list)
     for device in seen.workers.values():
         for card in device.card.instances if device.takes_orders else ():
-            match = _DEPLOY.fullmatch(card.deployed)
-            if (
-                match
-                and match["deployment"] not in contents.deployments
-                and card.workers[:1] == [device.card.id]
-            ):
+            match, leads = _DEPLOY.fullmatch(card.deployed), card.workers[:1] == [device.card.id]
+            if match and leads and match["deployment"] not in contents.deployments:
                 found[match["deployment"], int(match["load"])].append(card)
-    return {
-        name: sorted(found[name, load], key=lambda card: natural(card.id)) for name, load in sorted(found)
-    }
+    return {name: sorted(found[name, load], key=lambda one: natural(one.id)) for name, load in sorted(found)}
 
 
 def _stages_of(cards: Sequence[InstanceCard]) -> list[Stage]:

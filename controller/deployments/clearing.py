@@ -1,6 +1,5 @@
 """Instances of deployments that are not to be served there any more. Pure.
 
-A worker is clear when it is another incarnation, leaves, or neither shows the instance nor may still load it.
 Retiring is ordered again, after a growing pause, until the worker is clear (`retries`).
 """
 
@@ -20,9 +19,7 @@ from controller.deployments.transitions import (
     Transition,
     because,
     becomes,
-    deploy_id,
     deployment_of,
-    instance_at,
     transform,
 )
 
@@ -39,23 +36,15 @@ def next_of_clearing(deployment: Deployment, seen: Observation) -> Transition | 
         for worker, epoch in deployment.epochs.items()
         if (device := seen.holder(worker, epoch)) and not _is_clear(deployment, device, seen)
     ]
-    if unclear:
-        return _go_on(deployment, unclear, seen)
-    record = replace(deployment, stages=[], epochs={})
-    return (
-        becomes(record, "retired", seen.now_ms, "")
-        if record.state == "retiring"
-        else Transition(record=record)
-    )
-
-
-def _go_on(deployment: Deployment, unclear: list[WorkerView], seen: Observation) -> Transition | None:
-    commands = tuple(one for device in unclear for one in _commands(deployment, device, seen))
+    if not unclear:
+        record = replace(deployment, stages=[], epochs={})
+        is_retiring = record.state == "retiring"
+        return becomes(record, "retired", seen.now_ms, "") if is_retiring else Transition(record=record)
     late = overdue(deployment, unclear, seen)
+    commands = tuple(one for device in unclear for one in _commands(deployment, device, seen))
     if not commands:
         return late
-    transition = replace(late or Transition(), commands=commands)
-    return because(transition, deployment, *_cause_of(deployment))
+    return because(replace(late or Transition(), commands=commands), deployment, *_cause_of(deployment))
 
 
 def _cause_of(deployment: Deployment) -> tuple[Cause, str]:
@@ -70,26 +59,20 @@ def _cause_of(deployment: Deployment) -> tuple[Cause, str]:
 def _is_clear(deployment: Deployment, device: WorkerView, seen: Observation) -> bool:
     if device.card.state == "draining":
         return True  # it takes all with it
-    if device.instance(instance_at(deployment, device.card.id)) is not None:
+    if device.instance(deployment.instance_at(device.card.id)) is not None:
         return False
     return not (_may_load(deployment, device, seen) or _gives_back(deployment, device, seen))
 
 
 def _gives_back(deployment: Deployment, device: WorkerView, seen: Observation) -> bool:
-    """Return True while a Retire runs: the card goes first, the pages follow.
-
-    A try that ended in conflict with an earlier one says nothing.
-    """
-    reports = reports_of(f"{deploy_id(deployment, device.card.id)}-retire", seen)
+    """Return True while a Retire runs (the card goes first); a try that ended in conflict says nothing."""
+    reports = reports_of(f"{deployment.deploy_id(device.card.id)}-retire", seen)
     return [one.state for one in reports if one.state != "conflict"][-1:] == ["running"]
 
 
 def _may_load(deployment: Deployment, device: WorkerView, seen: Observation) -> bool:
-    """Return True if the Deploy may still be carried out.
-
-    A worker that is only slow finds the cancellation behind the order.
-    """
-    command_id = deploy_id(deployment, device.card.id)
+    """Return True if the Deploy may still run; a slow worker finds the cancellation behind the order."""
+    command_id = deployment.deploy_id(device.card.id)
     report = seen.reports.get(command_id)
     if report is not None:
         return report.state == "running"
@@ -99,13 +82,13 @@ def _may_load(deployment: Deployment, device: WorkerView, seen: Observation) -> 
 
 def _commands(deployment: Deployment, device: WorkerView, seen: Observation) -> Iterator[tuple[str, Command]]:
     worker = device.card
-    card = device.instance(instance_at(deployment, worker.id))
-    base = deploy_id(deployment, worker.id)
+    card = device.instance(deployment.instance_at(worker.id))
+    base = deployment.deploy_id(worker.id)
     if card is not None:
         yield from _away(card, worker, base, seen)
     elif _gives_back(deployment, device, seen):
         if command_id := next_try(f"{base}-retire", seen):
-            instance = instance_at(deployment, worker.id)
+            instance = deployment.instance_at(worker.id)
             yield worker.id, Retire(id=command_id, epoch=worker.epoch, instance=instance)
     elif command_id := next_try(f"{base}-cancel", seen):
         yield worker.id, CancelMorph(id=command_id, epoch=worker.epoch, morph_id=base)
@@ -125,11 +108,7 @@ def _away(
 
 
 def orphans(contents: Contents, seen: Observation) -> Iterator[Transition]:
-    """Retire instances whose deployments are elsewhere.
-
-    They were loaded late, or by a worker that lost its lease and came back. `adopting` takes up instances
-    that no record knows.
-    """
+    """Retire instances whose deployments are elsewhere; `adopting` takes up those that no record knows."""
     for device in seen.workers.values() if seen.is_settled else ():
         worker = device.card
         for card in worker.instances if worker.state == "serving" else ():
@@ -143,8 +122,7 @@ def orphans(contents: Contents, seen: Observation) -> Iterator[Transition]:
 
 def forgotten(contents: Contents) -> Iterator[Transition]:
     """Erase the oldest deployments that ended."""
-    ended = [
-        one for one in contents.deployments.values() if one.state in ("retired", "failed") and not one.stages
-    ]
-    for deployment in sorted(ended, key=lambda one: one.since_ms)[: max(0, len(ended) - KEPT)]:
+    by_age = sorted(contents.deployments.values(), key=lambda one: one.since_ms)
+    ended = [one for one in by_age if one.state in ("retired", "failed") and not one.stages]
+    for deployment in ended[: max(0, len(ended) - KEPT)]:
         yield Transition(erased=deployment)

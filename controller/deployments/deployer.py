@@ -1,7 +1,4 @@
-"""Observe, decide, apply: orders, cards, metrics and reports in; records, commands and events out.
-
-Four loops over one state. Orders and transitions take turns: each knows what the one before it changed.
-"""
+"""Observe, decide, apply: orders, cards, metrics and reports in; records, commands and events out."""
 
 from __future__ import annotations
 
@@ -9,16 +6,17 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine, Hashable, Iterable, Iterator
+from collections.abc import Coroutine, Hashable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 from bus.catalogue import Contents
 from bus.checkpoints import BadCheckpoint, Checkpoint, read_checkpoint
 from bus.client import Bus, BusFull, BusUnavailable, LiveWorker, Restart
-from bus.deployments import DeployModel, Order, PlanModel, RegisterModel, RemoveModel, RetireModel
+from bus.clock import now_ms
+from bus.deployments import DeployModel, Order, PlanModel
 from bus.messages import Event, Metrics, MorphReport
 from bus.settings import Settings
 from controller.deployments.adopting import folders_of_unknown
@@ -36,7 +34,7 @@ from controller.planning.plan import Plan
 
 log = logging.getLogger("controller")
 
-ORDERS = (RegisterModel, RemoveModel, PlanModel, DeployModel, RetireModel)
+ORDERS = get_args(Order)
 KEPT = 4096  # reports, complaints and commands that are remembered
 LOOK_S = 0.5  # the longest pause between two looks at what is deployed
 IMPROVE_S = 5.0  # between two looks for other ways to serve what serves
@@ -87,13 +85,8 @@ class Deployer:
         self._is_lost |= restart.data_lost
         self._news.set()
 
-    # ------------------------------------------------------------------------------------- loops
-
     async def take(self) -> None:
-        """Carry out orders in turn, also those of an earlier controller's time.
-
-        A gateway that stopped waiting has withdrawn its order.
-        """
+        """Carry out orders in turn, an earlier controller's too; gateways withdraw those they gave up."""
         async with self._bus.reader(self._bus.names.orders, *ORDERS, start="0") as reader:
             async for batch in reader:
                 for entry, order in batch:
@@ -146,19 +139,19 @@ class Deployer:
         elif message.kind in ("profile_failed", "profile_progress"):
             book = self._complaints if message.kind == "profile_failed" else self._progress
             book[message.morph_id] = message.reason
-            self._heard[message.morph_id] = _now_ms()
+            self._heard[message.morph_id] = now_ms()
         else:
             return
         self._news.set()
-
-    # ------------------------------------------------------------------------------------- one turn
 
     async def step(self) -> None:
         """Observe, decide, apply. Raises BusUnavailable, BusFull."""
         await self._observe()
         seen = self._observation()
         folders = folders_of_unknown(self._contents, seen)
-        seen = replace(seen, checkpoints=await _checkpoints(folders))
+        found = {path: await asyncio.to_thread(_checkpoint, path) for path in folders}
+        models = {path: one for path, one in found.items() if isinstance(one, Checkpoint)}
+        seen = replace(seen, checkpoints=models)
         if seen.may_change:
             self._improved_s = time.monotonic()
         for transition in reconcile(self._contents, seen, self._planner(seen)):
@@ -183,7 +176,7 @@ class Deployer:
         if self._metrics and now_s - self._metrics[0] <= self._settings.monitor.stale_s:
             pages = {(one.worker, one.epoch): one.pages for one in self._metrics[1].workers}
         return Observation(
-            now_ms=_now_ms(),
+            now_ms=now_ms(),
             workers={
                 live.card.id: WorkerView(
                     card=live.card,
@@ -208,8 +201,7 @@ class Deployer:
         return rests_of(self._contents)
 
     def _memory(self, seen: Observation) -> FreeMemory:
-        metrics = self._metrics[1] if self._metrics else None
-        return free_memory(metrics, seen.workers.values(), self._contents)
+        return free_memory(self._metrics[1] if self._metrics else None, seen.workers.values(), self._contents)
 
     def _planner(self, seen: Observation) -> Planner:
         memory, now_s = self._memory(seen), time.monotonic()
@@ -218,7 +210,7 @@ class Deployer:
         def plan(question: Question) -> Plan:
             if known := self._answers.get(question.key):
                 return known[1]
-            answer = planned(question, memory, self._window, now_s, self._placing)
+            answer = planned(question, memory, self._placing)
             if not answer.chosen or question.gone:  # with `gone`, no worker loads by the answer
                 self._answers[question.key] = now_s + REASK_S, answer
             return answer
@@ -234,45 +226,26 @@ class Deployer:
             batch.erase(transition.erased)
         for worker, command in transition.commands:
             batch.publish(names.control(worker), command)
-            self._sent[command.id] = _now_ms()  # before: if the outcome is unknown, it counts as sent
-        for event in self._events(transition):
+            self._sent[command.id] = now_ms()  # before: if the outcome is unknown, it counts as sent
+        record = transition.record if transition.announced else None
+        if record is not None:
+            about = transition.kind, transition.subject, record.reason
+            batch.publish(names.events, self._bus.make_event(*about, transition.numbers))
+        for morph in transition.morphs:
+            reason, compared, cause = transition.why, transition.compared, transition.cause
+            event = self._bus.make_event("morph_decided", morph.instance, reason, compared, morph.id, cause)
             batch.publish(names.events, event)
         await batch.send()
-        if transition.announced and transition.record is not None:
-            log.info("%s %s: %s", transition.kind, transition.subject, transition.record.reason)
-
-    def _events(self, transition: Transition) -> Iterator[Event]:
-        by, at_ms = self._bus.link.source, _now_ms()
-        if transition.announced and transition.record is not None:
-            reason, numbers = transition.record.reason, transition.numbers
-            subject = transition.subject
-            yield Event(
-                kind=transition.kind, source=by, subject=subject, reason=reason, at_ms=at_ms, numbers=numbers
-            )
-        for command in transition.morphs:
-            yield Event(
-                kind="morph_decided",
-                source=by,
-                subject=command.instance,
-                reason=transition.why,
-                at_ms=at_ms,
-                numbers=dict(transition.compared),
-                morph_id=command.id,
-                cause=transition.cause,
-            )
-
-    # ------------------------------------------------------------------------------------- orders
+        if record is not None:
+            log.info("%s %s: %s", transition.kind, transition.subject, record.reason)
 
     async def _answer(self, entry: str, order: Order) -> None:
         await self._observe()
         result = carry_out(order, self._contents, await self._facts(order))
-        is_settled = await self._bus.catalogue.settle(
-            entry, result.answer, write=result.write, remove=result.remove
-        )
-        batch = self._bus.batch()
+        settle = self._bus.catalogue.settle
+        is_settled = await settle(entry, result.answer, write=result.write, remove=result.remove)
         for worker, command in result.commands if is_settled else ():
-            batch.publish(self._bus.names.control(worker), command)
-        await batch.send()
+            await self._bus.publish(self._bus.names.control(worker), command)
 
     async def _facts(self, order: Order) -> Facts:
         seen, found, bad_intent = self._observation(), Plan(), ""
@@ -299,17 +272,7 @@ class Deployer:
         devices = [device for device in seen.workers.values() if device.takes_orders]
         profiles = profiles_of(self._contents, card)
         question = Question(card=card, intent=order.intent, profiles=profiles, devices=devices)
-        return planned(question, self._memory(seen), self._window, time.monotonic(), self._placing)
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
-
-
-async def _checkpoints(folders: Iterable[str]) -> dict[str, Checkpoint]:
-    """Return the checkpoints in those folders that are models."""
-    found = {path: await asyncio.to_thread(_checkpoint, path) for path in folders}
-    return {path: one for path, one in found.items() if isinstance(one, Checkpoint)}
+        return planned(question, self._memory(seen), self._placing)
 
 
 def _checkpoint(path: str) -> Checkpoint | str:

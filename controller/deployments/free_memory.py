@@ -11,23 +11,20 @@ from bus.catalogue import Contents
 from bus.deployments import Deployment
 from bus.messages import InstanceMetrics, Metrics, Stage
 from controller.deployments.observation import WorkerView
-from controller.deployments.transitions import deployment_of, instance_at, shown_by
+from controller.deployments.transitions import deployment_of
 from controller.planning.making_room import Tenant
 
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """`free_bytes`: on each worker, idle KV of others included. `held`: the instances on each worker.
-
-    Later stages of pipelines, which no card shows, are among these.
-    """
+    """Memory by worker: `free_bytes` with idle KV; `held` with later stages, which no card shows."""
 
     free_bytes: dict[str, int]
     tenants: list[Tenant]
     held: dict[str, frozenset[str]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Holding:
     """The pages of KV of an instance on a worker, and those of them that it needs."""
 
@@ -46,7 +43,7 @@ def free_memory(metrics: Metrics | None, devices: Iterable[WorkerView], contents
     hidden: dict[str, list[tuple[Deployment, Stage]]] = defaultdict(list)  # stages that no card shows
     for one in contents.deployments.values():
         for stage in one.stages:
-            for name in set(stage.workers) - set(shown_by(one)):
+            for name in set(stage.workers) - set(one.shown_by):
                 hidden[name].append((one, stage))
     memory = FreeMemory({}, [])
     for device in devices:
@@ -65,19 +62,14 @@ def _later(
     deployment: Deployment, stage: Stage, device: WorkerView, contents: Contents, seen: Seen
 ) -> _Holding:
     """Return what a later stage holds: as many blocks as its leader."""
-    lead = shown_by(deployment)[0]
-    leading = seen.get((lead, instance_at(deployment, lead), deployment.epochs.get(lead, 0)))
+    lead = deployment.shown_by[0]
+    leading = seen.get((lead, deployment.instance_at(lead), deployment.epochs.get(lead, 0)))
     profile = contents.profiles.get((deployment.model, device.kind))
     pages = 0
     if leading is not None and profile is not None:
         layer_bytes = leading.last.kv_blocks * profile.block_bytes_per_layer / len(stage.workers)
         pages = (stage.end - stage.first) * ceil(layer_bytes / device.card.page_bytes)
-    return _Holding(
-        instance=instance_at(deployment, device.card.id),
-        deployment=deployment.id,
-        kv_pages=pages,
-        kept_pages=pages,
-    )
+    return _Holding(deployment.instance_at(device.card.id), deployment.id, pages, pages)
 
 
 def _shown(device: WorkerView, seen: Seen, later_pages: float) -> Iterator[_Holding]:
@@ -90,12 +82,8 @@ def _shown(device: WorkerView, seen: Seen, later_pages: float) -> Iterator[_Hold
         one = found[card.id]
         blocks = one.last.kv_blocks if one else 0
         kept = min(blocks, max(card.min_blocks, one.last.kv_used)) if one else 0
-        yield _Holding(
-            instance=card.id,
-            deployment=deployment_of(card.deployed),
-            kv_pages=blocks * pages_per_block,
-            kept_pages=kept * pages_per_block,
-        )
+        owner = deployment_of(card.deployed)
+        yield _Holding(card.id, owner, kv_pages=blocks * pages_per_block, kept_pages=kept * pages_per_block)
 
 
 def _tenants(holdings: list[_Holding], device: WorkerView) -> Iterator[Tenant]:

@@ -1,19 +1,7 @@
-"""When a serving deployment is deployed otherwise: its intent stays its target. Pure.
+"""The change of a serving deployment to a better configuration for its intent. Pure.
 
-========  =====================================================  ========================================
-change    when                                                   where
-========  =====================================================  ========================================
-better    what the intent minimises would fall by `MARGIN` or    workers that were idle all the window
-          more, and no deployment waits that could ever fit
-packed    a deployment waits that would have room then, and      workers that have other models already,
-          what the intent minimises, which is not the latency,   so that one it has alone gets empty
-          does not rise
-========  =====================================================  ========================================
-
-The old deployment serves until its replacement does: a deployment of the same intent that names it in
-`replaces`. A replacement has one attempt; if that fails, the old one stays. Deployments change one at a time,
-and none within a cool-down of its start or of its last try, which doubles with every failed try. Records show
-all of that, so a controller that starts again knows it. In policy mode `manual` nothing is changed.
+docs/deploy.md has the conditions. A replacement has one attempt; if that fails, the old deployment stays.
+Records show tries and cool-downs, so a controller that starts again knows them.
 """
 
 from __future__ import annotations
@@ -25,7 +13,7 @@ from bus.deployments import Deployment
 from bus.messages import Cause
 from controller.deployments.observation import Observation
 from controller.deployments.planner import Situation
-from controller.deployments.transitions import Transition, becomes, instance_at, workers_of
+from controller.deployments.transitions import Transition, becomes
 from controller.deployments.waiting import load
 from controller.planning.intent import Comparison, compare, objective
 from controller.planning.plan import Plan
@@ -51,10 +39,7 @@ def taken_over(deployment: Deployment, contents: Contents, seen: Observation) ->
 def given_up(
     deployment: Deployment, transition: Transition | None, contents: Contents, now_ms: int
 ) -> Transition | None:
-    """Retire a replacement instead of a second attempt, or if what it replaces does not serve any more.
-
-    Return `transition` for other deployments. A deployment that lost its workers is placed again by itself.
-    """
+    """Retire a replacement that failed or whose deployment no longer serves; else return `transition`."""
     if not deployment.replaces or deployment.state not in ("waiting", "loading"):
         return transition
     old = contents.deployments.get(deployment.replaces)
@@ -102,45 +87,42 @@ def _bettered(deployment: Deployment, now: Situation) -> Transition | None:
     if not now.seen.is_load_known:
         return None
     idle = {one.card.id for one in now.seen.workers.values() if one.load <= IDLE_LOAD}
-    found = _alternative(deployment, idle, now)
-    if found is None or not found[1].is_better:
+    plan, compared = _alternative(deployment, idle, now)
+    if not compared or not compared.is_better:
         return None
-    plan, compared = found
     return _replacement(deployment, plan, compared, "better", f"{', '.join(plan.workers)} idle", now)
 
 
 def _packed(deployment: Deployment, waiting: Deployment, now: Situation) -> Transition | None:
     workers = now.seen.workers
-    emptied = [
-        one for name in workers_of(deployment) if (one := workers.get(name)) and len(one.card.instances) == 1
-    ]
+    own = (one for name in deployment.workers if (one := workers.get(name)))
+    emptied = [one for one in own if len(one.card.instances) == 1]
     shared = {name for name, one in workers.items() if one.card.instances}
-    found = _alternative(deployment, shared, now) if emptied else None
-    if found is None or not found[1].is_no_worse:
+    plan, compared = _alternative(deployment, shared if emptied else set(), now)
+    if not compared or not compared.is_no_worse:
         return None
-    plan, compared = found
     left = [one for one in now.takers(waiting.model) if one.card.id not in plan.workers]
     question = now.question(waiting, {one.card.id: one for one in [*left, *emptied]}.values())
-    gone = frozenset(instance_at(deployment, worker) for worker in workers_of(deployment))
+    gone = frozenset(deployment.instance_at(worker) for worker in deployment.workers)
     if question is None or not now.plan(replace(question, gone=gone)).chosen:
         return None
     why = f"{waiting.id} ({waiting.model}) waits for room"
     return _replacement(deployment, plan, compared, "packed", why, now)
 
 
-def _alternative(deployment: Deployment, names: set[str], now: Situation) -> tuple[Plan, Comparison] | None:
-    """Return the best plan on workers of these `names`, compared with what serves."""
+def _alternative(deployment: Deployment, names: set[str], now: Situation) -> tuple[Plan, Comparison | None]:
+    """Return the best plan on workers of these `names`, compared with what serves if both are known."""
     devices = [one for one in now.takers(deployment.model) if one.card.id in names]
     question = now.question(deployment, devices)
-    plan = now.plan(question) if question and devices else None
-    if plan is None or plan.chosen is None:
-        return None
-    first, other = now.seen.workers.get(workers_of(deployment)[0]), now.seen.workers[plan.workers[0]]
+    plan = now.plan(question) if question and devices else Plan()
+    if plan.chosen is None:
+        return plan, None
+    first, other = now.seen.workers.get(deployment.workers[0]), now.seen.workers[plan.workers[0]]
     current = deployment.expected
     if first is not None and first.kind == other.kind:  # the same profile estimates both
         rows = (one for one in plan.estimates if one.configuration == deployment.configuration)
         current = next(rows, current)
-    return (plan, compare(current, plan.chosen, deployment.intent)) if current else None
+    return plan, compare(current, plan.chosen, deployment.intent) if current else None
 
 
 def _replacement(

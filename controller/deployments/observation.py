@@ -27,7 +27,6 @@ class WorkerView:
 
     @property
     def kind(self) -> str:
-        """The kind of device that profiles name."""
         return self.card.kind
 
     def instance(self, name: str) -> InstanceCard | None:
@@ -84,9 +83,5 @@ class Observation:
 
 def named_by_settings(workers: Iterable[WorkerView]) -> dict[str, str]:
     """Return the models that workers serve by their settings, which are not deployed, with a worker."""
-    return {
-        card.model: device.card.id
-        for device in workers
-        for card in device.card.instances
-        if not card.deployed
-    }
+    cards = [one.card for one in workers]
+    return {one.model: card.id for card in cards for one in card.instances if not one.deployed}

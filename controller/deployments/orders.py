@@ -1,8 +1,6 @@
-"""What an order changes, and its answer. Pure: facts from the disk come with it.
+"""The changes that an order makes, and its answer. Pure: facts from the disk come with it.
 
-An order is refused whole: nothing is half-registered or half-deployed. Status codes are those of HTTP: 201
-and 202 for an accepted order, 404 for a missing object, 409 for an obstacle, 400 for an order that can never
-be.
+An order is refused whole: nothing is half-registered or half-deployed. Status codes are those of HTTP.
 """
 
 from __future__ import annotations
@@ -13,7 +11,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from bus.catalogue import Contents, Record
+from bus.batch import Record
+from bus.catalogue import Contents
 from bus.checkpoints import Checkpoint
 from bus.deployments import (
     Answer,
@@ -45,16 +44,12 @@ class OrderRefused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What an order depends on beside the records.
-
-    `checkpoint`: of the order's folder, or why it is none. `by_settings`: models that workers serve by their
-    settings. `plan`: for the order's intent.
-    """
+    """Facts that an order depends on beside the records."""
 
     now_ms: int
-    checkpoint: Checkpoint | str = "it was not looked at"
-    by_settings: Mapping[str, str] = field(default_factory=dict)
-    plan: Plan = field(default_factory=Plan)
+    checkpoint: Checkpoint | str = "it was not looked at"  # of the order's folder, or why it is none
+    by_settings: Mapping[str, str] = field(default_factory=dict)  # models that workers serve by settings
+    plan: Plan = field(default_factory=Plan)  # for the order's intent
     bad_intent: str = ""
     max_model_len: int = 0  # tokens that workers let a sequence have; 0: as many as the model may
 
@@ -96,9 +91,6 @@ def path_of(order: Order, contents: Contents) -> str:
     return ""
 
 
-# --------------------------------------------------------------------------- models
-
-
 def _register(order: RegisterModel, contents: Contents, facts: Facts) -> OrderResult:
     if not Path(order.path).is_absolute():
         raise OrderRefused(400, f"path is {order.path!r}; it must begin with /, for all processes read it")
@@ -124,9 +116,7 @@ def _register(order: RegisterModel, contents: Contents, facts: Facts) -> OrderRe
 
 def _remove(order: RemoveModel, contents: Contents) -> OrderResult:
     card = _registered(order.name, contents)
-    active = [
-        one.id for one in contents.deployments.values() if one.model == order.name and not _is_over(one)
-    ]
+    active = [one.id for one in _active(contents) if one.model == order.name]
     if active:
         why = f"{order.name} is deployed ({', '.join(active)})"
         raise OrderRefused(409, f"{why}; retire {'it' if len(active) == 1 else 'them'} first")
@@ -135,8 +125,8 @@ def _remove(order: RemoveModel, contents: Contents) -> OrderResult:
     return replace(_answered(order, 200, model=card), remove=(card, *profiles), commands=cancels)
 
 
-def _is_over(deployment: Deployment) -> bool:
-    return deployment.state in ENDED and not deployment.stages
+def _active(contents: Contents) -> list[Deployment]:
+    return [one for one in contents.deployments.values() if one.state not in ENDED or one.stages]
 
 
 def _registered(name: str, contents: Contents) -> ModelCard:
@@ -149,13 +139,9 @@ def _registered(name: str, contents: Contents) -> ModelCard:
 
 def _meant(name: str, known: Iterable[str]) -> str:
     names = list(known)
-    near = get_close_matches(name[:200], names, n=1)
-    if near:
+    if near := get_close_matches(name[:200], names, n=1):
         return f"did you mean {near[0]!r}?"
     return f"there are: {', '.join(names)}" if names else "there is none"
-
-
-# --------------------------------------------------------------------------- plans and deployments
 
 
 def _plan_or_deploy(order: PlanModel | DeployModel, contents: Contents, facts: Facts) -> OrderResult:
@@ -171,10 +157,9 @@ def _plan_or_deploy(order: PlanModel | DeployModel, contents: Contents, facts: F
         return _answered(order, 200, model=card, estimates=facts.plan.estimates, error=unmet)
     if unmet:
         return _answered(order, 409, estimates=facts.plan.estimates, error=unmet)
-    deployment = Deployment(
-        id=order.id, model=order.name, intent=order.intent, state="waiting", since_ms=facts.now_ms
-    )
-    return _answered(order, 202, deployment, deployment=deployment)
+    name, intent, now_ms = order.name, order.intent, facts.now_ms
+    record = Deployment(id=order.id, model=name, intent=intent, state="waiting", since_ms=now_ms)
+    return _answered(order, 202, record, deployment=record)
 
 
 def _check_plannable(intent: Intent, card: ModelCard, contents: Contents, facts: Facts) -> None:
@@ -189,21 +174,15 @@ def _check_plannable(intent: Intent, card: ModelCard, contents: Contents, facts:
         raise OrderRefused(409, f"{why}: what was measured does not hold; remove {name} and add it again")
     context, tokens = _context(facts.checkpoint, facts), intent.prompt_tokens + intent.output_tokens
     if context and tokens > context:
-        raise OrderRefused(
-            400,
-            f"intent: prompt_tokens {intent.prompt_tokens} and output_tokens {intent.output_tokens} are "
-            f"{tokens} tokens, and the context of {name} has {context}; ask for {context} or fewer of both "
-            "together",
-        )
+        both = f"prompt_tokens {intent.prompt_tokens} and output_tokens {intent.output_tokens}"
+        why = f"intent: {both} are {tokens} tokens, and the context of {name} has {context}"
+        raise OrderRefused(400, f"{why}; ask for {context} or fewer of both together")
     degrees = [one.degrees for one in profiles_of(contents, card).values()]
     possible = {1}.union(*degrees)
     if intent.tp is not None and degrees and all(degrees) and intent.tp not in possible:
         could = ", ".join(map(str, sorted(set().union(*degrees))))
-        raise OrderRefused(
-            400,
-            f"intent: tp is {intent.tp}, and the weights of {name} can be cut for {could}: its KV heads and "
-            "worker.max_tp set that",
-        )
+        why = f"intent: tp is {intent.tp}, and the weights of {name} can be cut for {could}"
+        raise OrderRefused(400, f"{why}: its KV heads and worker.max_tp set that")
     if card.state == "failed":
         raise OrderRefused(409, f"{name} could not be measured: {card.reason}; remove it and add it again")
 
@@ -218,9 +197,8 @@ def _retire(order: RetireModel, contents: Contents, now_ms: int) -> OrderResult:
     while deployment and deployment.heir and (heir := contents.deployments.get(deployment.heir)):
         deployment = heir  # what has replaced it
     if deployment is None:
-        there = [one.id for one in contents.deployments.values() if not _is_over(one)]
-        why = f"no deployment {order.deployment[:200]!r}; {_meant(order.deployment, there)}"
-        raise OrderRefused(404, why)
+        there = _meant(order.deployment, [one.id for one in _active(contents)])
+        raise OrderRefused(404, f"no deployment {order.deployment[:200]!r}; {there}")
     if deployment.state == "retired":
         return _answered(order, 200, deployment=deployment)
     state: DeploymentState = "retiring" if deployment.stages else "retired"

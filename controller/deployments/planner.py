@@ -10,10 +10,10 @@ from bus.deployments import Deployment, Intent, ModelCard, Profile
 from controller.deployments.free_memory import FreeMemory
 from controller.deployments.observation import Observation, WorkerView
 from controller.deployments.profiling import profiles_of
-from controller.deployments.transitions import instance_at
-from controller.planning import fitting, placement
 from controller.planning.estimates import estimate_all
+from controller.planning.fitting import Device
 from controller.planning.intent import judge, preference
+from controller.planning.placement import Placing
 from controller.planning.plan import Plan, plan
 
 MAX_STAGES = 4
@@ -24,24 +24,20 @@ NO_GROUP = "workers would not form a group for it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A model to place on `devices`.
-
-    `may_group`: by tensor parallelism. `gone`: instances whose memory counts as free.
-    """
+    """A model to place on `devices`."""
 
     card: ModelCard
     intent: Intent
     profiles: dict[str, Profile]
     devices: list[WorkerView]
-    may_group: bool = True
-    gone: frozenset[str] = frozenset()
+    may_group: bool = True  # by tensor parallelism
+    gone: frozenset[str] = frozenset()  # instances whose memory counts as free
 
     @property
     def key(self) -> Hashable:
         """Questions of one key have the same answer until memory or load change."""
-        devices = tuple(
-            (one.card.id, one.card.epoch, *(card.id for card in one.card.instances)) for one in self.devices
-        )
+        cards = [one.card for one in self.devices]
+        devices = tuple((card.id, card.epoch, *(one.id for one in card.instances)) for card in cards)
         profiles = tuple((kind, one.digest, one.ended_ms) for kind, one in self.profiles.items())
         return devices, profiles, (self.card.name, self.intent, self.may_group, self.gone)
 
@@ -63,24 +59,16 @@ class Situation:
         profiles = profiles_of(self.contents, card) if card else {}
         if card is None or not profiles:
             return None
-        return Question(
-            card=card,
-            intent=deployment.intent,
-            profiles=profiles,
-            devices=list(devices),
-            may_group=not deployment.is_ungrouped,
-        )
+        there, may_group = list(devices), not deployment.is_ungrouped
+        intent = deployment.intent
+        return Question(card=card, intent=intent, profiles=profiles, devices=there, may_group=may_group)
 
     def takers(self, model: str) -> list[WorkerView]:
         """Return the workers that could load `model` now."""
         return [one for one in self.seen.workers.values() if not self.why_not_taken(one, model)]
 
     def why_not_taken(self, device: WorkerView, model: str) -> str:
-        """Return why a worker cannot load `model` now; "": it can.
-
-        A worker has one instance of a model. While it loads another or measures, its memory is not what its
-        report says.
-        """
+        """Return why a worker cannot load `model` now; "": it can. A worker has one instance of a model."""
         name = device.card.id
         if not device.takes_orders:
             return "drains" if device.card.state == "draining" else "is still starting"
@@ -102,20 +90,14 @@ class Situation:
             return None
         gone = {card.id for device in devices for card in device.card.instances if card.deployed}
         others = self.contents.deployments.values()
-        gone |= {instance_at(one, worker) for one in others for worker in one.epochs}
+        gone |= {one.instance_at(worker) for one in others for worker in one.epochs}
         return self.plan(replace(question, gone=frozenset(gone)))
 
 
-def planned(
-    question: Question,
-    memory: FreeMemory,
-    window: placement.LoadWindow,
-    at_s: float,
-    placing: placement.Placing | None = None,
-) -> Plan:
+def planned(question: Question, memory: FreeMemory, placing: Placing | None = None) -> Plan:
     """Return the best plan over the kinds of devices that were measured."""
     plans = [
-        _plan(profile, question, there, memory, window, at_s, placing)
+        _plan(profile, question, there, memory, placing)
         for kind, profile in sorted(question.profiles.items())
         if (there := [device for device in question.devices if device.kind == kind])
     ]
@@ -134,37 +116,32 @@ def _plan(
     question: Question,
     devices: Sequence[WorkerView],
     memory: FreeMemory,
-    window: placement.LoadWindow,
-    at_s: float,
-    placing: placement.Placing | None,
+    placing: Placing | None,
 ) -> Plan:
     candidates = [
-        fitting.Device(
+        Device(
             worker=device.card.id,
             host=device.card.host,
             free_bytes=memory.free_bytes.get(device.card.id, 0) + _freed_bytes(device, question, memory),
-            load=window.load(device.card.id, at_s),
+            load=device.load,
             page_bytes=device.card.page_bytes,
-            is_empty=question.gone.issuperset(_held(device, memory)),
+            is_empty=question.gone.issuperset(
+                {*(card.id for card in device.card.instances), *memory.held.get(device.card.id, ())}
+            ),
         )
         for device in devices
     ]
     profile = kept_by(profile, devices)
     degrees, stages = _shapes(question, profile, devices)
+    intent, tenants = question.intent, memory.tenants
     found = plan(
-        profile,
-        question.intent,
-        candidates,
-        degrees=degrees,
-        max_stages=stages,
-        placing=placing,
-        tenants=memory.tenants,
+        profile, intent, candidates, degrees=degrees, max_stages=stages, placing=placing, tenants=tenants
     )
     # The map shows degrees that cannot be had here, too.
-    others = estimate_all(profile, question.intent, degrees=set(DEGREES) - set(degrees))
+    others = estimate_all(profile, intent, degrees=set(DEGREES) - set(degrees))
     why = NOT_CUT if question.may_group else NO_GROUP
     refused = [replace(one, refusal=why) for one in others if one.configuration.tp > 1]
-    return replace(found, estimates=[*found.estimates, *judge(refused, question.intent)])
+    return replace(found, estimates=[*found.estimates, *judge(refused, intent)])
 
 
 def _freed_bytes(device: WorkerView, question: Question, memory: FreeMemory) -> int:
@@ -174,10 +151,6 @@ def _freed_bytes(device: WorkerView, question: Question, memory: FreeMemory) -> 
         for one in memory.tenants
         if one.instance in question.gone and device.card.id in one.workers
     )
-
-
-def _held(device: WorkerView, memory: FreeMemory) -> set[str]:
-    return {card.id for card in device.card.instances} | memory.held.get(device.card.id, frozenset())
 
 
 def _shapes(question: Question, profile: Profile, devices: Sequence[WorkerView]) -> tuple[Sequence[int], int]:

@@ -13,16 +13,7 @@ from bus.deployments import Configuration, Deployment, Measure, ModelCard, Probe
 from bus.messages import CancelMorph
 from bus.precisions import LOWEST, PRECISIONS, Precision, lowest
 from controller.deployments.observation import Observation, WorkerView
-from controller.deployments.transitions import (
-    MAX_ATTEMPTS,
-    Command,
-    Transition,
-    degree_by_transform,
-    instance_at,
-    measure_id,
-    model_becomes,
-    shown_by,
-)
+from controller.deployments.transitions import MAX_ATTEMPTS, Command, Transition, measure_id, model_becomes
 from controller.morphing.view import Rest, Rests
 
 SILENT_MS = 900_000  # a profile without news for so long is stuck; all of it may take longer
@@ -46,14 +37,8 @@ def next_of_model(card: ModelCard, contents: Contents, seen: Observation) -> Tra
         return _measuring(card, profiles, seen)
     if card.state == "failed":
         return None
-    return _unmeasured(card, contents, profiles, seen)
-
-
-def _unmeasured(
-    card: ModelCard, contents: Contents, profiles: Mapping[str, Profile], seen: Observation
-) -> Transition | None:
-    wanting = [device for device in seen.workers.values() if device.takes_orders]
-    wanting = [device for device in wanting if device.kind not in profiles]
+    there = (device for device in seen.workers.values() if device.takes_orders)
+    wanting = [device for device in there if device.kind not in profiles]
     if profiles and (not wanting or card.attempts >= MAX_ATTEMPTS):
         return None if card.state == "profiled" else _profiled(card, profiles, seen)
     free = [device for device in wanting if not _is_taken(device, contents)]
@@ -71,15 +56,9 @@ def _profiled(card: ModelCard, profiles: Mapping[str, Profile], seen: Observatio
 def _peer_of(chosen: WorkerView, contents: Contents, seen: Observation) -> ProbePeer | None:
     """Return a worker to measure communication with, of the same host if there is one."""
     host = chosen.card.host
-    others = [
-        device
-        for device in seen.workers.values()
-        if device.card.id != chosen.card.id
-        and device.kind == chosen.kind
-        and device.takes_orders
-        and device.card.link
-        and not _is_taken(device, contents)
-    ]
+    linked = [one for one in seen.workers.values() if one.takes_orders and one.card.link]
+    alike = [one for one in linked if one.kind == chosen.kind and one.card.id != chosen.card.id]
+    others = [one for one in alike if not _is_taken(one, contents)]
     if not others:
         return None
     card = min(others, key=lambda one: (one.card.host != host, one.load, one.card.id)).card
@@ -123,26 +102,20 @@ def _measuring(card: ModelCard, profiles: Mapping[str, Profile], seen: Observati
     device = seen.workers.get(card.worker)
     if device is not None and device.kind in profiles:
         return _profiled(card, profiles, seen)
-    if why := _why_over(card, seen):
-        return _failed(card, why, has_profile=bool(profiles), now_ms=seen.now_ms)
-    if seen.now_ms - max(card.since_ms, seen.heard.get(measure_id(card), 0)) > SILENT_MS:
+    name = measure_id(card)
+    if complaint := seen.complaints.get(name):
+        return _failed(card, f"{card.worker}: {complaint}", bool(profiles), seen.now_ms)
+    if seen.is_settled and (gone := seen.gone({card.worker: card.epoch})):
+        return _failed(card, f"{gone} while it measured", bool(profiles), seen.now_ms)
+    if seen.now_ms - max(card.since_ms, seen.heard.get(name, 0)) > SILENT_MS:
         why = f"{card.worker} has reported nothing on its measurement for {SILENT_MS // 60_000} minutes"
-        failed = _failed(card, why, has_profile=bool(profiles), now_ms=seen.now_ms)
-        return replace(failed, commands=(cancel_of(card),))
-    progress = seen.progress.get(measure_id(card), "")
+        return replace(_failed(card, why, bool(profiles), seen.now_ms), commands=(cancel_of(card),))
+    progress = seen.progress.get(name, "")
     text = f"on {card.worker}: {progress}" if progress else card.progress
     return Transition(record=replace(card, progress=text)) if text != card.progress else None
 
 
-def _why_over(card: ModelCard, seen: Observation) -> str:
-    if complaint := seen.complaints.get(measure_id(card)):
-        return f"{card.worker}: {complaint}"
-    if seen.is_settled and (gone := seen.gone({card.worker: card.epoch})):
-        return f"{gone} while it measured"
-    return ""
-
-
-def _failed(card: ModelCard, why: str, *, has_profile: bool, now_ms: int) -> Transition:
+def _failed(card: ModelCard, why: str, has_profile: bool, now_ms: int) -> Transition:
     if card.attempts < MAX_ATTEMPTS:
         return model_becomes(card, "registered", now_ms, f"{why}; it is measured again")
     if has_profile:
@@ -166,14 +139,14 @@ def unowned(contents: Contents) -> Iterator[Transition]:
 def rests_of(contents: Contents) -> Rests:
     """Return the shapes that serving deployments rest in: the policy leaves others alone."""
     return {
-        instance_at(deployment, worker): Rest(
+        deployment.instance_at(worker): Rest(
             precision=deployment.configuration.precision,
             coarsest=_coarsest(deployment, deployment.configuration, contents),
-            tp=degree_by_transform(deployment),
+            tp=deployment.degree_by_transform,
         )
         for deployment in contents.deployments.values()
         if deployment.state == "serving" and deployment.configuration
-        for worker in shown_by(deployment)
+        for worker in deployment.shown_by
     }
 
 
@@ -184,9 +157,6 @@ def _coarsest(deployment: Deployment, chosen: Configuration, contents: Contents)
         return LOWEST
     card = contents.models.get(deployment.model)
     known = profiles_of(contents, card).values() if card else ()
-    kept = [
-        one
-        for one in PRECISIONS
-        if known and all(profile.loss.get(one, float("inf")) <= most for profile in known)
-    ]
-    return lowest([chosen.precision, *kept])
+    unknown = float("inf")
+    kept = [one for one in PRECISIONS if all(profile.loss.get(one, unknown) <= most for profile in known)]
+    return lowest([chosen.precision, *(kept if known else ())])

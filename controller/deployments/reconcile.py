@@ -1,21 +1,7 @@
 """Decide the next steps from records and an observation. Pure.
 
-It is asked again and again, and returns nothing where all is as it should be or under way.
-
-==========  =======================================================  ==================================
-state       goes on to                                               when
-==========  =======================================================  ==================================
-waiting     loading                                                  a configuration fits: Deploy
-loading     serving                                                  every worker's card shows it
-loading     waiting, or failed after MAX_ATTEMPTS                    a worker died, refused, was silent
-serving     waiting                                                  a worker died, drains, gave it up
--           serving                                                  a card shows it, no record (`adopting`)
-serving     retiring                                                 its replacement serves (`improving`)
-retiring    retired                                                  no worker has it
-any         retiring                                                 an order says so
-==========  =======================================================  ==================================
-
-A deployment whose state is not loading or serving and that still has stages is being cleared first.
+docs/deploy.md describes the states. A deployment that is neither loading nor serving and still has stages is
+cleared first.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from itertools import count, takewhile
 from bus.deployments import Deployment
 from bus.messages import MorphReport
 from controller.deployments.observation import UNHEARD_MS, Observation, WorkerView
-from controller.deployments.transitions import MAX_ATTEMPTS, Transition, becomes, deploy_id, noted
+from controller.deployments.transitions import MAX_ATTEMPTS, Transition, becomes, noted
 
 FIRST_PAUSE_MS, LONGEST_PAUSE_MS = 2_000, 60_000
 STUCK_MS = 180_000  # well above the time that a Retire, or a group that parts, waits for requests
@@ -17,10 +17,7 @@ GIVING_BACK = ("apart", "retire", "cancel")  # ends of the ids of commands to gi
 
 
 def next_try(base: str, seen: Observation) -> str | None:
-    """Return the id of a command that may go out now; None while the last try runs, or a pause after it.
-
-    A try that has run for STUCK_MS counts as ended.
-    """
+    """Return the id of a command that may go out now; None while the last try runs, or a pause after it."""
     number, pause_ms = 0, FIRST_PAUSE_MS
     while seen.is_known(command_id := f"{base}-{number}"):
         report = seen.reports.get(command_id)
@@ -47,10 +44,7 @@ def reports_of(base: str, seen: Observation) -> list[MorphReport]:
 
 
 def overdue(deployment: Deployment, unclear: list[WorkerView], seen: Observation) -> Transition | None:
-    """Report a deployment that takes longer to retire than it should.
-
-    It has failed after MAX_ATTEMPTS without use. Its workers are asked on; until then what they hold is lost.
-    """
+    """Report a deployment that retires for too long; after MAX_ATTEMPTS it failed and is still asked."""
     over_ms = seen.now_ms - deployment.since_ms
     if deployment.state != "retiring" or over_ms <= STUCK_MS:
         return None
@@ -64,13 +58,13 @@ def overdue(deployment: Deployment, unclear: list[WorkerView], seen: Observation
 
 
 def _num_tries(deployment: Deployment, worker: str, seen: Observation) -> int:
-    base = deploy_id(deployment, worker)
+    base = deployment.deploy_id(worker)
     return max(len(list(known_tries(f"{base}-{how}", seen))) for how in GIVING_BACK)
 
 
 def _answered(deployment: Deployment, worker: str, seen: Observation) -> str:
     """Return the worker's last report, in brackets."""
-    base = deploy_id(deployment, worker)
+    base = deployment.deploy_id(worker)
     reports = [one for how in GIVING_BACK for one in reports_of(f"{base}-{how}", seen)]
     last = max(reports, key=lambda one: one.ended_ms or one.started_ms, default=None)
     return "" if last is None else f" ({last.state}{': ' * bool(last.reason)}{last.reason})"

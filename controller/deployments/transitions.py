@@ -1,7 +1,7 @@
-"""What `reconcile` decides: a record in its new state, with the commands that take it there. Pure.
+"""The decisions of `reconcile`: a record in its new state, with the commands that take it there. Pure.
 
 Record and commands go out together or not at all. Ids of commands are made of the record, so that a
-controller that starts again sends none of them twice.
+controller that starts again sends none twice.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class Transition:
         return self.record.name if isinstance(self.record, ModelCard) else self.record.id
 
     @property
+    def numbers(self) -> dict[str, Number]:
+        """The numbers of the record's event."""
+        return {"attempts": self.record.attempts, **self.compared} if self.record is not None else {}
+
+    @property
     def morphs(self) -> list[Deploy | Retire | Transform]:
         """The morphs among the commands."""
         commands = [command for _, command in self.commands]
         return [one for one in commands if isinstance(one, Deploy | Retire | Transform)]
-
-    @property
-    def numbers(self) -> dict[str, Number]:
-        """The numbers of the record's event."""
-        return {"attempts": self.record.attempts, **self.compared} if self.record is not None else {}
 
 
 def model_becomes(card: ModelCard, state: ModelState, now_ms: int, reason: str) -> Transition:
@@ -84,17 +84,9 @@ def noted(deployment: Deployment, reason: str) -> Transition | None:
     return None if deployment.reason == reason else Transition(record=replace(deployment, reason=reason))
 
 
-# --------------------------------------------------------------------------- ids
-
-
 def measure_id(card: ModelCard) -> str:
     """Return the id of the Measure that is under way."""
     return f"measure-{card.digest[:8]}-{card.since_ms}-{card.worker}"
-
-
-def deploy_id(deployment: Deployment, worker: str) -> str:
-    """Return the id of the latest Deploy to `worker`."""
-    return f"{deployment.id}-{deployment.loads}-{worker}"
 
 
 def deployment_of(command_id: str) -> str:
@@ -102,53 +94,17 @@ def deployment_of(command_id: str) -> str:
     return command_id.partition("-")[0]
 
 
-def workers_of(deployment: Deployment) -> list[str]:
-    """Return the workers in the order of their stages."""
-    return [worker for stage in deployment.stages for worker in stage.workers]
-
-
-def shown_by(deployment: Deployment) -> list[str]:
-    """Return the workers whose cards show it while it serves.
-
-    These are all members of a group, and the leader of a pipeline, which gives it up when a stage is gone.
-    """
-    workers = workers_of(deployment)
-    return workers[:1] if is_pipeline(deployment) else workers
-
-
-def is_pipeline(deployment: Deployment) -> bool:
-    """Return True for several stages: ranks have their shares from the start, nothing transforms it."""
-    return len(deployment.stages) > 1
-
-
-def degree_by_transform(deployment: Deployment) -> int:
-    """Return the degree of the group to be made of its workers once they serve alone."""
-    one = deployment.configuration
-    return one.tp if one is not None and not is_pipeline(deployment) else 1
-
-
-def instance_at(deployment: Deployment, worker: str) -> str:
-    """Return the id of its instance on `worker`."""
-    return f"{deployment.model}@{worker}"
-
-
-# --------------------------------------------------------------------------- commands
-
-
 def deploys(deployment: Deployment, card: ModelCard, blocks: int) -> tuple[tuple[str, Command], ...]:
-    """Return a command for every worker.
-
-    Workers of a group each load the whole model, those of a pipeline their share of a stage.
-    """
+    """Return a command for every worker: the whole model, or in a pipeline its share of a stage."""
     assert deployment.configuration is not None
     precision, epochs = deployment.configuration.precision, deployment.epochs
-    alone = not is_pipeline(deployment)
+    alone = not deployment.is_pipeline
 
     def command(worker: str, number: int, stage: Stage) -> Deploy:
         return Deploy(
-            id=deploy_id(deployment, worker),
+            id=deployment.deploy_id(worker),
             epoch=epochs[worker],
-            instance=instance_at(deployment, worker),
+            instance=deployment.instance_at(worker),
             model=deployment.model,
             path=card.path,
             stages=[replace(stage, workers=[worker])] if alone else deployment.stages,
@@ -167,19 +123,13 @@ def transform(
     command_id: str, model: str, workers: list[str], epochs: Mapping[str, int], tp: int, wait_s: float = 0.0
 ) -> tuple[str, Command]:
     """Return the leader and the command to serve `model` on `workers` at degree `tp`."""
-    leader = workers[0]
-    command = Transform(
+    leader, epochs = workers[0], {worker: epochs[worker] for worker in workers}
+    return leader, Transform(
         id=command_id,
         epoch=epochs[leader],
         instance=f"{model}@{leader}",
         workers=workers,
-        epochs={worker: epochs[worker] for worker in workers},
+        epochs=epochs,
         tp=tp,
         wait_s=wait_s,
     )
-    return leader, command
-
-
-def transform_id(deployment: Deployment, how: Literal["up", "apart"]) -> str:
-    """Return the id of the Transform that makes its group, or parts it."""
-    return f"{deployment.id}-{deployment.loads}-{how}"

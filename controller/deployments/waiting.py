@@ -18,6 +18,7 @@ from controller.planning.plan import Plan
 
 FIRST_PAUSE_MS = 1_000  # before the second attempt; doubles
 NAMED = 8  # workers that are named one by one
+UNMEASURED = "is of a kind not measured yet"
 ROOM, WORKER, NOWHERE = "waits for room", "waits for a worker", "fits nowhere here"
 ASK_FOR_LESS = (
     "start workers with more memory (worker.memory_mb) or more of them, or retire it and ask for less"
@@ -33,9 +34,8 @@ def next_of_waiting(deployment: Deployment, now: Situation) -> Transition | None
         if card.state == "failed":
             why = f"{card.name} could not be measured: {card.reason}"
             return becomes(deployment, "failed", now_ms, why)
-        return noted(
-            deployment, f"{card.name} is {card.state}: {card.progress or 'no worker is free for it'}"
-        )
+        how = card.progress or "no worker is free for it"
+        return noted(deployment, f"{card.name} is {card.state}: {how}")
     pause_ms = FIRST_PAUSE_MS << (deployment.attempts - 1) if deployment.attempts else 0
     if not now.seen.is_settled or now_ms - deployment.since_ms < pause_ms:
         return None
@@ -108,12 +108,8 @@ def _note(deployment: Deployment, what: str, why: str) -> Transition | None:
 
 def _obstacles(why_not: Mapping[str, str], plan: Plan | None) -> str:
     free = plan.free_bytes if plan else {}
-    return _listed(
-        {
-            name: why or (f"{sized(free[name])} free" if name in free else "is of a kind not measured yet")
-            for name, why in why_not.items()
-        }
-    )
+    said = {name: f"{sized(free[name])} free" if name in free else UNMEASURED for name in why_not}
+    return _listed({name: why or said[name] for name, why in why_not.items()})
 
 
 def _listed(said: Mapping[str, str]) -> str:

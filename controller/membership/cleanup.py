@@ -1,8 +1,9 @@
-"""What dead workers leave: entries pending with a lost incarnation, and streams without an owner."""
+"""The removal of what dead workers leave: pending entries, and streams without an owner."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from bus.client import Bus
 from bus.leftovers import remove_streams, without_owner
@@ -20,31 +21,11 @@ def led_by(card: WorkerCard) -> frozenset[str]:
     return frozenset(i.id for i in card.instances if not i.workers or i.workers[0] == card.id)
 
 
-class Reaper:
-    """The instances that each worker led, for the time when its card is gone or another's."""
-
-    def __init__(self, bus: Bus) -> None:
-        self._bus = bus
-        self._instances: dict[str, frozenset[str]] = {}
-
-    def remember(self, worker: str, instances: frozenset[str]) -> None:
-        """Add instances that a worker leads."""
-        self._instances[worker] = self._instances.get(worker, frozenset()) | instances
-
-    def forget(self, worker: str) -> None:
-        """Forget a worker that is gone for good."""
-        self._instances.pop(worker, None)
-
-    async def reap(self, worker: str, epoch: int) -> None:
-        """End what is pending with this incarnation, and no other. Raises BusUnavailable.
-
-        Gateways submit its requests again; left pending they would count as backlog.
-        """
-        for instance in sorted(self._instances.get(worker, ())):
-            stream = self._bus.names.requests(instance)
-            ended = await discard_pending(self._bus.link, stream, consumer(worker, epoch))
-            if ended:
-                log.info("ended %d entries of %s that %s left pending", ended, instance, worker)
+async def reap(bus: Bus, worker: str, epoch: int, instances: Iterable[str]) -> None:
+    """End what is pending with this incarnation: gateways submit it again. Raises BusUnavailable."""
+    for instance in sorted(instances):
+        if ended := await discard_pending(bus, bus.names.requests(instance), consumer(worker, epoch)):
+            log.info("ended %d entries of %s that %s left pending", ended, instance, worker)
 
 
 class Sweeper:

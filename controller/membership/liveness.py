@@ -1,15 +1,7 @@
-"""Which workers are there, and what became of those that are not. Pure: pictures in, changes out.
+"""The workers that are there, and those that are gone. Pure: pictures in, changes out.
 
-=================  ==================================================================================
-lease, card        meaning
-=================  ==================================================================================
-lease              alive, as the epoch that the lease holds
-card, no lease     died: the lease ran out, and only a clean exit takes the card away
-neither            left: a clean exit takes both. Unless Redis lost its data; then it did not come back
-=================  ==================================================================================
-
-A missing lease proves nothing right after Redis was away, when none could be renewed. So death waits for a
-grace, counted from the moment Redis answers again, and from the controller's start.
+A card without a lease means death; a clean exit removes both. A missing lease proves nothing right after
+Redis was away: death waits for a grace from when Redis answers again, and from the controller's start.
 """
 
 from __future__ import annotations
@@ -32,10 +24,7 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class RegistryView:
-    """The registry at one moment of the caller's monotonic clock.
-
-    `unsettled`: since the view before, Redis was away, restarted or lost its data (`data_lost`).
-    """
+    """The registry at one moment. `unsettled`: Redis was away, restarted or lost its data since the last."""
 
     at_s: float
     sightings: tuple[Sighting, ...]
@@ -45,21 +34,18 @@ class RegistryView:
 
 @dataclass(frozen=True, slots=True)
 class MembershipChange:
-    """What became of a worker. `gone` asks for the removal of what it left; the others become events.
-
-    `previous`: the epoch before an epoch_changed.
-    """
+    """A change of one worker. `gone` asks for the removal of what it left; others become events."""
 
     verdict: Verdict
     worker: str
     epoch: int
     reason: str
-    previous: int | None = None
+    previous: int | None = None  # the epoch before an epoch_changed
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What was concluded so far. `alive`: worker -> epoch. `dead`: worker -> (epoch, since when).
+    """The conclusions so far. `alive`: worker -> epoch. `dead`: worker -> (epoch, since when).
 
     `wiped`: alive before Redis lost its data and not seen since; without a card they have not left.
     """
@@ -95,9 +81,9 @@ def decide(
         for worker in seen.keys() - leases.keys() - dead.keys():  # without a card its epoch is unknown
             dead[worker] = (0, view.at_s)
         changes += _forgotten(dead, view.at_s - gone_after_s)
-    dead = {
-        worker: dead[worker] for worker in dead.keys() - {d.worker for d in changes if d.verdict == "gone"}
-    }
+    for change in changes:
+        if change.verdict == "gone":
+            del dead[change.worker]
     return Known(alive=alive, dead=dead, wiped=frozenset(wiped), grace_until_s=grace_until_s), changes
 
 
@@ -125,11 +111,10 @@ def _departures(
         if worker in seen:
             yield MembershipChange("worker_lost", worker, epoch, "its lease ran out")
         elif worker in wiped:
-            yield MembershipChange(
-                "worker_lost", worker, epoch, "it did not come back after Redis lost its data"
-            )
+            reason = "it did not come back after Redis lost its data"
+            yield MembershipChange("worker_lost", worker, epoch, reason)
         else:
-            yield MembershipChange("worker_left", worker, epoch, "it gave its lease up")
+            yield MembershipChange("worker_left", worker, epoch, "it stopped and released its lease")
     for worker, sighting in sorted(seen.items()):
         if worker not in alive and worker not in dead and sighting.card_epoch is not None:
             reason = "its lease had run out before the controller looked"

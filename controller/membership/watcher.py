@@ -7,10 +7,11 @@ import logging
 import time
 from collections import deque
 
-from bus.client import Bus, BusFull, BusUnavailable, RegisteredWorker, Restart
+from bus.client import Bus, BusFull, BusUnavailable, Restart
 from bus.leftovers import remove_worker
+from bus.registry import RegisteredWorker
 from bus.settings import ControllerSettings
-from controller.membership.cleanup import Reaper, Sweeper, led_by
+from controller.membership.cleanup import Sweeper, led_by, reap
 from controller.membership.liveness import Known, MembershipChange, RegistryView, Sighting, decide
 
 log = logging.getLogger("controller")
@@ -32,7 +33,7 @@ class MembershipWatcher:
         self._unsettled = False
         self._data_lost = False
         self._is_full = False
-        self._reaper = Reaper(bus)
+        self._led: dict[str, frozenset[str]] = {}  # the instances that each worker led, its last ones too
         self._sweeper = Sweeper(bus, GONE_AFTER_S)
         bus.on_restart(self._restarted)
 
@@ -76,13 +77,12 @@ class MembershipWatcher:
             data_lost=self._data_lost,
         )
         self._unsettled = self._data_lost = False
-        self._known, changes = decide(
-            self._known, view, grace_s=self._settings.grace_s, gone_after_s=GONE_AFTER_S
-        )
+        grace_s = self._settings.grace_s
+        self._known, changes = decide(self._known, view, grace_s=grace_s, gone_after_s=GONE_AFTER_S)
         self._todo.extend(changes)
         for member in members:
             if member.card:
-                self._reaper.remember(member.id, led_by(member.card))
+                self._led[member.id] = self._led.get(member.id, frozenset()) | led_by(member.card)
         return members
 
     async def _report_restart(self) -> None:
@@ -100,7 +100,7 @@ class MembershipWatcher:
     async def _carry_out(self, change: MembershipChange) -> None:
         if change.verdict == "gone":
             if await remove_worker(self._bus, change.worker):
-                self._reaper.forget(change.worker)
+                self._led.pop(change.worker, None)
                 log.debug("%s is forgotten: %s", change.worker, change.reason)
             return
         numbers = {"epoch": change.epoch}
@@ -111,7 +111,7 @@ class MembershipWatcher:
         log.log(level, "%s %s: %s", change.verdict, change.worker, change.reason, extra=numbers)
         if change.verdict != "worker_joined":
             dead_epoch = change.epoch if change.previous is None else change.previous
-            await self._reaper.reap(change.worker, dead_epoch)
+            await reap(self._bus, change.worker, dead_epoch, self._led.get(change.worker, ()))
 
     def _pause(self, members: list[RegisteredWorker]) -> float:
         """Return the interval, or less if a lease would run out before that."""

@@ -1,8 +1,6 @@
 """Instances of one worker or of several, as the decisions on tensor parallelism see them. Pure.
 
-Each member of a group has a card and metrics of its own. The leader's metrics are those of the KV cache,
-which is one; what waits or runs is summed. When the group parts, requests stay with the member that took
-them.
+The leader's metrics are those of the KV cache, which is one; what waits or runs is summed over the members.
 """
 
 from __future__ import annotations
@@ -64,10 +62,7 @@ GroupMember = tuple[WorkerCard, InstanceCard]
 def groups_of(
     metrics: Metrics, workers: Iterable[LiveWorker], lag_s: float = 0.0, rests: Rests | None = None
 ) -> list[Group]:
-    """Return every instance whose members all serve and have metrics of their epochs.
-
-    `lag_s`: the age of the metrics. `rests`: of deployments; those that it lacks are left as they are.
-    """
+    """Return every instance whose members serve and rest as `rests` says, by metrics `lag_s` old."""
     cards = {live.card.id: live.card for live in workers if live.card.state == "serving"}
     numbers = {(one.worker, one.id, one.epoch): one for one in metrics.instances}
     ages = {(one.worker, one.epoch): one.age_seconds + lag_s for one in metrics.workers}

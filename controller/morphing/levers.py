@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from bus.messages import Cause, Morph, Number, Resize, Swap, Transform
 from bus.policy import Policy
@@ -18,10 +19,7 @@ RETURN_MARGIN = 4  # this part of the dead zone stays free after a return, or no
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules(Policy):
-    """The policy as its mode applies it to one instance.
-
-    Giving pages back must leave the KV use below `kv_usage_after`.
-    """
+    """The policy in force. Giving pages back must leave the KV use below `kv_usage_after`."""
 
     kv_usage_after: float
 
@@ -37,17 +35,14 @@ def rules_of(policy: Policy, num_layers: int) -> Rules | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MorphDecision:
-    """One morph with its reason and the numbers behind it. `worker` leads `instance` and takes the command.
-
-    `cause` is the reason in a word; only a decision that is not complete yet has none.
-    """
+    """One morph, its reason and the numbers behind it. `worker` leads `instance` and takes the command."""
 
     instance: str
     worker: str
     epoch: int
     lever: Lever
     reason: str
-    cause: Cause | Literal[""] = ""
+    cause: Cause | Literal[""] = ""  # the reason in a word; "": the decision is not complete yet
     numbers: dict[str, Number] = field(default_factory=dict)
     blocks: int = 0  # of a resize: the new total
     count: int = 0  # of a swap: layers
@@ -63,28 +58,13 @@ class MorphDecision:
 
     def command(self, morph_id: str) -> Morph:
         """Return the command for the worker."""
+        about: dict[str, Any] = {"id": morph_id, "epoch": self.epoch, "instance": self.instance}
         if self.tp:
-            return Transform(
-                id=morph_id,
-                epoch=self.epoch,
-                instance=self.instance,
-                workers=list(self.epochs),
-                epochs=self.epochs,
-                tp=self.tp,
-                wait_s=WAIT_S,
-            )
+            workers = list(self.epochs)
+            return Transform(**about, workers=workers, epochs=self.epochs, tp=self.tp, wait_s=WAIT_S)
         if self.lever == "resize":
-            return Resize(
-                id=morph_id, epoch=self.epoch, instance=self.instance, blocks=self.blocks, wait_s=WAIT_S
-            )
-        return Swap(
-            id=morph_id,
-            epoch=self.epoch,
-            instance=self.instance,
-            precision=self.precision,
-            count=self.count,
-            wait_s=WAIT_S,
-        )
+            return Resize(**about, blocks=self.blocks, wait_s=WAIT_S)
+        return Swap(**about, precision=self.precision, count=self.count, wait_s=WAIT_S)
 
     def because(self, cause: Cause, words: str, seen: dict[str, Number]) -> MorphDecision:
         """Return the decision with its cause, and with what was seen."""
@@ -98,8 +78,8 @@ def take_free_pages(view: View, rules: Rules) -> MorphDecision | None:
         return None
     blocks = view.kv_blocks + gained
     reason = f"{view.pages_spare} pages are free, for {gained} more KV blocks"
-    decision = _decide(view, "resize", reason, blocks_after=blocks, pages_spare=view.pages_spare)
-    return replace(decision, blocks=blocks)
+    numbers: dict[str, Number] = {"blocks_after": blocks, "pages_spare": view.pages_spare}
+    return _decide(view, "resize", reason, numbers, blocks=blocks)
 
 
 def swap_down(view: View, rules: Rules) -> MorphDecision | None:
@@ -113,9 +93,9 @@ def swap_down(view: View, rules: Rules) -> MorphDecision | None:
     limit = f"{view.layers_below} of at most {rules.max_layers} below {view.resting}"
     if view.layers_below + count == rules.max_layers:
         limit += "; this reaches the limit"
-    reason, most = f"{_layers(count)} more to {precision} ({limit})", rules.max_layers
-    decision = _decide(view, "swap_down", reason, count=count, max_layers=most, blocks_after=blocks)
-    return replace(decision, count=count, precision=precision)
+    reason = f"{_layers(count)} more to {precision} ({limit})"
+    numbers: dict[str, Number] = {"count": count, "max_layers": rules.max_layers, "blocks_after": blocks}
+    return _decide(view, "swap_down", reason, numbers, count=count, precision=precision)
 
 
 def swap_up(view: View, rules: Rules) -> MorphDecision | None:
@@ -128,23 +108,16 @@ def swap_up(view: View, rules: Rules) -> MorphDecision | None:
                 f"{_layers(count)} of {view.layers_below} back to {view.resting}; KV use will be {usage:.2f} "
                 f"of {blocks} blocks, below {rules.kv_usage_after:g}"
             )
-            after = round(usage, 4)
-            decision = _decide(
-                view, "swap_up", reason, count=count, blocks_after=blocks, kv_usage_after=after
-            )
-            return replace(decision, count=count, precision=view.resting)
+            numbers = {"count": count, "blocks_after": blocks, "kv_usage_after": round(usage, 4)}
+            return _decide(view, "swap_up", reason, numbers, count=count, precision=view.resting)
     return None
 
 
-def _decide(view: View, lever: Lever, reason: str, **numbers: Number) -> MorphDecision:
-    return MorphDecision(
-        instance=view.instance,
-        worker=view.worker,
-        epoch=view.epoch,
-        lever=lever,
-        reason=reason,
-        numbers=numbers,
-    )
+def _decide(
+    view: View, lever: Lever, reason: str, numbers: Mapping[str, Number], **what: Any
+) -> MorphDecision:
+    what |= {"instance": view.instance, "worker": view.worker, "epoch": view.epoch}
+    return MorphDecision(lever=lever, reason=reason, numbers=dict(numbers), **what)
 
 
 def _pages_of_return(view: View) -> int:

@@ -1,7 +1,4 @@
-"""Observe, decide, apply, confirm: metrics, demands and reports in, morph commands out.
-
-Each command goes out with an event that says why. The thresholds are those of `policy` and `scaling`.
-"""
+"""Observe, decide, apply, confirm: metrics, demands and reports in, morph commands out."""
 
 from __future__ import annotations
 
@@ -27,10 +24,7 @@ log = logging.getLogger("controller")
 
 
 class Morpher:
-    """Three endless loops over one state.
-
-    `decide` follows the metrics, `answer` what gateways ask for, `confirm` what became of the commands.
-    """
+    """Three loops: metrics (`decide`), what gateways ask for (`answer`), what became of it (`confirm`)."""
 
     def __init__(self, monitor: MonitorSettings, bus: Bus, resting: Callable[[], Rests] = dict) -> None:
         """`resting` returns the shapes that deployments rest in."""
@@ -51,10 +45,7 @@ class Morpher:
             self._start_afresh()
 
     async def confirm(self) -> None:
-        """Follow reports of morphs, from the oldest event there is.
-
-        So a controller that starts again knows what is pending and when the last morph was.
-        """
+        """Follow reports from the oldest event on: what is pending and when the last morph was."""
         async with self._bus.reader(self._bus.names.events, MorphReport, Event, start="0") as reader:
             async for batch in reader:
                 for entry_id, message in batch:
@@ -108,33 +99,18 @@ class Morpher:
         await self._send(merging, now_s)
 
     async def _send(self, decisions: Iterable[MorphDecision], at_s: float) -> None:
-        """Send each command with its event, both or neither.
-
-        If the outcome is unknown (the connection broke), the morph counts as pending until a report comes or
-        its worker has been silent for too long.
-        """
+        """Send each command with its event, both or neither. After a broken connection it counts as sent."""
         for decision in decisions:
             morph_id = f"morph-{uuid.uuid4().hex[:12]}"
             for instance in decision.instances:
                 self._state = sent(self._state, instance, decision.lever, morph_id, at_s)
             batch = self._bus.batch()
             batch.publish(self._bus.names.control(decision.worker), decision.command(morph_id))
-            batch.publish(self._bus.names.events, self._event(decision, morph_id))
+            about = decision.instance, decision.reason, decision.numbers, morph_id, decision.cause
+            batch.publish(self._bus.names.events, self._bus.make_event("morph_decided", *about))
             try:
                 await batch.send()
             except BusFull:
                 self._state = unsent(self._state, morph_id)
                 raise
             log.info("%s of %s: %s", morph_id, decision.instance, decision.reason, extra=decision.numbers)
-
-    def _event(self, decision: MorphDecision, morph_id: str) -> Event:
-        return Event(
-            kind="morph_decided",
-            source=self._bus.link.source,
-            subject=decision.instance,
-            reason=decision.reason,
-            at_ms=time.time_ns() // 1_000_000,
-            numbers=decision.numbers,
-            morph_id=morph_id,
-            cause=decision.cause,
-        )

@@ -1,7 +1,6 @@
-"""Which instances become a group, and when a group may part. Pure.
+"""The choice of instances for a group, and of the moment when a group parts. Pure.
 
-Algorithm 2 of Gyges (section 5) and the scale-up of its Algorithm 1. The service, the tests and the model of
-a cluster run the same code.
+Algorithm 2 of Gyges (section 5) and the scale-up of its Algorithm 1.
 """
 
 from __future__ import annotations
@@ -16,10 +15,7 @@ from controller.morphing.groups import Group
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """`groups` of one degree that become one of degree `tp`, a power of two times theirs.
-
-    These are the scale-up steps of x2 that the request needs, taken at once.
-    """
+    """`groups` of one degree that become one of degree `tp`: all steps of x2 at once."""
 
     groups: tuple[Group, ...]
     tp: int
@@ -76,15 +72,9 @@ def decide_scale_down(group: Group, free_share: float) -> int | None:
     """
     if group.tp == 1 or group.usage > 1 - free_share:
         return None
-    fitting = [
-        tp
-        for tp, tokens in group.tokens_at.items()
-        if group.resting_tp <= tp < group.tp
-        and group.tp % tp == 0
-        and group.longest_tokens <= tokens
-        and max(_tokens_of_parts(group, tp)) <= group.kv_at(tp)
-    ]
-    return min(fitting, default=None)
+    lower = [tp for tp in group.tokens_at if group.resting_tp <= tp < group.tp and group.tp % tp == 0]
+    holding = [tp for tp in lower if group.longest_tokens <= group.tokens_at[tp]]
+    return min((tp for tp in holding if max(_tokens_of_parts(group, tp)) <= group.kv_at(tp)), default=None)
 
 
 def parted(group: Group, tp: int) -> list[list[str]]:
@@ -98,9 +88,6 @@ def _tokens_of_parts(group: Group, tp: int) -> list[int]:
     own = group.own_tokens or (group.used_tokens,)
     num_parts = group.tp // tp
     return [sum(own[part::num_parts]) for part in range(num_parts)]
-
-
-# ------------------------------------------------------------------------------------- who can become what
 
 
 def _places(groups: Iterable[Group]) -> dict[str, int]:

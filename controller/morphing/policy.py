@@ -1,19 +1,7 @@
-"""Which morph, and when. Pure: the service, the tests and a simulator run the same code.
+"""The choice of a morph and its moment. Pure: the service, the tests and a simulator run the same code.
 
-A window is one message of metrics. It shows pressure, ease, or neither between the thresholds. So many
-windows in a row must agree (MorphServe, section 6: what lasts is acted on, what fluctuates is not), the
-instance's last morph must be a cool-down ago, and none may be pending. Old or missing metrics mean hold, and
-the count begins anew.
-
-=========  =========================================================================================
-pressure   KV use above its high threshold, or requests wait for blocks longer than the high delay,
-           or a request was preempted lately and the KV use is not low again
-ease       KV use and delay below the low thresholds and no preemption lately; or more layers are
-           below where they rest than the policy allows, and there is no pressure
-=========  =========================================================================================
-
-Pressure pulls the levers of RELIEF, ease those of RETURN: layers that were swapped by hand go back, too.
-Pages that a resize by hand has freed stay free until there is pressure.
+A window is one message of metrics. So many in a row must show pressure or ease (MorphServe, section 6), the
+last morph must be a cool-down ago, and none may be pending. Old metrics mean hold.
 """
 
 from __future__ import annotations
@@ -28,6 +16,7 @@ from controller.morphing.track import FORGET_S, Lever, State, Track
 from controller.morphing.view import View
 
 Pull = Callable[[View, Rules], MorphDecision | None]
+# Layers that were swapped by hand go back, too. Pages that a resize by hand freed stay free until pressure.
 RELIEF: tuple[tuple[Lever, Pull], ...] = (("resize", take_free_pages), ("swap_down", swap_down))
 RETURN: tuple[tuple[Lever, Pull], ...] = (("swap_up", swap_up),)
 

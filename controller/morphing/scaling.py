@@ -1,20 +1,15 @@
 """Degrees of tensor parallelism over time: when groups are made, and when they part. Pure.
 
-Requests that no instance holds wait at a gateway, which reports them again and again (`Demand`). So many
-reports in a row count as the windows of other morphs do. A group that could hold the request and is full gets
-`long_patience_s` to empty. A further group leaves short requests an instance of their own, since groups get
-less done. One group of a model is made in a cool-down: the next report may not know of it yet.
-
-A group parts after so many windows in which `parallelism` lets it and nothing waits for one. If a group was
-needed again soon after one of its model had parted, the next one stays longer, unless requests queue in it:
-its workers get more done alone, so that parting pays within seconds. Members that have a pending morph, cool
-down, or refused lately are left alone.
+Gateways repeat a `Demand` while requests wait that no instance holds; so many in a row count as windows do. A
+group parts after so many windows in which `parallelism` lets it and nothing waits for one.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from bus.messages import Demand
 from bus.policy import Policy
@@ -89,23 +84,20 @@ def scale_down(
 
 
 def _waiting_by_model(state: State, at_s: float) -> dict[str, Waiting]:
-    """Return what waits at all gateways together."""
-    found: dict[str, Waiting] = {}
+    found: dict[str, list[Waiting]] = defaultdict(list)
     for (_, model), one in state.waiting.items():
         if at_s < one.heard_s + GONE_S:
-            other = found.get(model)
-            found[model] = one if other is None else _joined(one, other)
-    return found
-
-
-def _joined(one: Waiting, other: Waiting) -> Waiting:
-    return Waiting(
-        tokens=max(one.tokens, other.tokens),
-        count=one.count + other.count,
-        times=max(one.times, other.times),
-        since_s=min(one.since_s, other.since_s),
-        heard_s=max(one.heard_s, other.heard_s),
-    )
+            found[model].append(one)
+    return {
+        model: Waiting(
+            tokens=max(one.tokens for one in there),
+            count=sum(one.count for one in there),
+            times=max(one.times for one in there),
+            since_s=min(one.since_s for one in there),
+            heard_s=max(one.heard_s for one in there),
+        )
+        for model, there in found.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,15 +172,11 @@ def _decided(state: State, groups: Iterable[Group], lever: Lever, at_s: float) -
 
 
 def _instances(groups: Iterable[Group]) -> Iterator[tuple[str, int]]:
-    for group in groups:
-        yield from zip(group.instances, group.epochs, strict=True)
+    return chain(*(zip(group.instances, group.epochs, strict=True) for group in groups))
 
 
 def _merging(merge: Merge, waiting: Waiting, policy: Policy, at_s: float) -> MorphDecision:
-    """Return the decision to make a group for what waits."""
-    epochs = {
-        name: epoch for group in merge.groups for name, epoch in zip(group.workers, group.epochs, strict=True)
-    }
+    epochs = dict(chain(*(zip(one.workers, one.epochs, strict=True) for one in merge.groups)))
     first = merge.groups[0]
     of_all = f" (the longest of {waiting.count})" if waiting.count > 1 else ""
     return MorphDecision(
@@ -219,7 +207,6 @@ def _merging(merge: Merge, waiting: Waiting, policy: Policy, at_s: float) -> Mor
 
 
 def _parting(group: Group, tp: int, windows: int, policy: Policy) -> MorphDecision:
-    """Return the decision to part a group into groups of degree `tp`."""
     parts = "; ".join(", ".join(part) for part in parted(group, tp))
     return MorphDecision(
         instance=group.instance,

@@ -1,7 +1,6 @@
-"""What the controller remembers of each instance: windows in a row, pending morphs, refusals. Pure.
+"""The memory of the controller for each instance: windows in a row, pending morphs, refusals. Pure.
 
-It remembers also which requests wait for a group. Time is Redis' clock in seconds, from the ids of entries:
-metrics and reports bring their own.
+Time is Redis' clock in seconds, from the ids of entries: metrics and reports bring their own.
 """
 
 from __future__ import annotations
@@ -114,10 +113,7 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Requests for one model that no instance holds, the longest of `tokens`, as one gateway reports them.
-
-    `times`: its reports in a row.
-    """
+    """Requests that no instance holds, as one gateway reported them `times` in a row."""
 
     tokens: int
     count: int

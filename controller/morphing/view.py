@@ -1,4 +1,4 @@
-"""What the policy sees of one instance: metrics, pages and card in one place. Pure."""
+"""The view that the policy has of one instance: metrics, pages and card in one place. Pure."""
 
 from __future__ import annotations
 
@@ -60,19 +60,12 @@ class View:
 
     @property
     def kv_delay_s(self) -> float:
-        """The queueing delay if blocks are what is missing, else 0.
-
-        A queue that fits into the free blocks waits for a step or for a place in the batch: more blocks would
-        not shorten it.
-        """
+        """The queueing delay if the queue does not fit into the free blocks, else 0: none are missing."""
         return self.queue_delay_s if self.waiting_blocks > self.blocks_free else 0.0
 
     @property
     def pages_spare(self) -> int:
-        """Free pages beyond the worker's reserve for a swap of any layer; 0 if that reserve is unknown.
-
-        The reserve is as large as the largest quantised variant of a layer.
-        """
+        """Free pages beyond a reserve for a swap of any layer, its largest quantised variant; 0: unknown."""
         quantised = [self.layer_pages.get(variant) for variant in self.variants if variant != "full"]
         known = [pages for pages in quantised if pages is not None]
         if len(known) < len(quantised):
@@ -95,10 +88,7 @@ class View:
 def views_of(
     metrics: Metrics, workers: Iterable[LiveWorker], lag_s: float = 0.0, rests: Rests | None = None
 ) -> list[View]:
-    """Return a view of every serving instance with metrics of its worker's epoch, by way of its leader.
-
-    `lag_s`: the age of the metrics. `rests`: of deployments; those that it lacks have no view.
-    """
+    """Return a view of every serving instance, by its leader. `lag_s`: the age of the metrics."""
     reports = {(one.worker, one.epoch): one for one in metrics.workers}
     found = {(one.worker, one.id, one.epoch): one for one in metrics.instances}
     views = []

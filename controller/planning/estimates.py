@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from bus.deployments import Configuration, Estimate, Intent, Profile
 from controller.planning.latency import LatencyModel
 from controller.planning.memory import MemoryModel
-from controller.planning.uncertainty import Uncertain, combine, exactly, weakest
+from controller.planning.uncertainty import Uncertain, exactly, weakest
 
 SECONDS_PER_HOUR = 3600.0
 
@@ -15,10 +16,7 @@ SECONDS_PER_HOUR = 3600.0
 def estimate_all(
     profile: Profile, intent: Intent, *, degrees: Iterable[int] = (1,), max_stages: int = 1
 ) -> list[Estimate]:
-    """Return every degree x number of stages x precision that was measured on a single device.
-
-    Fewest devices come first, then most bits. `degrees`: those that the weights can be cut to.
-    """
+    """Return every degree x stages x measured precision: fewest devices first, then most bits."""
     latency, memory = LatencyModel(profile), MemoryModel(profile)
     most = min(max_stages, profile.num_layers)
     shapes = [(tp, pp) for tp in {1, *degrees} for pp in range(1, most + 1)]
@@ -31,16 +29,12 @@ def estimate_all(
 
 
 def _estimate(
-    configuration: Configuration,
-    profile: Profile,
-    intent: Intent,
-    latency: LatencyModel,
-    memory: MemoryModel,
+    configuration: Configuration, profile: Profile, intent: Intent, latency: LatencyModel, memory: MemoryModel
 ) -> Estimate:
     timing = latency.timing(configuration, intent)
-    seconds = combine([(1.0, timing.ttft), (intent.output_tokens - 1.0, timing.tpot)])
+    seconds = timing.ttft + (intent.output_tokens - 1) * timing.tpot
     size = memory.total(configuration, intent)
-    device_hours = seconds.times(configuration.num_devices / SECONDS_PER_HOUR)
+    device_hours = configuration.num_devices / SECONDS_PER_HOUR * seconds
     costs = {"memory": size, "gpu_hours": device_hours, "memory_seconds": _product(size, seconds)}
     is_full = configuration.precision == "full"
     loss = 0.0 if is_full else profile.loss.get(configuration.precision)
@@ -59,10 +53,5 @@ def _estimate(
 
 def _product(one: Uncertain, other: Uncertain) -> Uncertain:
     """Multiply two that do not depend on each other and have small relative spreads."""
-    parts = [
-        (other.value, Uncertain(0.0, one.down, one.up)),
-        (one.value, Uncertain(0.0, other.down, other.up)),
-    ]
-    spread = combine(parts)
-    basis = weakest((one.basis, other.basis))
-    return Uncertain(one.value * other.value, spread.down, spread.up, basis)
+    spread = other.value * replace(one, value=0.0) + one.value * replace(other, value=0.0)
+    return replace(spread, value=one.value * other.value, basis=weakest((one.basis, other.basis)))

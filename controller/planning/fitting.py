@@ -26,24 +26,16 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a configuration does not fit on the freest devices.
-
-    `is_sure`: it fits on no others, either. That is open where ranks of several stages could be chosen
-    otherwise.
-    """
+    """Why a configuration does not fit on the freest devices."""
 
     reason: str
-    is_sure: bool = True
+    is_sure: bool = True  # it fits on no others, either; open where ranks could be chosen otherwise
 
 
 def fit(
     need: Footprint, configuration: Configuration, num_layers: int, devices: Iterable[Device]
 ) -> list[Stage] | Refusal:
-    """Return the stages on the K = tp x pp freest devices, or why there are none.
-
-    If a partition of the layers over these exists, with as many stages on each host, one is found: each
-    device is tried as the leader, which holds more.
-    """
+    """Return the stages on the tp x pp freest devices, each tried as the leader, or why there are none."""
     rows = freest(configuration, devices)
     return rows if isinstance(rows, Refusal) else partition(need, num_layers, rows)
 
@@ -67,10 +59,7 @@ def freest(configuration: Configuration, devices: Iterable[Device]) -> list[list
 
 
 def partition(need: Footprint, num_layers: int, rows: Sequence[Sequence[Device]]) -> list[Stage] | Refusal:
-    """Return the stages in the order of their layers; the first worker of the first leads.
-
-    If only the leader has embedding and head, the devices of a host are dealt out anew if that helps.
-    """
+    """Return the stages by layers. Devices of a host are dealt out anew if that helps the leader."""
     if num_layers < len(rows):
         return Refusal(f"{num_layers} layers do not make {len(rows)} stages")
     could_hold = sum(min(_layers(need, one, leads=False) for one in row) for row in rows)
@@ -120,10 +109,7 @@ def _refused(need: Footprint, num_layers: int, rows: Sequence[Sequence[Device]])
 
 
 def capacities(need: Footprint, rows: Sequence[Sequence[Device]]) -> list[int]:
-    """Return how many layers each row has room for; below 0 if there is none for what is beside them.
-
-    The first device of the first row leads.
-    """
+    """Return the layers that each row has room for; below 0: no room beside them. The first device leads."""
     return [
         min(
             _layers(need, one, leads=i == 0 and (j == 0 or need.every_rank_leads))

@@ -1,4 +1,4 @@
-"""What an intent allows and prefers (iServe §4.1, §6). Pure."""
+"""The configurations that an intent allows and prefers (iServe §4.1, §6). Pure."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ class IntentError(ValueError):
 
 
 class UnmetError(Exception):
-    """No configuration of the model meets the intent, on any number of devices.
-
-    `best` comes nearest; None if nothing is known of the model.
-    """
+    """No configuration meets the intent, on any number of devices. `best` comes nearest, if any is known."""
 
     def __init__(self, reason: str, best: Estimate | None) -> None:
         super().__init__(reason)
@@ -85,10 +82,7 @@ def objective(intent: Intent) -> Objective:
 
 
 def loss_limit(intent: Intent) -> float | None:
-    """Return the largest allowed loss; None if the intent fixes the precision and limits no loss.
-
-    A precision whose loss is unknown is allowed only where there is no limit.
-    """
+    """Return the largest allowed loss; None: no limit, since the intent fixes the precision."""
     if intent.max_loss is None:
         return None if intent.precision is not None else DEFAULT_MAX_LOSS
     return intent.max_loss
@@ -113,13 +107,16 @@ def judge(estimates: Iterable[Estimate], intent: Intent) -> list[Estimate]:
     return sorted(judged, key=lambda one: (bool(one.refusal), *preference(one, intent)))
 
 
-def rank(estimates: Iterable[Estimate], intent: Intent) -> list[Estimate]:
-    """Return those that the intent allows, best first. Raises IntentError and UnmetError."""
+def rank(estimates: Iterable[Estimate], intent: Intent, num_devices: float = math.inf) -> list[Estimate]:
+    """Return those that the intent allows, best first. Raises IntentError and UnmetError.
+
+    `num_devices`: those that there are, for the nearest configuration of UnmetError.
+    """
     validate(intent)
     judged = judge(estimates, intent)
     if allowed := [one for one in judged if not one.refusal]:
         return allowed
-    best = nearest(judged, intent)
+    best = nearest(judged, intent, num_devices)
     if best is None:
         raise UnmetError("nothing was measured of this model", None)
     nearest_is = f"the nearest is {name_of(best)}: {best.refusal}"
@@ -161,13 +158,14 @@ def _not_as_fixed(estimate: Estimate, intent: Intent) -> list[str]:
     return [f"{name} {fixed[name]}" for name in fixed if getattr(estimate.configuration, name) != fixed[name]]
 
 
-def nearest(estimates: Iterable[Estimate], intent: Intent) -> Estimate | None:
-    """Return the one that misses least: what is fixed counts first, then loss, then the limited quantity."""
+def nearest(estimates: Iterable[Estimate], intent: Intent, num_devices: float) -> Estimate | None:
+    """Return the one that misses least: what is fixed first, then devices, loss and the limited quantity."""
 
     def miss(one: Estimate) -> tuple[float, ...]:
         limited = one.cost.value if intent.max_cost is not None else one.latency_s.value
         loss = one.loss.value if one.loss else math.inf
-        return (len(_not_as_fixed(one, intent)), loss if _too_lossy(one, intent) else -1.0, limited)
+        missing = max(0.0, one.configuration.num_devices - num_devices)
+        return (len(_not_as_fixed(one, intent)), missing, loss if _too_lossy(one, intent) else -1.0, limited)
 
     return min(estimates, key=lambda one: (*miss(one), *preference(one, intent)), default=None)
 
@@ -179,10 +177,7 @@ def name_of(estimate: Estimate) -> str:
 
 
 def preference(one: Estimate, intent: Intent) -> tuple[float, ...]:
-    """Return the sort key: what is minimised, then fewer devices, fewer stages and more bits.
-
-    A group that is faster by mere assumption comes last: a device may be no faster for having company.
-    """
+    """Return the sort key: assumed speed last, what is minimised, fewer devices and stages, more bits."""
     shape = one.configuration
     ties = (shape.num_devices, shape.pp, PRECISIONS.index(shape.precision))
     return (is_guess(one), minimised(one, intent), one.latency_s.value, one.memory_bytes.value, *ties)
@@ -201,7 +196,7 @@ def is_guess(one: Estimate) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What is minimised, as it is `now` and as it would be `then`, both estimated from one profile."""
+    """The minimised quantity as it is `now` and as it would be `then`, both estimated from one profile."""
 
     minimised: Objective
     now: float

@@ -1,40 +1,19 @@
 """Time to first token and per output token of a whole model, from its fingerprints (iServe §5.3). Pure.
 
-=========================  ==========================================================================
-outputs of two lengths     seconds = TTFT + (length - 1) x TPOT, solved for both (equation 1; the first
-                           token is TTFT's, so the latency is the same and TTFT what a client sees)
-one and two hidden layers  TTFT and TPOT = other + layers x layer (equations 2 and 3)
-prompts and batches        straight lines between what was measured; beyond the longest prompt TTFT
-                           keeps its curve, if the samples show one; TPOT is a line in the mean context
-                           of its steps
-degrees                    a rank's own work, and two all-reduces for each layer; for a degree that was
-                           not measured serial + parallel / tp, from two that were; else with the
-                           measured speed-up of another precision; else half is parallel
-stages                     each batch on its way through all of them, and a hop for each (the last goes
-                           back to the first); no faster than the first stage does its part of all the
-                           batches. The next chunk of a prompt follows the one before it at once
-=========================  ==========================================================================
+docs/deploy.md says how each number is estimated, and what is assumed where it was not measured.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from bus.deployments import Configuration, Intent, LinkKind, LinkSample, Profile
+from bus.deployments import Basis, Configuration, Intent, LinkKind, LinkSample, Profile
 from bus.precisions import PRECISIONS, Precision
 from controller.planning.surfaces import Cells, Surface, Timing, at, cells_of, filled_like, ratio
-from controller.planning.uncertainty import (
-    Points,
-    Uncertain,
-    averaged,
-    between,
-    combine,
-    exactly,
-    line_at,
-    within,
-)
+from controller.planning.uncertainty import Uncertain, averaged, between, combine, exactly, line_at, within
 
 ASSUMED_SERIAL = 0.5  # share of a step if only degree 1 was measured; the spread is from 0 to 1
 # A group of one stage in the worker: messages before each step (a rank is ready, the leader calls it), tokens
@@ -71,8 +50,6 @@ class LatencyModel:
             return self._staged(configuration, intent)
         return self._stage(configuration, intent, self._profile.num_layers)
 
-    # ------------------------------------------------------------------ ranks
-
     def _stage(self, configuration: Configuration, intent: Intent, num_layers: int) -> Timing:
         """Return the timing of so many layers with both ends on one worker, or on the ranks of a group."""
         alone = self.work(num_layers).timing(replace(configuration, pp=1), intent)
@@ -82,8 +59,8 @@ class LatencyModel:
         said = [(times, self._said(rows, batch, num_layers, configuration)) for times, rows in chunks]
         more = num_steps(chunks) - num_steps(self._chunks(Configuration(), intent))
         return Timing(  # a step more takes what a decode does at least
-            combine([(1.0, alone.ttft), (max(0, more), alone.tpot), *said]),
-            alone.tpot.plus(self._said(batch, batch, num_layers, configuration)),
+            alone.ttft + max(0, more) * alone.tpot + combine(said),
+            alone.tpot + self._said(batch, batch, num_layers, configuration),
             alone.context,
         )
 
@@ -95,10 +72,8 @@ class LatencyModel:
         """
         row_bytes, tp = self._profile.row_bytes, configuration.tp
         sums, last = (self._links.all_reduce(n * row_bytes, tp) for n in (rows, min(rows, last_rows)))
-        before = (CALLS, self._links.hop(0))
-        if configuration.pp > 1:
-            before = (1, self._links.hop(rows * row_bytes))
-        return combine([(2.0 * (num_layers - 1), sums), (2.0, last), before])
+        before = self._links.hop(rows * row_bytes) if configuration.pp > 1 else CALLS * self._links.hop(0)
+        return 2 * (num_layers - 1) * sums + 2 * last + before
 
     def _chunks(self, configuration: Configuration, intent: Intent) -> Chunks:
         """Return the chunks of the batch's prompts.
@@ -116,8 +91,6 @@ class LatencyModel:
         times, rest = divmod(max(0, tokens - first), most)
         return [(n, rows) for n, rows in ((1, min(first, tokens)), (times, most), (1, rest)) if n and rows]
 
-    # ------------------------------------------------------------------ stages
-
     def _staged(self, configuration: Configuration, intent: Intent) -> Timing:
         """Return the timing of stages that are all alike, the first with both ends."""
         layers, pp = self._profile.num_layers, configuration.pp
@@ -129,22 +102,17 @@ class LatencyModel:
         chunks = self._chunks(configuration, intent)
         steps, last_rows = num_steps(chunks), chunks[-1][1]
         follow = (steps - 1) / steps  # of them only the first stage's part counts
-        ttft = [(1 - follow, whole.ttft), (follow, first.ttft)]
-        ttft += self._hops(pp, last_rows, intent.batch_size)
-        trip = combine([(1.0, through.tpot), *self._hops(pp, decodes, decodes)])
-        busy = lead.tpot.times(batches)
+        ttft = (1 - follow) * whole.ttft + follow * first.ttft + self._hops(pp, last_rows, intent.batch_size)
+        trip, busy = through.tpot + self._hops(pp, decodes, decodes), batches * lead.tpot
         slower = busy if busy.value > trip.value else trip
         last_begins = (batches - 1) / max(1, intent.output_tokens - 1)  # behind the others, once
-        return Timing(
-            combine(ttft).weakened("extrapolated"),
-            combine([(1.0, slower), (last_begins, lead.tpot)]).weakened("extrapolated"),
-            whole.context,
-        )
+        tpot = slower + last_begins * lead.tpot
+        return Timing(ttft.weakened("extrapolated"), tpot.weakened("extrapolated"), whole.context)
 
-    def _hops(self, pp: int, rows: int, last_rows: int) -> list[tuple[float, Uncertain]]:
+    def _hops(self, pp: int, rows: int, last_rows: int) -> Uncertain:
         row_bytes = self._profile.row_bytes
         back = self._links.hop(min(rows, last_rows) * row_bytes)
-        return [(pp - 1.0, self._links.hop(rows * row_bytes)), (1.0, back)]
+        return (pp - 1) * self._links.hop(rows * row_bytes) + back
 
 
 class RankModel:
@@ -165,24 +133,20 @@ class RankModel:
             raise KeyError(f"{configuration.precision} was not measured on a single device")
         if configuration.tp in degrees:
             return at(self._surface(configuration), intent)
-        if len(degrees) > 1:
-            return self._by_degree(configuration, degrees, intent)
+        if len(degrees) > 1:  # in 1/tp, serial + parallel / tp is a straight line
+            timings = {1 / tp: self.timing(replace(configuration, tp=tp), intent) for tp in degrees}
+            return _on_line(timings, 1 / configuration.tp, intent.prompt_tokens)
         single = self.timing(replace(configuration, tp=1), intent)
-        return self._as_others(single, configuration, intent) or _assumed_at_degree(single, configuration.tp)
-
-    # ------------------------------------------------------------------ from layers to the model
+        if others := self._as_others(single, configuration, intent):
+            return others
+        ttft, tpot = (_assumed_share(one, configuration.tp) for one in (single.ttft, single.tpot))
+        return Timing(ttft, tpot, single.context)
 
     def _surface(self, configuration: Configuration) -> Surface:
-        """Return the surface of all layers if this very configuration was measured.
-
-        A rank is measured at a few shapes: others are in the same proportion as on one worker.
-        """
+        """Return the surface of all layers; shapes of a rank that were not measured are as on one worker."""
         if configuration not in self._surfaces:
-            found = {
-                shape: self._at_layers(by_layers)
-                for shape, by_layers in self._cells.get(configuration, {}).items()
-            }
-            surface = {shape: timing for shape, timing in found.items() if timing}
+            cells = self._cells.get(configuration, {})
+            surface = {shape: found for shape, one in cells.items() if (found := self._at_layers(one))}
             if configuration.tp > 1:
                 surface = filled_like(surface, self._surface(replace(configuration, tp=1)))
             self._surfaces[configuration] = surface
@@ -194,27 +158,11 @@ class RankModel:
             return by_layers[self._num_layers]
         if len(by_layers) < 2:
             return None
-        ttfts = [(float(layers), one.ttft) for layers, one in by_layers.items()]
-        tpots = [(float(layers), one.tpot) for layers, one in by_layers.items()]
-        return Timing(
-            line_at(ttfts, self._num_layers).weakened("extrapolated").at_least(0.0),
-            line_at(tpots, self._num_layers).weakened("extrapolated").at_least(0.0),
-            next(iter(by_layers.values())).context,
-        )
-
-    # ------------------------------------------------------------------ degrees
+        return _on_line(by_layers, self._num_layers, next(iter(by_layers.values())).context)
 
     def _degrees(self, precision: Precision) -> list[int]:
         measured = {one.tp for one in self._cells if one.precision == precision and one.pp == 1}
         return sorted(tp for tp in measured if self._surface(Configuration(tp=tp, precision=precision)))
-
-    def _by_degree(self, configuration: Configuration, degrees: Iterable[int], intent: Intent) -> Timing:
-        timings = {tp: self.timing(replace(configuration, tp=tp), intent) for tp in degrees}
-        return Timing(
-            _amdahl([(1 / tp, one.ttft) for tp, one in timings.items()], configuration.tp),
-            _amdahl([(1 / tp, one.tpot) for tp, one in timings.items()], configuration.tp),
-            intent.prompt_tokens,
-        )
 
     def _as_others(self, single: Timing, configuration: Configuration, intent: Intent) -> Timing | None:
         """Return the timing with the speed-up of the first precision that has more degrees."""
@@ -222,27 +170,22 @@ class RankModel:
             if len(self._degrees(precision)) > 1:
                 one = self.timing(Configuration(precision=precision), intent)
                 many = self.timing(replace(configuration, precision=precision), intent)
-                return Timing(
-                    single.ttft.times(ratio(many.ttft, one.ttft)).weakened("extrapolated"),
-                    single.tpot.times(ratio(many.tpot, one.tpot)).weakened("extrapolated"),
-                    single.context,
-                )
+                return single.scaled(ratio(many.ttft, one.ttft), ratio(many.tpot, one.tpot))
         return None
 
 
-def _amdahl(points: Points, tp: int) -> Uncertain:
-    """Return the value at `tp`: in 1/tp, serial + parallel / tp is a straight line."""
-    return line_at(points, 1 / tp).weakened("extrapolated").at_least(0.0)
-
-
-def _assumed_at_degree(single: Timing, tp: int) -> Timing:
-    return Timing(_assumed_share(single.ttft, tp), _assumed_share(single.tpot, tp), single.context)
+def _on_line(timings: Mapping[float, Timing] | Mapping[int, Timing], x: float, context: float) -> Timing:
+    """Return TTFT and TPOT at `x`, each on the line of least squares."""
+    ttft = line_at([(at, one.ttft) for at, one in timings.items()], x)
+    tpot = line_at([(at, one.tpot) for at, one in timings.items()], x)
+    weaker: Basis = "extrapolated"
+    return Timing(ttft.weakened(weaker).at_least(0.0), tpot.weakened(weaker).at_least(0.0), context)
 
 
 def _assumed_share(alone: Uncertain, tp: int) -> Uncertain:
     share = ASSUMED_SERIAL + (1 - ASSUMED_SERIAL) / tp
     unknown = within(1 / tp * alone.value, share * alone.value, alone.value)
-    return combine([(share, replace(alone, value=0.0)), (1.0, unknown)])
+    return share * replace(alone, value=0.0) + unknown
 
 
 class LinkTimes:
@@ -253,13 +196,13 @@ class LinkTimes:
     """
 
     def __init__(self, samples: Iterable[LinkSample]) -> None:
-        measured: dict[tuple[LinkKind, int], list[float]] = {}
+        measured: dict[tuple[LinkKind, int], list[float]] = defaultdict(list)
         for one in samples:
-            measured.setdefault((one.kind, one.nbytes), []).extend(one.seconds)
-        self._points: dict[LinkKind, list[tuple[float, Uncertain]]] = {"all_reduce": [], "hop": []}
+            measured[one.kind, one.nbytes] += one.seconds
+        self._points: dict[LinkKind, list[tuple[float, Uncertain]]] = defaultdict(list)
         for (kind, nbytes), seconds in sorted(measured.items()):
             if seconds:
-                self._points[kind].append((float(nbytes), averaged(seconds)))
+                self._points[kind].append((nbytes, averaged(seconds)))
 
     def hop(self, nbytes: float) -> Uncertain:
         """Return the time from one stage to the next; for 0 bytes that of the smallest message."""

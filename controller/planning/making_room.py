@@ -1,7 +1,6 @@
-"""Which deployments would have to be retired for a model that does not fit. Pure.
+"""The deployments that would have to be retired for a model that does not fit. Pure.
 
-Idle KV of other instances counts as free before this is asked, so that morphs of what stays free nothing
-more.
+Idle KV of other instances counts as free before this is asked.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ from controller.planning.memory import Footprint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """An instance and what it holds on each of its workers, in bytes of whole pages.
-
-    A deployment on several workers may be several tenants; it is retired as one.
-    """
+    """An instance and its bytes of whole pages on each worker. A deployment may be several tenants."""
 
     instance: str
     deployment: str = ""  # "": served by the worker's settings, and not retired
@@ -33,7 +29,7 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retirement:
-    """What retiring a deployment frees, by worker."""
+    """A deployment to retire, and the memory that this frees, by worker."""
 
     deployment: str
     freed: Mapping[str, int]
@@ -41,7 +37,7 @@ class Retirement:
 
     @property
     def freed_bytes(self) -> int:
-        """What it frees on all workers together."""
+        """The bytes that it frees on all workers together."""
         return sum(self.freed.values())
 
     def __str__(self) -> str:
@@ -55,10 +51,7 @@ def retirements_to_fit(
     devices: Iterable[Device],
     tenants: Iterable[Tenant],
 ) -> list[Retirement]:
-    """Return the least loaded that makes room alone, else those that free most, as many as needed.
-
-    Empty: it fits as it is, or nothing helps.
-    """
+    """Return the least loaded that makes room alone, else those that free most; empty: none or no help."""
     there = list(devices)
 
     def fits(gone: Sequence[Retirement]) -> bool:
@@ -66,9 +59,8 @@ def retirements_to_fit(
 
     if fits(()):
         return []
-    least_first = sorted(
-        _retirements(tenants), key=lambda one: (one.load, one.freed_bytes, natural(one.deployment))
-    )
+    ordered = sorted(_retirements(tenants), key=lambda one: natural(one.deployment))
+    least_first = sorted(ordered, key=lambda one: (one.load, one.freed_bytes))
     for one in least_first:
         if fits([one]):
             return [one]

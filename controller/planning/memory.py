@@ -1,13 +1,6 @@
 """Memory of a configuration, from fingerprints (iServe §5.2, Figure 8). Pure.
 
 All devices together:   base + (tp - 1) x per_rank + (pp x per_stage, with more than one)
-
-base is W + A. per_rank is what every further rank repeats: A in the paper, here also the weights that ranks
-duplicate (attention, and in a single stage embeddings and head). per_stage is A_p. Each is a straight line in
-the number of layers, solved from samples of (tp, pp) = (1, 1), (2, 1) and (1, 2), by least squares if there
-are more. Weights and activations are apart: activations lie outside the pool of pages. Weights of several
-devices follow exactly from their layout. If their activations were not measured, these and the whole are
-assumed.
 """
 
 from __future__ import annotations
@@ -17,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from bus.deployments import Basis, Configuration, Intent, MemorySample, Profile
+from bus.deployments import Configuration, Intent, MemorySample, Profile
 from bus.precisions import PRECISIONS, Precision
-from controller.planning.uncertainty import Uncertain, combine, line_at, slope_of, within
+from controller.planning.uncertainty import Uncertain, line_at, slope_of, within
 from controller.planning.uncertainty import exactly as known
 
 NOTHING = known(0.0)
@@ -37,16 +30,17 @@ class Line:
 
     def at(self, num_layers: int) -> Uncertain:
         """Return the bytes of so many layers."""
-        return combine([(1.0, self.other), (num_layers, self.layer)])
+        return self.other + num_layers * self.layer
 
 
 @dataclass(frozen=True, slots=True)
 class SizeModel:
-    """The three unknowns of weights or activations.
+    """The three unknowns of weights or activations, each a straight line in the number of layers.
 
-    Without measured stages `per_stage` is None, and every device of a further stage is assumed to have
-    `per_further`. `has_ends`: beside the layers are embedding and head, which only a single stage's ranks
-    repeat.
+    `per_rank` is what every further rank repeats: activations in the paper, here also the weights that ranks
+    duplicate. They are solved from samples of (tp, pp) = (1, 1), (2, 1) and (1, 2). Without measured stages
+    `per_stage` is None, and every device of a further stage is assumed to have `per_further`. `has_ends`:
+    beside the layers are embedding and head, which only a single stage's ranks repeat.
     """
 
     base: Line
@@ -58,10 +52,13 @@ class SizeModel:
     def at(self, configuration: Configuration, num_layers: int) -> Uncertain:
         """Return the bytes on all devices together."""
         tp, pp = configuration.tp, configuration.pp
-        stages = (pp, self.per_stage) if self.per_stage else (tp * (pp - 1), self.per_further)
         per_rank = replace(self.per_rank, other=NOTHING) if self.has_ends and pp > 1 else self.per_rank
-        terms = [(1, self.base), (tp - 1, per_rank), stages if pp > 1 else (0, self.base)]
-        return combine((factor, line.at(num_layers)) for factor, line in terms)
+        total = self.base.at(num_layers) + (tp - 1) * per_rank.at(num_layers)
+        if pp == 1:
+            return total
+        if self.per_stage:
+            return total + pp * self.per_stage.at(num_layers)
+        return total + tp * (pp - 1) * self.per_further.at(num_layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,14 +102,12 @@ class MemoryModel:
         weights, activations = self._parts[configuration.precision]
         num_layers = self._profile.num_layers
         kv_bytes = kv_blocks(self._profile, intent) * self._profile.block_bytes_per_layer * num_layers
-        found = combine(
-            [
-                (1.0, weights.at(configuration, num_layers)),
-                (1.0, activations.at(configuration, num_layers)),
-                (1.0, known(kv_bytes)),
-            ]
+        found = weights.at(configuration, num_layers) + activations.at(configuration, num_layers)
+        is_whole = any(
+            one.num_layers == num_layers and one.configuration == configuration
+            for one in self._profile.memory
         )
-        return found.weakened(_basis(self._profile, configuration))
+        return (found + known(kv_bytes)).weakened("measured" if is_whole else "extrapolated")
 
     def need(self, configuration: Configuration, intent: Intent, *, whole_first: bool = True) -> Footprint:
         """Return what each device needs of its pages; activations have their own reserve.
@@ -124,8 +119,8 @@ class MemoryModel:
         blocks = kv_blocks(self._profile, intent)
         is_one_stage = configuration.pp == 1
         tp = 1 if whole_first and is_one_stage else configuration.tp
-        ranks = combine([(1 / tp, weights.base.layer), ((tp - 1) / tp, weights.per_rank.layer)])
-        ends = combine([(1 / tp, weights.base.other), ((tp - 1) / tp, weights.per_rank.other)])
+        ranks = 1 / tp * weights.base.layer + (tp - 1) / tp * weights.per_rank.layer
+        ends = 1 / tp * weights.base.other + (tp - 1) / tp * weights.per_rank.other
         lead = ends if is_one_stage else weights.base.other
         return Footprint(
             layer_bytes=math.ceil(ranks.value + blocks * self._profile.block_bytes_per_layer / tp),
@@ -138,9 +133,6 @@ def kv_blocks(profile: Profile, intent: Intent) -> int:
     """Return the KV blocks of the whole batch, to the end of its outputs."""
     tokens = intent.prompt_tokens + intent.output_tokens
     return intent.batch_size * math.ceil(tokens / profile.block_tokens)
-
-
-# --------------------------------------------------------------------------- the three unknowns
 
 
 def _solved(samples: Sequence[MemorySample]) -> tuple[SizeModel, SizeModel]:
@@ -158,13 +150,13 @@ def _solved(samples: Sequence[MemorySample]) -> tuple[SizeModel, SizeModel]:
     )
     again = _at_most(activation)
     weight_rank, activation_rank = _per_rank(weights), _per_rank(activations)
+    weight_stage, activation_stage = (
+        _per_stage(weights, weight_rank),
+        _per_stage(activations, activation_rank),
+    )
     return (
-        SizeModel(
-            weight, weight_rank or repeated, _per_stage(weights, weight_rank), Line(NOTHING, NOTHING), True
-        ),
-        SizeModel(
-            activation, activation_rank or again, _per_stage(activations, activation_rank), again, False
-        ),
+        SizeModel(weight, weight_rank or repeated, weight_stage, Line(NOTHING, NOTHING), True),
+        SizeModel(activation, activation_rank or again, activation_stage, again, False),
     )
 
 
@@ -189,21 +181,30 @@ def _base(table: Table) -> Line:
 
 
 def _per_rank(table: Table) -> Line | None:
-    """Solve by least squares through the origin over the degrees, for each number of layers."""
-    extra: dict[int, list[tuple[int, float]]] = defaultdict(list)
-    for (layers, tp, pp), size in table.items():
-        if tp > 1 and pp == 1 and (layers, 1, 1) in table:
-            extra[layers].append((tp - 1, size - table[layers, 1, 1]))
-    return _line({layers: _through_origin(points) for layers, points in extra.items()}) if extra else None
+    extra = [
+        (layers, tp - 1, size - table[layers, 1, 1])
+        for (layers, tp, pp), size in table.items()
+        if tp > 1 and pp == 1 and (layers, 1, 1) in table
+    ]
+    return _line_of_slopes(extra)
 
 
 def _per_stage(table: Table, per_rank: Line | None) -> Line | None:
-    extra: dict[int, list[tuple[int, float]]] = defaultdict(list)
-    for (layers, tp, pp), size in table.items():
-        if pp > 1 and (layers, 1, 1) in table and (tp == 1 or per_rank):
-            ranks = (tp - 1) * per_rank.at(layers).value if per_rank else 0.0
-            extra[layers].append((pp, size - table[layers, 1, 1] - ranks))
-    return _line({layers: _through_origin(points) for layers, points in extra.items()}) if extra else None
+    extra = [
+        (layers, pp, size - table[layers, 1, 1] - (tp - 1) * (per_rank.at(layers).value if per_rank else 0.0))
+        for (layers, tp, pp), size in table.items()
+        if pp > 1 and (layers, 1, 1) in table and (tp == 1 or per_rank)
+    ]
+    return _line_of_slopes(extra)
+
+
+def _line_of_slopes(extra: Iterable[tuple[int, int, float]]) -> Line | None:
+    """Fit a line to the slopes of y over x, by least squares through the origin, of each number of layers."""
+    points: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for layers, x, y in extra:
+        points[layers].append((x, y))
+    slopes = {n: sum(x * y for x, y in at) / sum(x * x for x, _ in at) for n, at in points.items()}
+    return _line(slopes) if slopes else None
 
 
 def _line(by_layers: Mapping[int, float]) -> Line:
@@ -211,20 +212,7 @@ def _line(by_layers: Mapping[int, float]) -> Line:
     return Line(line_at(points, 0.0), slope_of(points))
 
 
-def _through_origin(points: Sequence[tuple[int, float]]) -> float:
-    return sum(x * y for x, y in points) / sum(x * x for x, _ in points)
-
-
 def _at_most(line: Line) -> Line:
     """Return the line as an assumption: all of it, and perhaps nothing."""
-    other, layer = line.other.value, line.layer.value
-    return Line(
-        within(min(0.0, other), other, max(0.0, other)), within(min(0.0, layer), layer, max(0.0, layer))
-    )
-
-
-def _basis(profile: Profile, configuration: Configuration) -> Basis:
-    whole = any(
-        one.num_layers == profile.num_layers and one.configuration == configuration for one in profile.memory
-    )
-    return "measured" if whole else "extrapolated"
+    other, layer = (within(min(0.0, v), v, max(0.0, v)) for v in (line.other.value, line.layer.value))
+    return Line(other, layer)

@@ -1,12 +1,4 @@
-"""Placement policies, which choose the devices of a model (iServe §6). Pure.
-
-=============  ===============================================================================
-least-loaded   the K least loaded with room: models spread
-packing        the K most loaded with room: as few devices as possible are used
-hybrid         packing among those below the threshold; where they have no room, the least
-               loaded of the others
-=============  ===============================================================================
-"""
+"""Placement policies, which choose the devices of a model (iServe §6). Pure; see docs/deploy.md."""
 
 from __future__ import annotations
 
@@ -62,10 +54,6 @@ class LoadWindow:
             before_s = seen_s
         return min(1.0, busy_s / self._window_s)
 
-    def forget(self, worker: str) -> None:
-        """Drop the samples of a worker."""
-        self._samples.pop(worker, None)
-
 
 Order = Callable[[Device], tuple[object, ...]]
 
@@ -85,10 +73,7 @@ def place(
     devices: Iterable[Device],
     placing: Placing | None = None,
 ) -> list[Stage] | Refusal:
-    """Return the stages on the first K devices in the policy's order that take it.
-
-    If none do, try the K freest of all, where a partition is found if there is one.
-    """
+    """Return the stages on the first K devices in the policy's order that take it, else on the K freest."""
     there = list(devices)
     whole = fit(need, configuration, num_layers, there)
     if isinstance(whole, Refusal) and whole.is_sure:

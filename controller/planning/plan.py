@@ -59,7 +59,7 @@ def plan(
     there, memory = list(devices), MemoryModel(profile)
     estimates = estimate_all(profile, intent, degrees=degrees, max_stages=max_stages)
     try:
-        allowed = rank(estimates, intent)
+        allowed = rank(estimates, intent, len(there))
     except UnmetError as unmet:
         return Plan(estimates=judge(estimates, intent), reason=str(unmet), best=unmet.best, is_unmet=True)
     needs = [memory.need(one.configuration, intent, whole_first=whole_first) for one in allowed]

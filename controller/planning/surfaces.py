@@ -1,8 +1,7 @@
 """Time to first token and per output token over prompts and batches, from latency samples. Pure.
 
-A cell is one configuration, batch of equal requests and number of layers: outputs of two lengths give both
-times (iServe §5.3, equation 1). A surface is made of the cells of one configuration for a whole model; `at`
-an intent's requests it is read by straight lines.
+A cell is one configuration, batch of equal requests and number of layers; a surface has the cells of one
+configuration for a whole model, read by straight lines.
 """
 
 from __future__ import annotations
@@ -13,16 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bus.deployments import Configuration, Intent, LatencySample
-from controller.planning.uncertainty import (
-    Points,
-    Uncertain,
-    between,
-    exactly,
-    line_at,
-    repeated,
-    slope_of,
-)
+from bus.deployments import Basis, Configuration, Intent, LatencySample
+from controller.planning.uncertainty import Points, Uncertain, between, exactly, line_at, repeated, slope_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +25,6 @@ class BatchShape:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all prompts."""
         return self.prompt * self.batch
 
 
@@ -46,6 +36,11 @@ class Timing:
     tpot: Uncertain
     context: float
 
+    def scaled(self, ttft: float, tpot: float) -> Timing:
+        """Return it with both times multiplied, as an extrapolation."""
+        weaker: Basis = "extrapolated"
+        return Timing((ttft * self.ttft).weakened(weaker), (tpot * self.tpot).weakened(weaker), self.context)
+
 
 Surface = Mapping[BatchShape, Timing]
 Cells = Mapping[Configuration, Mapping[BatchShape, Mapping[int, Timing]]]  # the last by number of layers
@@ -54,9 +49,6 @@ Cells = Mapping[Configuration, Mapping[BatchShape, Mapping[int, Timing]]]  # the
 def ratio(one: Uncertain, other: Uncertain) -> float:
     """Return the ratio of the values; 1 if `other` is 0."""
     return one.value / other.value if other.value else 1.0
-
-
-# --------------------------------------------------------------------------- samples to cells
 
 
 def cells_of(samples: Iterable[LatencySample]) -> Cells:
@@ -79,8 +71,7 @@ def _solved(by_steps: Sequence[tuple[float, Sequence[float]]]) -> tuple[Uncertai
     """Return TTFT and TPOT from (steps behind the first token, seconds of each repetition).
 
     If there are as many repetitions of each length, each is solved alone: a disturbance of a run's prompts is
-    in all its lengths. With medians of each length, of different runs, a long prompt's disturbance would
-    count as decodes.
+    in all its lengths, and would else count as decodes.
     """
     if len({len(seconds) for _, seconds in by_steps}) > 1:
         points = [(steps, repeated(seconds)) for steps, seconds in by_steps]
@@ -95,25 +86,21 @@ def _solved(by_steps: Sequence[tuple[float, Sequence[float]]]) -> tuple[Uncertai
     )
 
 
-# --------------------------------------------------------------------------- to the intent's requests
-
-
 def at(surface: Surface, intent: Intent) -> Timing:
     """Return the timing of the intent's requests."""
     context = intent.prompt_tokens + intent.output_tokens / 2
     full = _filled(surface)
     ttfts, tpots = [], []
     for batch in sorted({shape.batch for shape in full}):
-        row = sorted(
-            ((shape.prompt, timing) for shape, timing in full.items() if shape.batch == batch),
-            key=lambda item: item[0],
-        )
-        by_prompt = [(float(prompt), one.ttft) for prompt, one in row]
-        by_context = [(one.context, one.tpot) for _, one in row]
-        ttfts.append((float(batch), between(by_prompt, intent.prompt_tokens, is_convex=True)))
-        tpot = _by_context(by_context, context)
-        is_measured = any(prompt == intent.prompt_tokens for prompt, _ in row)
-        tpots.append((float(batch), tpot if is_measured else tpot.weakened("extrapolated")))
+        row = {
+            shape.prompt: full[shape]
+            for shape in sorted(full, key=lambda one: one.prompt)
+            if shape.batch == batch
+        }
+        by_prompt = [(prompt, one.ttft) for prompt, one in row.items()]
+        ttfts.append((batch, between(by_prompt, intent.prompt_tokens, is_convex=True)))
+        tpot = _by_context([(one.context, one.tpot) for one in row.values()], context)
+        tpots.append((batch, tpot if intent.prompt_tokens in row else tpot.weakened("extrapolated")))
     return Timing(
         between(ttfts, intent.batch_size).at_least(0.0),
         between(tpots, intent.batch_size).at_least(0.0),
@@ -122,10 +109,7 @@ def at(surface: Surface, intent: Intent) -> Timing:
 
 
 def _by_context(points: Points, context: float) -> Uncertain:
-    """Return TPOT on a line in the context: a step reads all keys and values before it.
-
-    A slope within the spread is left out: it would carry noise to long contexts.
-    """
+    """Return TPOT on a line in the context; a slope within the spread is left out as noise."""
     slope = slope_of(points)
     is_clear = slope.value - slope.down > 0
     return line_at(points, context if is_clear else statistics.fmean(x for x, _ in points))
@@ -139,11 +123,7 @@ def _filled(surface: Surface) -> dict[BatchShape, Timing]:
     for missing in (BatchShape(prompt, batch) for prompt in prompts for batch in batches):
         if missing not in surface and (corner := _corner(surface, missing)):
             along, across, shared = corner
-            full[missing] = Timing(
-                along.ttft.times(ratio(across.ttft, shared.ttft)).weakened("extrapolated"),
-                along.tpot.times(ratio(across.tpot, shared.tpot)).weakened("extrapolated"),
-                along.context,
-            )
+            full[missing] = along.scaled(ratio(across.ttft, shared.ttft), ratio(across.tpot, shared.tpot))
     return full
 
 
@@ -158,20 +138,14 @@ def _corner(surface: Surface, missing: BatchShape) -> tuple[Timing, Timing, Timi
 
 
 def filled_like(surface: Surface, model: Surface) -> dict[BatchShape, Timing]:
-    """Complete a surface from `model`, in the proportion between them.
-
-    That is, for TTFT, with about as many tokens, and for TPOT in the same batch after about as long prompts.
-    """
+    """Complete a surface from `model`: TTFT by like numbers of tokens, TPOT by like prompts in the batch."""
     full, shared = dict(surface), [shape for shape in surface if shape in model]
     for missing in model.keys() - surface.keys():
         batches = [shape for shape in shared if shape.batch == missing.batch]
         if batches:
             along = min(shared, key=lambda shape: abs(math.log(shape.tokens / missing.tokens)))
             across = min(batches, key=lambda shape: abs(shape.prompt - missing.prompt))
-            of = model[missing]
-            full[missing] = Timing(
-                of.ttft.times(ratio(surface[along].ttft, model[along].ttft)).weakened("extrapolated"),
-                of.tpot.times(ratio(surface[across].tpot, model[across].tpot)).weakened("extrapolated"),
-                of.context,
+            full[missing] = model[missing].scaled(
+                ratio(surface[along].ttft, model[along].ttft), ratio(surface[across].tpot, model[across].tpot)
             )
     return full

@@ -1,7 +1,6 @@
 """Numbers with a spread and a basis, and straight lines through them. Pure.
 
-Every result is a sum of measured values times weights, so independent spreads add in squares, each times its
-weight. That is how extrapolating from one and two layers to eighty makes a small noise large.
+Results are sums of measured values times weights: independent spreads add in squares, each times its weight.
 """
 
 from __future__ import annotations
@@ -30,12 +29,10 @@ class Uncertain:
         """Return it with no better basis than `basis`."""
         return replace(self, basis=weakest((self.basis, basis)))
 
-    def times(self, factor: float) -> Uncertain:
-        """Return it times a number."""
+    def __rmul__(self, factor: float) -> Uncertain:
         return combine([(factor, self)])
 
-    def plus(self, other: Uncertain) -> Uncertain:
-        """Return the sum."""
+    def __add__(self, other: Uncertain) -> Uncertain:
         return combine([(1.0, self), (1.0, other)])
 
     def at_least(self, least: float) -> Uncertain:
@@ -44,9 +41,8 @@ class Uncertain:
 
     def quantity(self) -> Quantity:
         """Return it as a message."""
-        return Quantity(
-            value=self.value, low=self.value - self.down, high=self.value + self.up, basis=self.basis
-        )
+        low, high = self.value - self.down, self.value + self.up
+        return Quantity(value=self.value, low=low, high=high, basis=self.basis)
 
 
 Points = Sequence[tuple[float, Uncertain]]  # x, and what was found there
@@ -97,9 +93,6 @@ def combine(terms: Iterable[tuple[float, Uncertain]]) -> Uncertain:
     )
 
 
-# --------------------------------------------------------------------------- one line through all points
-
-
 def line_at(points: Points, x: float) -> Uncertain:
     """Return the value at `x` on the line of least squares; with one point a constant."""
     mean, spread = _moments(points)
@@ -121,9 +114,6 @@ def _moments(points: Points) -> tuple[float, float]:
     return mean, sum((x - mean) ** 2 for x, _ in points)
 
 
-# --------------------------------------------------------------------------- from point to point
-
-
 def between(points: Points, x: float, *, is_convex: bool = False) -> Uncertain:
     """Return the value at `x` on straight lines from point to point, which are in the order of x.
 
@@ -141,17 +131,11 @@ def between(points: Points, x: float, *, is_convex: bool = False) -> Uncertain:
     if is_convex and x > points[-1][0] and len(points) > 2:
         curve = _curve(points[-3:])
         if curve.value - curve.down > 0:
-            straight = straight.plus(curve.times((x - left[0]) * (x - right[0])))
+            straight += (x - left[0]) * (x - right[0]) * curve
     return straight.weakened("extrapolated")
 
 
 def _curve(three: Points) -> Uncertain:
     """Return the second divided difference: the factor of x squared."""
     (a, at_a), (b, at_b), (c, at_c) = three
-    return combine(
-        [
-            (1 / ((a - b) * (a - c)), at_a),
-            (1 / ((b - a) * (b - c)), at_b),
-            (1 / ((c - a) * (c - b)), at_c),
-        ]
-    )
+    return 1 / ((a - b) * (a - c)) * at_a + 1 / ((b - a) * (b - c)) * at_b + 1 / ((c - a) * (c - b)) * at_c

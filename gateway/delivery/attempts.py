@@ -1,8 +1,6 @@
 """The attempts of a request: where the first goes, when another follows, when the gateway gives up.
 
-A retry submits the request again, with the tokens received so far and the next attempt number. Late tokens
-of a void attempt are dropped. A worker drops an attempt for a newer one; if the newer one goes elsewhere, the
-gateway cancels the old one.
+A retry submits the request again, with the tokens received so far and the next attempt number.
 """
 
 from __future__ import annotations
@@ -14,11 +12,11 @@ from collections.abc import Callable
 from bus.messages import Delta, FinishReason, RejectReason
 from bus.settings import GatewaySettings
 from gateway import errors
-from gateway.delivery.cluster import JOIN_GRACE_S, Cluster
-from gateway.delivery.dispatch import Candidate, NeedsGroup, WaitForSplit, YieldToLong
+from gateway.delivery.cluster import Cluster
+from gateway.delivery.dispatch import Candidate, Wait, WaitForSplit
 from gateway.delivery.endings import Endings
 from gateway.delivery.placement import Found, Placement
-from gateway.delivery.request import InstanceAddress, RequestState, RetryReason
+from gateway.delivery.request import RequestState, RetryReason
 from gateway.errors import ApiError
 
 log = logging.getLogger("gateway")
@@ -27,10 +25,7 @@ OnEvent = Callable[[str, str, str, dict[str, float]], None]
 
 
 class Attempts:
-    """`on_event(kind, subject, reason, numbers)` publishes to the audit stream.
-
-    `on_demand` is called when a request begins to wait for a group.
-    """
+    """`on_event` publishes to the audit stream; `on_demand` is called when a request waits for a group."""
 
     def __init__(
         self,
@@ -43,24 +38,16 @@ class Attempts:
         on_demand: Callable[[], None],
     ) -> None:
         self._table, self._outbox, self._stats = endings.table, endings.outbox, endings.stats
-        self._endings = endings
-        self._cluster = cluster
-        self._placement = placement
+        self._endings, self._cluster, self._placement = endings, cluster, placement
         self._settings = settings
-        self._on_event = on_event
-        self._on_demand = on_demand
+        self._on_event, self._on_demand = on_event, on_demand
         self._clock = time.monotonic
 
-    # ------------------------------------------------------------------------------------- placing
-
     def begin(self, state: RequestState) -> None:
-        """Send a new request to an instance, or let it wait for one.
-
-        Raises ApiError: 400 if no shape can hold it, 503 if no instance serves its model.
-        """
+        """Send a new request, or let it wait. Raises ApiError: 400 if nothing can hold it, 503."""
         model = state.request.model
         found = self._placement.find(state)
-        if found is None and not self._cluster.is_joining(model, self._clock(), JOIN_GRACE_S):
+        if found is None and not self._cluster.is_joining(model, self._clock()):
             raise errors.unavailable(f"no worker serves {model!r} at the moment; try again", 2.0)
         self._table.add(state)
         self._carry_out(state, found)
@@ -74,14 +61,12 @@ class Attempts:
             if not self._table.has(state):  # its call failed with another of its requests
                 continue
             state.refused_by = frozenset()
-            if self._cluster.was_retired(state.request.model):
-                known = self._cluster.known_models()
-                self._endings.fail(state, errors.no_such_model(state.request.model, known))
+            if self._cluster.was_retired(model := state.request.model):
+                self._endings.fail(state, errors.no_such_model(model, self._cluster.known_models()))
             else:
                 self._place(state)
 
     def _recall(self, state: RequestState) -> None:
-        """Take a request out of its worker's queue; it waits here."""
         target = state.target
         assert target is not None
         self._outbox.cancel(target.worker, target.epoch, [state.id], up_to_attempt=state.attempt)
@@ -92,7 +77,7 @@ class Attempts:
     def _carry_out(self, state: RequestState, found: Found | None) -> None:
         if isinstance(found, Candidate):
             self._placement.send(state, found)
-        elif isinstance(found, NeedsGroup):
+        elif found is Wait.GROUP:
             self._wait_for_room(state)
         else:
             self._table.wait(state, self._table.for_parts if isinstance(found, WaitForSplit) else None)
@@ -109,11 +94,9 @@ class Attempts:
             self._endings.fail(state, error)
             return
         self._carry_out(state, found)
-        is_queued = found is None or isinstance(found, WaitForSplit | YieldToLong)
+        is_queued = found in (None, Wait.LONG) or isinstance(found, WaitForSplit)
         if is_queued and state.was_admitted and self._cluster.ready(state.request.model):
             state.deadline = self._clock() + self._settings.queue_timeout_s
-
-    # ------------------------------------------------------------------------------------- rejections
 
     def reject(self, state: RequestState, reason: RejectReason, detail: str) -> None:
         """Send a request that its worker did not run elsewhere, or to the same instance later."""
@@ -132,11 +115,7 @@ class Attempts:
             self._place(state)
 
     def _retry_with_room(self, state: RequestState, detail: str) -> None:
-        """Let a request wait for a larger instance than the one that sent it back.
-
-        Its shape may have changed on the way; the next poll shows that. A request that is sent back again
-        and again ends: the numbers of the gateway and the worker disagree.
-        """
+        """Let a request wait for a larger instance; after `max_attempts` misfits it fails."""
         state.num_misfits += 1
         self._end_attempt(state, RetryReason.KV_CAPACITY)
         if state.num_misfits >= self._settings.max_attempts:
@@ -146,8 +125,6 @@ class Attempts:
             return
         self._unassign(state)
         self._wait_for_room(state)
-
-    # ------------------------------------------------------------------------------------- retries
 
     def replay(
         self,
@@ -161,13 +138,14 @@ class Attempts:
         """Submit a request again, unless it has had `max_attempts`.
 
         `is_strike`: the request may have killed its worker. `may_still_run`: the old attempt may be alive and
-        must not continue beside the new one.
+        must not continue beside the new one. A new one at the same worker replaces it there.
         """
         if not self._table.has(state):
             return
         old, attempt = state.target, state.attempt
         self._replay(state, reason, detail, is_strike)
-        if may_still_run and old is not None and not _replaces(state, old):
+        is_same = state.target is not None and old is not None and state.target[1:] == old[1:]
+        if may_still_run and old is not None and not is_same:
             self._outbox.cancel(old.worker, old.epoch, [state.id], up_to_attempt=attempt)
 
     def _replay(self, state: RequestState, reason: RetryReason, detail: str, is_strike: bool) -> None:
@@ -180,7 +158,9 @@ class Attempts:
             message = f"the worker was lost ({reason}) and gateway.replay is off"
             self._endings.fail(state, errors.worker_lost(message))
         elif state.strikes >= self._settings.max_attempts:
-            self._give_up(state, detail)
+            message = f"given up after {state.strikes} attempts, each lost its worker; the last: {detail}"
+            self._on_event("dead_letter", state.id, message, {"attempt": float(state.attempt)})
+            self._endings.fail(state, errors.worker_lost(message))
         else:
             numbers = {"attempt": float(state.attempt), "received": float(len(state.received))}
             self._on_event("request_replayed", state.id, f"{reason}: {detail}", numbers)
@@ -189,7 +169,7 @@ class Attempts:
             self._place(state)
 
     def _end_attempt(self, state: RequestState, reason: RetryReason) -> None:
-        self._stats.of(state.request.model).replays[reason] += 1
+        self._stats.models[state.request.model].request_replays[reason] += 1
         state.end_attempt(reason, self._clock())
 
     def _unassign(self, state: RequestState) -> None:
@@ -200,23 +180,10 @@ class Attempts:
 
     def _finish(self, state: RequestState, reason: FinishReason) -> None:
         """End a request that has all its tokens and missed only the message that says so."""
+        index = len(state.received)
         last = Delta(
-            request_id=state.id,
-            attempt=state.attempt,
-            index=len(state.received),
-            token_ids=[],
-            finish_reason=reason,
+            request_id=state.id, attempt=state.attempt, index=index, token_ids=[], finish_reason=reason
         )
-        state.sink.on_tokens(state.request, [], last, 0, None)
+        state.sink.on_tokens(state.request, last, 0, None)
         self._endings.touch(state.sink)
         self._endings.end(state, reason)
-
-    def _give_up(self, state: RequestState, detail: str) -> None:
-        message = f"given up after {state.strikes} attempts, each lost its worker; the last: {detail}"
-        self._on_event("dead_letter", state.id, message, {"attempt": float(state.attempt)})
-        self._endings.fail(state, errors.worker_lost(message))
-
-
-def _replaces(state: RequestState, old: InstanceAddress) -> bool:
-    """Return True if the new attempt is at the same worker, where it replaces the old one by itself."""
-    return state.target is not None and state.target[1:] == old[1:]

@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
 
-from bus.messages import InstanceMetrics, LayerShape
-from bus.precisions import PRECISIONS, Precision, lowest
+from bus.messages import InstanceMetrics, lowest_half
+from bus.precisions import PRECISIONS
+from bus.prefix_keys import num_blocks_found
 from gateway.delivery.cluster import Cluster, ReadyInstance
 from gateway.delivery.dispatch import Candidate, Seat
 from gateway.delivery.request import InstanceAddress
 from gateway.delivery.table import AssignedRequests, RequestTable
 
-UNKNOWN: Final = "unknown"
-
-
-def lowest_half(layers: Iterable[LayerShape]) -> Precision:
-    """Return the precision with the fewest bits of any half of a layer; "full" without layers."""
-    return lowest(half for layer in layers for half in (layer.attention, layer.ffn))
-
 
 @lru_cache(maxsize=1024)  # called for every token, and there are few shapes
 def lowest_named(fingerprint: str) -> str:
-    """Return the precision with the fewest bits in a fingerprint: `tp1-int8x1-int4x2.5` gives int4.
-
-    "unknown" if there is none, as in the fingerprint of a worker that does not report its shape.
-    """
-    return next((name for name in reversed(PRECISIONS) if name in fingerprint), UNKNOWN)
+    """Return the precision with the fewest bits in a fingerprint (tp1-int8x1-int4x2: int4), or "unknown"."""
+    return next((name for name in reversed(PRECISIONS) if name in fingerprint), "unknown")
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """One worker of an instance, with what is known of it now."""
-
     ready: ReadyInstance
     address: InstanceAddress
     own: AssignedRequests  # this gateway's requests there
@@ -46,15 +34,11 @@ class _Member:
         return self.metrics.running + self.metrics.waiting if self.metrics else None
 
     @property
-    def block_tokens(self) -> int:
-        return self.ready.card.block_tokens
-
-    @property
     def kv_tokens(self) -> int:
         """Tokens of the whole KV cache, which may be more than one sequence may have; 0: unknown."""
         if self.shape_metrics is None:
             return self.ready.card.tokens_at.get(self.ready.card.tp, 0)
-        return self.shape_metrics.last.kv_blocks * self.block_tokens
+        return self.shape_metrics.last.kv_blocks * self.ready.card.block_tokens
 
     @property
     def queued_tokens(self) -> int:
@@ -68,30 +52,27 @@ class _Member:
         return max(reported, self.own.longest_tokens)
 
     def short_tokens(self, usual_tokens: int) -> float:
-        """Return the KV of its short requests.
-
-        Beside a long request of another gateway, whose share is not reported, this counts only our own:
-        rather too few than too many, since those end and others get their seats.
-        """
+        """Return the KV of its short requests; of our own only beside another gateway's long request."""
         metrics = self.shape_metrics
         has_long = self.own.longest_tokens > usual_tokens
         if metrics and not has_long and metrics.last.longest_tokens <= usual_tokens:
-            return metrics.last.kv_own * self.block_tokens + self.queued_tokens
+            return metrics.last.kv_own * self.ready.card.block_tokens + self.queued_tokens
         short = [one for one in self.own.requests.values() if one.request.num_tokens <= usual_tokens]
         return sum(one.num_known_tokens if one.is_running else one.request.num_tokens for one in short)
 
-    def as_seat(self, usual_tokens: int, home_tokens: float) -> Seat:
-        return Seat(
-            *self.address,
-            num_measured=self.num_measured,
-            num_own=len(self.own.requests),
-            num_own_since=self.own.num_since,
-            short_tokens=self.short_tokens(usual_tokens),
-            home_tokens=home_tokens,
-        )
+    def cached_tokens(self, digests: Sequence[int]) -> int:
+        """Return how many tokens of a prompt with these digests its prefix cache has, by its last report."""
+        if not digests or not self.metrics:
+            return 0
+        return self.ready.card.block_tokens * num_blocks_found(digests, self.metrics.last.prefix_digests)
+
+    def as_seat(self, usual_tokens: int, home_tokens: float, cached_tokens: int) -> Seat:
+        load = self.num_measured, len(self.own.requests), self.own.num_since
+        return Seat(*self.address, *load, self.short_tokens(usual_tokens), home_tokens, cached_tokens)
 
 
 _NONE = AssignedRequests()
+DigestsOf = Callable[[int], Sequence[int]]
 
 
 class Candidates:
@@ -102,16 +83,22 @@ class Candidates:
         self._table = table
         self._now = now
 
-    def of(self, model: str, refused_by: frozenset[InstanceAddress] = frozenset()) -> list[Candidate]:
-        """Return the ready instances of `model`, with their load as far as it is known."""
-        return [self._candidate(ready, refused_by) for ready in self._cluster.ready(model)]
+    def of(
+        self,
+        model: str,
+        refused_by: frozenset[InstanceAddress] = frozenset(),
+        digests_of: DigestsOf = lambda block_tokens: (),
+    ) -> list[Candidate]:
+        """Return the ready instances of `model`, with their load as far as it is known.
 
-    def _candidate(self, ready: ReadyInstance, refused_by: frozenset[InstanceAddress]) -> Candidate:
-        """Return an instance with the load of all its members.
-
-        Each member schedules its own requests, and the KV cache is one. In a pipeline only the leader has
-        requests.
+        digests_of: returns those of the request's prompt (`bus.prefix_keys`) for blocks of so many tokens.
         """
+        return [self._candidate(ready, refused_by, digests_of) for ready in self._cluster.ready(model)]
+
+    def _candidate(
+        self, ready: ReadyInstance, refused_by: frozenset[InstanceAddress], digests_of: DigestsOf
+    ) -> Candidate:
+        """Return an instance with the load of all its members; of a pipeline only the leader has requests."""
         cluster, card, leader = self._cluster, ready.card, self._member(ready)
         is_group = card.tp > 1 and card.pp == 1
         members = [self._member(one) for one in cluster.seats(ready)] if is_group else [leader]
@@ -120,6 +107,12 @@ class Candidates:
         usual_tokens = cluster.usual_tokens(ready, self._now) if is_group else max_tokens
         kv_share = (1 - cluster.free_share) * (leader.kv_tokens or max_tokens) / card.tp
         home_tokens = min(card.tokens_at.get(1, usual_tokens), kv_share)
+        digests = digests_of(card.block_tokens)
+        cached_tokens = [one.cached_tokens(digests) for one in members]
+        seats = (
+            one.as_seat(usual_tokens, home_tokens, cached)
+            for one, cached in zip(members, cached_tokens, strict=True)
+        )
         has_long = any(one.longest_tokens > usual_tokens for one in members)
         return Candidate(
             *leader.address,
@@ -135,29 +128,23 @@ class Candidates:
             free_tokens=_free_tokens(leader, members),
             stays=not is_group or has_long or not cluster.can_split,
             can_split=cluster.can_split and bool(card.tokens_at),
-            seats=tuple(one.as_seat(usual_tokens, home_tokens) for one in members) if is_group else (),
+            seats=tuple(seats) if is_group else (),
+            cached_tokens=max(cached_tokens, default=0),
         )
 
     def _member(self, ready: ReadyInstance) -> _Member:
         address = InstanceAddress(ready.card.id, ready.worker, ready.epoch)
         metrics = self._cluster.instance_metrics(ready.card.id, ready.epoch, self._now)
-        return _Member(
-            ready=ready,
-            address=address,
-            own=self._table.assigned.get(address, _NONE),
-            metrics=metrics,
-            shape_metrics=metrics if metrics and self._cluster.is_of_shape(ready, metrics) else None,
-        )
+        is_of_shape = metrics is not None and self._cluster.is_of_shape(ready, metrics)
+        own = self._table.assigned.get(address, _NONE)
+        return _Member(ready, address, own, metrics, metrics if is_of_shape else None)
 
 
 def _free_tokens(leader: _Member, members: Sequence[_Member]) -> float | None:
-    """Return the free KV in tokens, less what is queued and on its way; None if that is unknown.
-
-    Without metrics of this shape: the KV of the shape, less what this gateway has there.
-    """
+    """Return the free KV in tokens, less what is queued and on its way; None if that is unknown."""
     if leader.shape_metrics is None:
         is_known = leader.ready.card.tp in leader.ready.card.tokens_at
         return leader.kv_tokens - sum(one.own.num_tokens for one in members) if is_known else None
     last = leader.shape_metrics.last
-    free_tokens = (last.kv_blocks - last.kv_used) * leader.block_tokens
+    free_tokens = (last.kv_blocks - last.kv_used) * leader.ready.card.block_tokens
     return free_tokens - sum(one.queued_tokens for one in members)

@@ -1,7 +1,6 @@
 """The gateway's view of the workers: leases and cards as last polled, and the monitor's metrics.
 
-Leases say which workers are alive. The view remembers when each lease was last seen, so that a worker counts
-as dead after its lease is missing for a while, and not after one early poll.
+A worker counts as dead after its lease was missing for a while, and not after one early poll.
 """
 
 from __future__ import annotations
@@ -12,14 +11,7 @@ from dataclasses import dataclass, field, replace
 from bus import histogram
 from bus.client import LiveWorker
 from bus.groups import longest_tokens
-from bus.messages import (
-    InstanceCard,
-    InstanceMetrics,
-    Metrics,
-    WorkerCard,
-    WorkerMetrics,
-    WorkerTelemetry,
-)
+from bus.messages import InstanceCard, InstanceMetrics, Metrics, WorkerCard, WorkerMetrics, WorkerTelemetry
 
 # A worker seen this recently may be restarting: shapes that need it are still possible.
 JOIN_GRACE_S = 10.0
@@ -40,8 +32,8 @@ class Cluster:
 
     stale_s: float
     workers: dict[str, WorkerCard] = field(default_factory=dict)
-    # Worker -> its epoch, and when its lease was last there.
-    seen: dict[str, tuple[int, float]] = field(default_factory=dict)
+    # Worker, dead ones too -> its last card, and when its lease was last there.
+    seen: dict[str, tuple[WorkerCard, float]] = field(default_factory=dict)
     served_at: dict[str, float] = field(default_factory=dict)  # model -> when an instance was last ready
     cards: dict[str, InstanceCard] = field(default_factory=dict)  # of every model served so far
     polled_at: float = float("-inf")
@@ -56,7 +48,6 @@ class Cluster:
     _worker_metrics: dict[tuple[str, int], WorkerMetrics] = field(default_factory=dict)
     _newer: dict[tuple[str, int], WorkerTelemetry] = field(default_factory=dict)  # than the monitor's picture
     _steps: dict[tuple[str, int], tuple[int, float]] = field(default_factory=dict)  # count, when it grew
-    _processes: dict[str, WorkerCard] = field(default_factory=dict)  # as last seen, dead ones too
     _degrees: dict[tuple[str, int], tuple[int, float]] = field(default_factory=dict)  # tp, since when
     _retired: set[str] = field(default_factory=set)
     _fenced: dict[str, int] = field(default_factory=dict)  # worker -> the epoch whose lease it lost
@@ -67,10 +58,8 @@ class Cluster:
         self.polled_at = now
         self._ready = {}
         for worker in self.workers.values():
-            self._notice_fence(self._processes.get(worker.id), worker)
-            self._notice_retired(self._processes.get(worker.id), worker)
-            self._processes[worker.id] = worker
-            self.seen[worker.id] = (worker.epoch, now)
+            self._notice(worker)
+            self.seen[worker.id] = (worker, now)
         for worker, card in self.instances():
             if worker.state == "serving":
                 self._ready.setdefault(card.model, []).append(ReadyInstance(card, worker.id, worker.epoch))
@@ -89,23 +78,18 @@ class Cluster:
             return card.tp, float("-inf")
         return before if before[0] == card.tp else (card.tp, now)
 
-    def _notice_fence(self, before: WorkerCard | None, card: WorkerCard) -> None:
-        """Note a process that has another epoch: it lost its lease and did not die."""
-        if before is not None and before.epoch != card.epoch and _process(before) == _process(card):
+    def _notice(self, card: WorkerCard) -> None:
+        """Note what a worker lost since it was last seen: its lease, or models."""
+        before, _ = self.seen.get(card.id, (card, 0.0))
+        if before.epoch == card.epoch:
+            self._retired |= {one.model for one in before.instances} - {one.model for one in card.instances}
+        elif (before.host, before.pid) == (card.host, card.pid):  # it has another epoch and did not die
             self._fenced[card.id] = before.epoch
 
-    def _notice_retired(self, before: WorkerCard | None, card: WorkerCard) -> None:
-        """Note the models that a worker of the same epoch does not show any more."""
-        if before is not None and before.epoch == card.epoch:
-            self._retired |= {one.model for one in before.instances} - {one.model for one in card.instances}
-
     def _forget_retired(self) -> None:
-        """Forget retired models, unless another worker serves or loads them."""
-        for model in list(self._retired):
-            if model in self._ready or self.is_coming(model):
-                self._retired.discard(model)
-            else:
-                self._forget(model)
+        self._retired -= {one for one in self._retired if one in self._ready or self.is_coming(one)}
+        for model in self._retired:
+            self._forget(model)
 
     def was_retired(self, model: str) -> bool:
         """Return True if the model was served and is not coming back."""
@@ -120,10 +104,8 @@ class Cluster:
         card = self.workers.get(worker)
         if card is None or card.epoch != epoch or any(one.id == instance for one in card.instances):
             return False
-        return (
-            self.worker_metrics(worker, epoch, now) is not None
-            and (instance, epoch) not in self._instance_metrics
-        )
+        is_reported = (instance, epoch) in self._instance_metrics
+        return not is_reported and self.worker_metrics(worker, epoch, now) is not None
 
     def forget_workers(self) -> None:
         """Drop all cards: Redis lost its data, and the workers have to register again."""
@@ -166,8 +148,7 @@ class Cluster:
             self.add_metrics(self.metrics, self.metrics_at)
 
     def add_metrics(self, metrics: Metrics, now: float) -> None:
-        metrics = self._updated(metrics)
-        self.metrics = metrics
+        self.metrics = metrics = self._updated(metrics)
         self.metrics_at = now
         self._instance_metrics = {(m.id, m.epoch): m for m in metrics.instances}
         self._worker_metrics = {(m.worker, m.epoch): m for m in metrics.workers}
@@ -176,30 +157,23 @@ class Cluster:
     def _updated(self, metrics: Metrics) -> Metrics:
         """Merge the numbers of newer reports; drop those that the monitor has by now."""
         known = {(one.worker, one.epoch): one.at_ms for one in metrics.workers}
-        self._newer = {
-            key: newer for key, newer in self._newer.items() if key in known and known[key] < newer.at_ms
-        }
+        self._newer = {key: one for key, one in self._newer.items() if known.get(key, one.at_ms) < one.at_ms}
         if not self._newer:
             return metrics
         last = {(one.id, newer.epoch): one for newer in self._newer.values() for one in newer.instances}
-        workers = [
-            replace(one, pages=newer.pages) if newer else one
-            for one in metrics.workers
-            for newer in [self._newer.get((one.worker, one.epoch))]
-        ]
-        instances = [
-            replace(one, last=newer, kv_blocks=newer.kv_blocks) if newer else one
-            for one in metrics.instances
-            for newer in [last.get((one.id, one.epoch))]
-        ]
+        workers, instances = list(metrics.workers), list(metrics.instances)
+        for i, one in enumerate(workers):
+            if newer := self._newer.get((one.worker, one.epoch)):
+                workers[i] = replace(one, pages=newer.pages)
+        for i, instance in enumerate(instances):
+            if report := last.get((instance.id, instance.epoch)):
+                instances[i] = replace(instance, last=report, kv_blocks=report.kv_blocks)
         return replace(metrics, workers=workers, instances=instances)
 
     def _stepped(self, metrics: InstanceMetrics, now: float) -> tuple[int, float]:
         steps = histogram.count(metrics.last.step_seconds)
         before = self._steps.get((metrics.id, metrics.epoch))
         return before if before is not None and before[0] == steps else (steps, now)
-
-    # ------------------------------------------------------------------------------------- queries
 
     def ready(self, model: str) -> list[ReadyInstance]:
         return self._ready.get(model, [])
@@ -219,18 +193,16 @@ class Cluster:
                 if not card.workers or card.workers[0] == worker.id:
                     yield worker, card
 
-    def is_joining(self, model: str, now: float, grace_s: float) -> bool:
-        """Return True if waiting makes sense.
+    def is_joining(self, model: str, now: float) -> bool:
+        """Return True if a worker loads the model, or one served it within JOIN_GRACE_S and may restart."""
+        recently = now - self.served_at.get(model, float("-inf")) < JOIN_GRACE_S
+        return recently or self.loader_of(model) is not None or self.is_coming(model)
 
-        A worker loads the model (or does not say yet what it loads), or an instance was ready within
-        `grace_s` and its worker may be restarting.
-        """
-        recently = now - self.served_at.get(model, float("-inf")) < grace_s
-        loads = any(_may_load(worker, model) for worker in self.workers.values())
-        return recently or loads or self.is_coming(model)
-
-    def loading(self) -> list[WorkerCard]:
-        return [worker for worker in self.workers.values() if worker.state == "loading"]
+    def loader_of(self, model: str) -> WorkerCard | None:
+        """Return a worker that starts with the model, or does not say yet with which."""
+        loading = (worker for worker in self.workers.values() if worker.state == "loading")
+        names = ((worker, {card.model for card in worker.instances}) for worker in loading)
+        return next((worker for worker, listed in names if model in listed or not listed), None)
 
     def instance_metrics(self, instance: str, epoch: int, now: float) -> InstanceMetrics | None:
         """Return fresh metrics of this epoch; None if there are none (absent is not zero)."""
@@ -258,9 +230,8 @@ class Cluster:
     def is_working(self, instance: str, epoch: int, now: float, within_s: float) -> bool:
         """Return True if a fresh report shows work, and steps within `within_s`."""
         found = self.instance_metrics(instance, epoch, now)
-        if found is None or found.last.running + found.last.waiting == 0:
-            return False
-        return now - self._steps[instance, epoch][1] <= within_s
+        has_work = found is not None and found.last.running + found.last.waiting > 0
+        return has_work and now - self._steps[instance, epoch][1] <= within_s
 
     def is_of_shape(self, ready: ReadyInstance, metrics: InstanceMetrics) -> bool:
         """Return True if `metrics` are of the card's degree, and not of the one before a transform."""
@@ -284,24 +255,17 @@ class Cluster:
         return now_there if ready.card.tp == 1 or not alone else min(ready.card.max_model_len, alone)
 
     def longest_tokens(self, model: str, now: float) -> int:
-        """Return how many tokens the largest possible shape holds; 0 without workers.
-
-        Workers seen within JOIN_GRACE_S count.
-        """
-        recent = [card for name, card in self._processes.items() if self._is_recent(name, now)]
+        """Return how many tokens the largest shape of recently seen workers holds; 0 without workers."""
+        recent = [card for card, at in self.seen.values() if now - at < JOIN_GRACE_S]
         shapes = longest_tokens([card for card in recent if card.state == "serving"], model, self.max_tp)
         return max([shapes, *(self.max_tokens(ready, now) for ready in self.ready(model))])
-
-    def _is_recent(self, worker: str, now: float) -> bool:
-        return now - self.seen[worker][1] < JOIN_GRACE_S
 
     def seats(self, ready: ReadyInstance) -> list[ReadyInstance]:
         """Return the members of a group that take requests, the leader first: their cards agree on it."""
         names = ready.card.workers or [ready.worker]
-        there = [self.workers[name] for name in names if name in self.workers]
         return [
             ReadyInstance(card, worker.id, worker.epoch)
-            for worker in there
+            for worker in (self.workers[name] for name in names if name in self.workers)
             if worker.state == "serving"
             for card in worker.instances
             if card.model == ready.card.model and (card.workers or [worker.id]) == names
@@ -317,18 +281,8 @@ class Cluster:
         return self._fenced.get(worker) == epoch
 
     def missing_for(self, worker: str, epoch: int) -> float:
-        """Return for how many seconds polls did not find this lease.
-
-        0 if the last poll found it, infinite if another epoch was there since.
-        """
-        seen_epoch, at = self.seen.get(worker, (epoch, self.polled_at))
-        return self.polled_at - at if seen_epoch == epoch else float("inf")
-
-
-def _process(card: WorkerCard) -> tuple[str, int]:
-    return card.host, card.pid
-
-
-def _may_load(worker: WorkerCard, model: str) -> bool:
-    listed = {card.model for card in worker.instances}
-    return worker.state == "loading" and (model in listed or not listed)
+        """Return for how many seconds polls did not find this lease; infinite if another epoch came since."""
+        if worker not in self.seen:
+            return 0.0
+        card, at = self.seen[worker]
+        return self.polled_at - at if card.epoch == epoch else float("inf")

@@ -1,8 +1,6 @@
 """Delivery: every accepted request gets every token once, in order, and exactly one end, whatever dies.
 
-A synchronous core. It is called with what happened (a step's output, a Submit that Redis took) and changes
-the table, calls sinks and puts writes into the outbox. It never waits. `gateway.delivery.loss` detects that
-a request must be sent again, `gateway.delivery.attempts` does so.
+A synchronous core: it is called with what happened, changes the table, calls sinks and queues writes.
 """
 
 from __future__ import annotations
@@ -35,8 +33,6 @@ class Delivery:
         self.outbox.on_full = self.on_full
         self.outbox.on_unsendable = self.on_unsendable
 
-    # ------------------------------------------------------------------------------------- from the API
-
     def new_state(self, request: GenerationRequest, sink: Sink) -> RequestState:
         return RequestState(request, sink, deadline=request.arrived + self._queue_timeout_s)
 
@@ -66,19 +62,12 @@ class Delivery:
 
     def demands(self, gateway: str) -> list[Demand]:
         """Return, for each model, what waits for a group of workers."""
-        waiting = {model: self.table.for_room.of(model) for model in self.table.for_room.models}
-        return [
-            Demand(
-                gateway=gateway,
-                model=model,
-                tokens=max(state.request.num_tokens for state in states),
-                count=len(states),
-                at_ms=time.time_ns() // 1_000_000,
-            )
-            for model, states in waiting.items()
-        ]
-
-    # ------------------------------------------------------------------------------------- from workers
+        at_ms, found = time.time_ns() // 1_000_000, []
+        for model in self.table.for_room.models:
+            tokens = [state.request.num_tokens for state in self.table.for_room.of(model)]
+            count = len(tokens)
+            found.append(Demand(gateway=gateway, model=model, tokens=max(tokens), count=count, at_ms=at_ms))
+        return found
 
     def on_step(self, step: StepOutput, deltas: Sequence[Delta]) -> None:
         """Take the deltas of an engine step, or some of them. Call `flush` after the batch."""
@@ -89,22 +78,17 @@ class Delivery:
             if state is None:
                 self._cancel_stray(step, delta, now)
                 continue
-            target = state.target
-            if (
-                target is None
-                or delta.attempt != state.attempt
-                or target.epoch != step.epoch
-                or target.worker != step.worker
-            ):
+            is_current = state.target is not None and state.target[1:] == (step.worker, step.epoch)
+            if is_current and delta.attempt == state.attempt:
+                self._accept(state, delta, step, now)
+            else:
                 self.stats.late_deltas += 1
-                continue
-            self._accept(state, delta, step, now)
 
     def _accept(self, state: RequestState, delta: Delta, step: StepOutput, now: float) -> None:
         received = state.received
         skip = len(received) - delta.index
         if skip < 0:
-            self.stats.gaps += 1
+            self.stats.token_gaps += 1
             detail = f"token {len(received)} is missing, {delta.index} came"
             self.attempts.replay(state, RetryReason.GAP, detail, may_still_run=True)
             return
@@ -113,13 +97,16 @@ class Delivery:
             self.attempts.reject(state, delta.reject_reason, delta.error or "")
             return
         if not state.is_running:
+            if not state.was_admitted:
+                state.cached_tokens = delta.cached_tokens
             self._on_begun(state, max(now - step.step_s, state.request.arrived))
         token_ids = delta.token_ids[skip:] if skip else delta.token_ids
         is_enough = False
         if token_ids:
             self._count(state, len(token_ids), step, now)
             received.extend(token_ids)
-            is_enough = state.sink.on_tokens(state.request, token_ids, delta, skip, step)
+        if token_ids or delta.finish_reason not in (None, "error"):
+            is_enough = state.sink.on_tokens(state.request, delta, skip, step)
         self.endings.touch(state.sink)
         if is_enough:
             self.endings.cancel_at_worker(state)
@@ -128,8 +115,6 @@ class Delivery:
             reason = delta.error or "no reason given"
             self.endings.fail(state, errors.engine_error(f"the worker failed: {reason}"))
         elif delta.finish_reason is not None:
-            if not token_ids:
-                state.sink.on_tokens(state.request, [], delta, skip, step)
             self.endings.end(state, delta.finish_reason)
 
     def _on_begun(self, state: RequestState, began: float) -> None:
@@ -139,36 +124,31 @@ class Delivery:
         if not state.was_admitted:
             state.was_admitted = True
             state.began = began
-            stats = self.stats.of(state.request.model)
-            stats.request_queue_time.observe(began - state.request.arrived)
+            queue_s = began - state.request.arrived
+            self.stats.models[state.request.model].request_queue_time_seconds.observe(queue_s)
             state.sink.on_admitted()
 
     def _count(self, state: RequestState, num_tokens: int, step: StepOutput, now: float) -> None:
-        stats = self.stats.of(state.request.model)
+        stats = self.stats.models[state.request.model]
         if state.received:
-            stats.inter_token_latency.observe((now - state.last_token) / num_tokens)
+            stats.inter_token_latency_seconds.observe((now - state.last_token) / num_tokens)
         else:
-            stats.time_to_first_token.observe(now - state.request.arrived)
+            stats.time_to_first_token_seconds.observe(now - state.request.arrived)
             state.first_token = now
         stats.generation_tokens += num_tokens
-        stats.tokens_by_precision[lowest_named(step.fingerprint)] += num_tokens
+        stats.generation_tokens_by_precision[lowest_named(step.fingerprint)] += num_tokens
         state.last_token = now
         if state.journey is not None:
             state.journey.made(step, len(state.received), num_tokens, now)
 
     def _cancel_stray(self, step: StepOutput, delta: Delta, now: float) -> None:
-        """Cancel what has ended here and still runs at a worker.
-
-        Its Cancel was lost, or the request belonged to an earlier process with this gateway's id.
-        """
+        """Cancel what has ended here and still runs at a worker: its Cancel was lost, or we restarted."""
         if delta.finish_reason is not None or now - self._strays.get(delta.request_id, -1e9) < STRAY_CANCEL_S:
             return
         if len(self._strays) > 4096:
             self._strays.clear()
         self._strays[delta.request_id] = now
         self.outbox.cancel(step.worker, step.epoch, [delta.request_id])
-
-    # ------------------------------------------------------------------------------------- from the outbox
 
     def on_sent(self, state: RequestState) -> None:
         """Note that Redis has the Submit of a request."""

@@ -1,37 +1,16 @@
 """The choice of an instance for a request: one pure function, without clock or I/O.
 
-Load is counted in sequences. The monitor's smoothed number lags by up to a window and misses what this
-gateway sent since, so both are added; without a fresh number only this gateway's own requests are known
-(stale is not idle).
-
-With groups of workers this is Algorithm 1 of Gyges (§5). A request is *long* if no instance of the lowest
-degree holds it. Degrees change only for long requests, so these go where a group has to stay anyway. Short
-ones keep away from a group that is about to split, and from the room that a long one waits for:
-
-====  ====================================================================
-rank  a short request goes to the least loaded of the first rank that is not empty
-====  ====================================================================
-0     an instance of one worker that has room
-1     a group that stays and has room beyond what is reserved, and at home
-2     an instance of one worker, though the request will wait there
-3     a group that is about to split and has room at home
-4     a group that stays, though the request will wait: at the group if it never splits by itself, else
-      here (`WaitForSplit`); after a long one that waits (`YieldToLong`)
-5     a group that is about to split: the request waits here for a while (`WaitForSplit`)
-====  ====================================================================
-
-*Room at home*: each member of a group plans its own requests, so a request goes to one member
-(`member_for`) and stays with it when the group splits. While no member has more short requests than it
-could hold alone, the group can split as soon as its last long request ends; what is above waits here.
-Otherwise a group that needs every worker, and completes less than arrives, would never split. For the same
-reason no queue goes into a new group: while a long request waits for one, short ones wait here for room
-(`WaitForSplit`), and those in a worker's queue come back (`crowded`).
+With groups of workers this is Algorithm 1 of Gyges (§5). docs/structure.md has the rules, "The choice of an
+instance". Load is counted in sequences. A prefix that an instance has cached counts as work saved there. So
+conversations return to their instance unless it is busier by more than that. Each request counts as load as
+soon as it is sent, so a common prefix does not gather all of them in one place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final
 
 from bus.groups import natural
@@ -41,6 +20,10 @@ from gateway.delivery.request import Floor
 # A short request waits this long for a group to split, or for a seat in it, counted from the last time that
 # one of its model got a place. Then it goes to the group anyway.
 SPLIT_PATIENCE_S: Final = 30.0
+
+# Prompt tokens that need not be computed, counted as a sequence less; about a step's prefill.
+CACHED_TOKENS_PER_SEQUENCE: Final = 512
+MOST_SEQUENCES_SAVED: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +51,7 @@ class Seat(Destination):
 
     short_tokens: float = 0.0  # KV of its short requests, those on their way included
     home_tokens: float = 0.0  # the most of these with which the group can still split
+    cached_tokens: int = 0  # of the request's prompt
 
     def is_home(self, num_tokens: int) -> bool:
         """Return True if the member could keep the short request when the group splits."""
@@ -88,6 +72,7 @@ class Candidate(Destination):
     stays: bool = True  # a group: it does not split soon (a long request, or nothing splits by itself)
     can_split: bool = True  # groups form by themselves, and split without a long request
     seats: tuple[Seat, ...] = ()  # a group: its members that take requests
+    cached_tokens: int = 0  # of the request's prompt, at the member that has most
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,33 +95,23 @@ class TooLong:
     limit: int
 
 
-@dataclass(frozen=True, slots=True)
-class BelowFloor:
-    """All instances that can hold the request have layers below its floor now."""
+class Wait(Enum):
+    """The reasons for which a request waits at the gateway: no instance can take it now."""
 
-
-@dataclass(frozen=True, slots=True)
-class NeedsGroup:
-    """The request is long, and no group has room for it now: it waits for one."""
+    PRECISION = "precision"  # all instances that can hold it have layers below its floor
+    GROUP = "group"  # it is long, and no group has room for it
+    LONG = "long"  # it is short and would take the room that a long one waits for: it goes after that one
 
 
 @dataclass(frozen=True, slots=True)
 class WaitForSplit:
-    """The request is short, and every place would keep a group from splitting, or from forming.
-
-    `is_overdue`: it has waited long enough and goes to `candidate`.
-    """
+    """The request is short, and a group should split or form first; overdue, it goes to `candidate`."""
 
     candidate: Candidate
     is_overdue: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class YieldToLong:
-    """The request is short and would take the room that a long one waits for: it goes after that one."""
-
-
-Decision = Candidate | TooLong | BelowFloor | NeedsGroup | WaitForSplit | YieldToLong
+Decision = Candidate | TooLong | Wait | WaitForSplit
 
 
 def choose(
@@ -144,10 +119,9 @@ def choose(
 ) -> Decision | None:
     """Choose the instance for a request of `num_tokens`; None if there is no candidate.
 
-    A short request goes to the least loaded instance of the first rank (see above); a long one to a group
-    with room, first where another long one runs, so that other groups can split. Among equals the emptiest
-    cache decides, then the name. With a `floor`, instances known to keep it go before those that may keep
-    it: a worker refuses what it must not run.
+    A short request goes to the least loaded instance of the first rank; a long one to a group with room,
+    first where another long one runs, so that other groups can split. Among equals the emptiest cache
+    decides, then the name. With a `floor`, instances known to keep it go before those that may keep it.
     """
     there, ahead = list(candidates), ahead or QueuesAhead()
     if not there:
@@ -155,17 +129,17 @@ def choose(
     fitting = [candidate for candidate in there if num_tokens <= candidate.max_tokens]
     if not fitting:
         limit = max(ahead.cluster_tokens, *(candidate.max_tokens for candidate in there))
-        return TooLong(limit) if num_tokens > limit else NeedsGroup()
+        return TooLong(limit) if num_tokens > limit else Wait.GROUP
     is_for_group = is_long(there, num_tokens)
     if is_for_group and ahead.has_long:
-        return NeedsGroup()
+        return Wait.GROUP
     keeping = [candidate for candidate in fitting if may_keep(candidate, floor)]
     if not keeping:
-        return BelowFloor()
+        return Wait.PRECISION
     if is_for_group:
         roomy = [candidate for candidate in keeping if _has_room(candidate, num_tokens)]
         if not roomy:
-            return NeedsGroup()
+            return Wait.GROUP
         return min(roomy, key=lambda c: (_is_doubtful(c, floor), not c.stays, *_by_load(c)))
     found = _choose_for_short(there, keeping, num_tokens, floor, ahead)
     if isinstance(found, Candidate) and found.can_split:
@@ -176,12 +150,8 @@ def choose(
 
 
 def _choose_for_short(
-    there: Sequence[Candidate],
-    keeping: Sequence[Candidate],
-    num_tokens: int,
-    floor: Floor,
-    ahead: QueuesAhead,
-) -> Candidate | WaitForSplit | YieldToLong:
+    there: list[Candidate], keeping: list[Candidate], num_tokens: int, floor: Floor, ahead: QueuesAhead
+) -> Candidate | WaitForSplit | Wait:
     reserved_tokens = ahead.reserved_tokens
     rank, best = min(
         ((_rank(one, num_tokens, reserved_tokens), one) for one in keeping),
@@ -189,12 +159,8 @@ def _choose_for_short(
     )
     is_reserved = best.tp > 1 and 0 < reserved_tokens <= best.max_tokens
     if is_reserved and not _has_room(best, num_tokens + reserved_tokens):
-        return YieldToLong()
-    must_wait = (
-        rank == 2 and _is_group_needed(there, ahead.long_tokens)
-        if best.tp == 1
-        else best.can_split and rank >= 4
-    )
+        return Wait.LONG
+    must_wait = (best.can_split and rank >= 4) or (rank == 2 and _is_group_needed(there, ahead.long_tokens))
     return WaitForSplit(best, ahead.now >= ahead.waits_since + SPLIT_PATIENCE_S) if must_wait else best
 
 
@@ -204,24 +170,24 @@ def is_long(candidates: Iterable[Candidate], num_tokens: int) -> bool:
 
 
 def member_for(chosen: Candidate, num_tokens: int) -> Destination:
-    """Return the member that takes the request; `chosen` itself if it is one worker.
+    """Return the member with room at home and the least load; `chosen` itself if it is one worker.
 
-    That is the one with room at home and the fewest sequences, then the first by name. So a group splits
-    into balanced parts, and a member that dies costs its share.
+    So a group splits into balanced parts, and a member that dies costs its share.
     """
     is_short = num_tokens <= (chosen.low_tokens or chosen.max_tokens)
     return min(
         chosen.seats,
-        key=lambda seat: (is_short and not seat.is_home(num_tokens), seat.load, natural(seat.worker)),
+        key=lambda seat: (
+            is_short and not seat.is_home(num_tokens),
+            seat.load - _saved(seat.cached_tokens),
+            natural(seat.worker),
+        ),
         default=chosen,
     )
 
 
 def crowded(candidates: Sequence[Candidate], long_tokens: int) -> list[Seat]:
-    """Return places with more short requests than they can keep when a group splits, or forms.
-
-    `long_tokens`: what the first long request that waits needs; 0: none waits.
-    """
+    """Return places with more short requests than they can keep when a group splits, or forms."""
     seats = [seat for one in candidates if one.can_split for seat in one.seats]
     if _is_group_needed(candidates, long_tokens):
         seats += [_as_seat(one) for one in candidates if not one.seats]
@@ -235,10 +201,7 @@ def _as_seat(one: Candidate) -> Seat:
 
 
 def num_to_recall(seat: Seat, queued_tokens: Sequence[int]) -> int:
-    """Return how many of the short requests in the queue of `seat` must wait here instead.
-
-    `queued_tokens`: of each, the latest last; the latest are recalled first.
-    """
+    """Return how many of the short requests queued at `seat` must wait here: the latest, which come last."""
     over, count = seat.short_tokens - seat.home_tokens, 0
     for tokens in reversed(queued_tokens):
         if over <= 0:
@@ -256,6 +219,7 @@ def may_keep(candidate: Candidate, floor: Floor) -> bool:
 
 
 def _rank(candidate: Candidate, num_tokens: int, reserved_tokens: int) -> int:
+    """Return the rank of an instance for a short request, by the table in docs/structure.md."""
     if candidate.tp == 1:
         return 0 if _has_room(candidate, num_tokens) else 2
     is_home = not candidate.can_split or any(seat.is_home(num_tokens) for seat in candidate.seats)
@@ -275,8 +239,13 @@ def _has_room(candidate: Candidate, num_tokens: int) -> bool:
 
 
 def _by_load(candidate: Candidate) -> tuple[float, float, str]:
-    """Return a sort key: load per worker, KV usage, name."""
-    return candidate.load / candidate.tp, candidate.kv_usage, candidate.instance
+    """Return a sort key: load per worker less what its prefix cache saves, KV usage, name."""
+    load = candidate.load / candidate.tp - _saved(candidate.cached_tokens)
+    return load, candidate.kv_usage, candidate.instance
+
+
+def _saved(cached_tokens: int) -> float:
+    return min(cached_tokens / CACHED_TOKENS_PER_SEQUENCE, MOST_SEQUENCES_SAVED)
 
 
 def _is_doubtful(candidate: Candidate, floor: Floor) -> bool:

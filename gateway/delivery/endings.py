@@ -21,9 +21,7 @@ class Endings:
     """Ends requests. Sinks that were called are flushed together, after the batch that called them."""
 
     def __init__(self, table: RequestTable, outbox: RequestOutbox, stats: GatewayStats) -> None:
-        self.table = table
-        self.outbox = outbox
-        self.stats = stats
+        self.table, self.outbox, self.stats = table, outbox, stats
         self._clock = time.monotonic
         # Called with how the request ended: stop, length, abort or the code of an error.
         self.on_ended: list[Callable[[RequestState, str], None]] = []
@@ -47,19 +45,19 @@ class Endings:
         if self.table.has(state):
             self.cancel_at_worker(state)
             self._remove(state, ABORTED)
-            self.stats.of(state.request.model).finished[ABORTED] += 1
+            self.stats.models[state.request.model].request_success[ABORTED] += 1
 
     def end(self, state: RequestState, reason: str) -> None:
         """End a request that has all its tokens."""
         self._remove(state, reason)
-        self.stats.of(state.request.model).finished[reason] += 1
+        self.stats.models[state.request.model].request_success[reason] += 1
         state.sink.on_end()
 
     def fail(self, state: RequestState, error: ApiError) -> None:
         """End a request that no worker runs any more."""
         code = error.code or "other"
         self._remove(state, code)
-        self.stats.of(state.request.model).failures[code] += 1
+        self.stats.models[state.request.model].request_failures[code] += 1
         self.touch(state.sink)
         state.sink.fail(error)
 
@@ -68,29 +66,23 @@ class Endings:
         state.ended = how
         if state.journey is not None:
             state.journey.end(self._clock())
-        self.stats.of(state.request.model).ended(
-            num_prompt_tokens=len(state.request.prompt_token_ids),
-            num_generated_tokens=len(state.received),
-            max_tokens=state.request.sampling.max_tokens,
-            seconds=self._clock() - state.request.arrived,
-        )
+        stats, num_prompt_tokens = self.stats.models[state.request.model], len(state.request.prompt_token_ids)
+        stats.prompt_tokens += num_prompt_tokens
+        stats.e2e_request_latency_seconds.observe(self._clock() - state.request.arrived)
+        stats.request_prompt_tokens.observe(num_prompt_tokens)
+        stats.request_generation_tokens.observe(len(state.received))
+        stats.request_params_max_tokens.observe(state.request.sampling.max_tokens)
         for listener in self.on_ended:
             listener(state, how)
 
 
 class SloCounter:
-    """Counts requests that met the latency targets of the settings.
-
-    A request that failed met neither. One whose client left counts only if it had missed a target by then:
-    otherwise its latency is unknown.
-    """
+    """Counts requests that met the latency targets; one that failed met neither."""
 
     def __init__(
         self, slo: SloSettings, stats: GatewayStats, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._slo = slo
-        self._stats = stats
-        self._clock = clock
+        self._slo, self._stats, self._clock = slo, stats, clock
 
     def count(self, state: RequestState, how: str) -> None:
         """Count one request that ended: stop, length, abort or the code of an error."""
@@ -100,8 +92,8 @@ class SloCounter:
         is_slow = has_failed or (state.tpot_s() or 0.0) > self._slo.tpot_s
         if how == ABORTED and not (is_late or is_slow):
             return
-        stats = self._stats.of(state.request.model)
+        stats = self._stats.models[state.request.model]
         stats.slo_requests += 1
         stats.slo_ttft_violations += is_late
         stats.slo_tpot_violations += is_slow
-        stats.within_slo += not (is_late or is_slow)
+        stats.requests_within_slo += not (is_late or is_slow)

@@ -46,22 +46,19 @@ class Journey:
     def __init__(self, now: float) -> None:
         self.attempts = [Attempt(now)]
 
-    @property
-    def current(self) -> Attempt:
-        return self.attempts[-1]
-
     def sent(self, target: tuple[str, str, int], number: int, num_known: int, now: float) -> None:
-        attempt = self.current
+        attempt = self.attempts[-1]
         attempt.instance, attempt.worker, attempt.epoch = target
         attempt.number, attempt.num_known, attempt.sent = number, num_known, now
 
     def began(self, at: float) -> None:
         """Note when the attempt's first step began."""
-        self.current.began = max(at, self.current.sent)
+        attempt = self.attempts[-1]
+        attempt.began = max(at, attempt.sent)
 
     def made(self, step: StepOutput, index: int, num_tokens: int, now: float) -> None:
         """Note output tokens from `index` on."""
-        attempt = self.current
+        attempt = self.attempts[-1]
         if not attempt.num_tokens:
             attempt.first_token = now
         attempt.num_tokens += num_tokens
@@ -72,10 +69,11 @@ class Journey:
 
     def void(self, reason: str, now: float) -> None:
         """End the attempt; the request continues with another one."""
-        self.current.ended, self.current.void = now, reason
+        self.attempts[-1].void = reason
+        self.end(now)
         self.attempts.append(Attempt(now))
         if len(self.attempts) > KEPT:
             del self.attempts[KEPT // 2]
 
     def end(self, now: float) -> None:
-        self.current.ended = now
+        self.attempts[-1].ended = now

@@ -1,9 +1,6 @@
 """Detection of lost requests, from the registry, the controller, Redis and the clock.
 
-A request is sent again when its worker is declared lost or left, when the worker has another epoch, when its
-lease is missing though Redis answers (the controller may be dead, too), when Redis restarted, when this
-gateway's own lease had run out, and when the request shows no sign of life though its worker does. (Delivery
-itself notices a missing token.)
+Delivery itself notices a missing token.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ from collections.abc import Iterable
 from bus.client import Restart
 from gateway.delivery.cluster import Cluster
 from gateway.delivery.delivery import Delivery
-from gateway.delivery.request import InstanceAddress, RequestState, RetryReason
+from gateway.delivery.request import RequestState, RetryReason
 from gateway.errors import deadline_exceeded, unavailable, worker_lost
 
 # A worker that is idle and gave no sign of a request for this long never got it.
@@ -26,49 +23,39 @@ SILENT_S = 90.0
 class LossDetector:
     """`lease_s` is the workers'. A worker whose lease is missing for twice that counts as dead."""
 
-    def __init__(
-        self, delivery: Delivery, cluster: Cluster, *, lease_s: float, queue_timeout_s: float
-    ) -> None:
-        self._delivery = delivery
-        self._table = delivery.table
-        self._cluster = cluster
-        self._lease_s = lease_s
-        self._queue_timeout_s = queue_timeout_s
+    def __init__(self, delivery: Delivery, cluster: Cluster, lease_s: float, queue_timeout_s: float) -> None:
+        self._delivery, self._table, self._cluster = delivery, delivery.table, cluster
+        self._lease_s, self._queue_timeout_s = lease_s, queue_timeout_s
         self._clock = time.monotonic
 
     def on_worker_gone(self, worker: str, epoch: int, reason: RetryReason) -> None:
         """Send the requests of this epoch, and of earlier ones, again: it runs nothing any more."""
         self._cluster.drop(worker, epoch)
-        lost = self._table.at_worker(worker, epoch)
         is_strike = reason is not RetryReason.WORKER_LEFT
-        self._replay(lost, reason, f"{worker} (epoch {epoch}) is gone", is_strike=is_strike)
-        self._delivery.flush()
+        detail = f"{worker} (epoch {epoch}) is gone"
+        self._replay(self._table.at_worker(worker, epoch), reason, detail, is_strike=is_strike)
 
     def on_own_lease_lost(self) -> None:
         """Send everything again: workers cancel the requests of a gateway without a lease."""
-        detail = "this gateway's lease had run out"
-        reason = RetryReason.GATEWAY_LEASE_LOST
-        self._replay(self._placed(), reason, detail, is_strike=False, may_still_run=True)
-        self._delivery.flush()
+        self._replay_all(RetryReason.GATEWAY_LEASE_LOST, "this gateway's lease had run out")
 
     def on_restart(self, restart: Restart) -> None:
         """Send everything again: the streams may have lost entries, through no fault of a worker."""
         if restart.data_lost:
             self._cluster.forget_workers()
         may_still_run = not restart.data_lost  # otherwise the workers lost their leases and drop it
-        reason, detail = RetryReason.BUS_RESTARTED, "Redis restarted"
-        self._replay(self._placed(), reason, detail, is_strike=False, may_still_run=may_still_run)
-        self._delivery.flush()
+        self._replay_all(RetryReason.BUS_RESTARTED, "Redis restarted", may_still_run=may_still_run)
 
     def on_poll(self) -> None:
         """Look at what the registry shows: other epochs, missing leases, new instances."""
         for target in list(self._table.assigned):
             _, worker, epoch = target
+            detail = f"{worker} (epoch {epoch}) is gone"
             if self._cluster.has_other_epoch(worker, epoch):
                 is_strike = not self._cluster.was_fenced(worker, epoch)
-                self._replay_at(target, RetryReason.EPOCH_CHANGED, is_strike)
+                self._replay(self._table.at(target), RetryReason.EPOCH_CHANGED, detail, is_strike=is_strike)
             elif self._cluster.missing_for(worker, epoch) > 2 * self._lease_s:
-                self._replay_at(target, RetryReason.LEASE_MISSING, True)
+                self._replay(self._table.at(target), RetryReason.LEASE_MISSING, detail)
         self._delivery.attempts.place_waiting()
         self._delivery.flush()
 
@@ -84,10 +71,7 @@ class LossDetector:
         self._delivery.flush()
 
     def on_bus_away(self, away_s: float, patience_s: float) -> None:
-        """Refuse what has not begun once Redis is away for `patience_s`.
-
-        What has begun waits as long as a request may wait in the queue; its stream gets comments meanwhile.
-        """
+        """Refuse what has not begun once Redis is away for `patience_s`; what has begun waits longer."""
         if away_s < patience_s:
             return
         error = unavailable("the message bus (Redis) is away; try again", 2.0)
@@ -96,33 +80,24 @@ class LossDetector:
                 self._delivery.fail(state, error)
         self._delivery.flush()
 
-    def _replay_at(self, target: InstanceAddress, reason: RetryReason, is_strike: bool) -> None:
-        detail = f"{target.worker} (epoch {target.epoch}) is gone"
-        self._replay(self._table.at(target), reason, detail, is_strike=is_strike)
+    def _replay_all(self, reason: RetryReason, detail: str, *, may_still_run: bool = True) -> None:
+        """Send again, without a strike, all requests that are at workers."""
+        placed = [state for state in self._table.requests.values() if state.target is not None]
+        self._replay(placed, reason, detail, is_strike=False, may_still_run=may_still_run)
 
     def _replay(
-        self,
-        states: Iterable[RequestState],
-        reason: RetryReason,
-        detail: str,
-        *,
-        is_strike: bool = True,
-        may_still_run: bool = False,
+        self, states: Iterable[RequestState], reason: RetryReason, detail: str, **flags: bool
     ) -> None:
+        """Send requests again; `flags` as `Attempts.replay` takes them."""
         for state in states:
-            self._delivery.attempts.replay(
-                state, reason, detail, is_strike=is_strike, may_still_run=may_still_run
-            )
-
-    def _placed(self) -> list[RequestState]:
-        return [state for state in self._table.requests.values() if state.target is not None]
+            self._delivery.attempts.replay(state, reason, detail, **flags)
+        self._delivery.flush()
 
     def _fail_late(self, state: RequestState, now: float) -> None:
-        if state.was_admitted:
-            error = worker_lost(f"no worker continued it within {self._queue_timeout_s:.0f} s")
-        else:
-            error = deadline_exceeded(now - state.request.arrived, self._unmet_wish(state))
-        self._delivery.fail(state, error)
+        late = worker_lost(f"no worker continued it within {self._queue_timeout_s:.0f} s")
+        if not state.was_admitted:
+            late = deadline_exceeded(now - state.request.arrived, self._unmet_wish(state))
+        self._delivery.fail(state, late)
 
     def _unmet_wish(self, state: RequestState) -> str:
         """Return what a request waited for if that was the client's own wish; "" if not."""

@@ -1,7 +1,6 @@
 """The gateway's writes to workers: Submits and Cancels, in order, several in one round trip.
 
-A write whose reply is lost may have been carried out. The outbox sends it again unchanged: a worker ignores
-a (request, attempt) that it has, and a second Cancel changes nothing.
+A write whose reply is lost is sent again unchanged: workers ignore what they have.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from bus.client import Bus, BusFull, BusUnavailable, WriteBatch
+from bus.batch import WriteBatch
+from bus.client import Bus, BusFull, BusUnavailable
 from bus.messages import Cancel, Submit
 from gateway.delivery.request import RequestState
 
@@ -45,23 +45,19 @@ class _Write:
         return not is_same or self.state.attempt != self.message.attempt
 
 
-def _ignore(_: RequestState) -> None:
-    pass
-
-
 class RequestOutbox:
     """The queue of writes.
 
-    It reports each Submit that is not void by then: `on_sent` if Redis took it, `on_full` if Redis has no
-    memory for it, `on_unsendable` if it cannot be encoded.
+    It reports each Submit that is not void by then to the owner's callbacks: `on_sent` if Redis took it,
+    `on_full` if Redis has no memory for it, `on_unsendable` if it cannot be encoded.
     """
 
+    on_sent: Callable[[RequestState], None]
+    on_full: Callable[[RequestState], None]
+    on_unsendable: Callable[[RequestState], None]
+
     def __init__(self, bus: Bus, gateway: str) -> None:
-        self.on_sent: Callable[[RequestState], None] = _ignore
-        self.on_full: Callable[[RequestState], None] = _ignore
-        self.on_unsendable: Callable[[RequestState], None] = _ignore
-        self._bus = bus
-        self._gateway = gateway
+        self._bus, self._gateway = bus, gateway
         self._queue: deque[_Write] = deque()
         self._wake = asyncio.Event()
 
@@ -83,6 +79,7 @@ class RequestOutbox:
             sent_token_ids=state.received,
             trace_id=request.trace_id,
             min_precision=request.min_precision,
+            cache_salt=request.cache_salt,
         )
         self._put(_Write(self._bus.names.requests(target.instance), submit, state))
 

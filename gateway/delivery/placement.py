@@ -1,8 +1,6 @@
 """The placement of requests: the view for the choice, and what its decision means for this gateway.
 
-All requests at a worker get a strike when one of them kills it, and in a group all members run the step that
-kills one. So a request that has its last chance gets it alone: no other with its last chance is at that
-instance until it has ended. Of all that suffered together, only the culprit then fails.
+A request with its last chance gets it alone: of all that suffer when a worker dies, only the culprit fails.
 """
 
 from __future__ import annotations
@@ -13,13 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from gateway.delivery import dispatch
 from gateway.delivery.candidates import Candidates
 from gateway.delivery.cluster import Cluster
-from gateway.delivery.dispatch import BelowFloor, Candidate, Destination, QueuesAhead, TooLong, WaitForSplit
+from gateway.delivery.dispatch import Candidate, Destination, QueuesAhead, TooLong, Wait, WaitForSplit
 from gateway.delivery.outbox import RequestOutbox
 from gateway.delivery.request import InstanceAddress, RequestState
 from gateway.delivery.table import RequestTable
 from gateway.errors import below_floor, too_long
 
-Found = Candidate | BelowFloor | dispatch.NeedsGroup | WaitForSplit | dispatch.YieldToLong
+Found = Candidate | Wait | WaitForSplit
 
 
 class Placement:
@@ -28,26 +26,20 @@ class Placement:
     def __init__(
         self, cluster: Cluster, table: RequestTable, outbox: RequestOutbox, *, max_attempts: int
     ) -> None:
+        self._cluster, self._table, self._outbox = cluster, table, outbox
         self._last_strike = max_attempts - 1
-        self._cluster = cluster
-        self._table = table
-        self._outbox = outbox
         self._clock = time.monotonic
         self._placed_s: dict[str, float] = {}  # model -> when a short request last got a place
 
     def find(self, state: RequestState) -> Found | None:
-        """Return the instance for a request, or what it has to wait for; None without any instance.
-
-        Raises ApiError: 400 if no shape of the cluster holds it, 503 if it does not wait for its precision
-        and has not begun.
-        """
+        """Return the instance, or what the request waits for; None without any. Raises ApiError 400, 503."""
         request = state.request
         candidates = self._candidates(state)
         ahead = self._queues_ahead(state, candidates)
         found = dispatch.choose(candidates, request.num_tokens, request.min_precision, ahead)
         if isinstance(found, TooLong):
             raise too_long(len(request.prompt_token_ids), found.limit, request.sampling.max_tokens)
-        if isinstance(found, BelowFloor) and not (request.waits_for_precision or state.was_admitted):
+        if found is Wait.PRECISION and not (request.waits_for_precision or state.was_admitted):
             raise below_floor(request.model, request.min_precision)
         if isinstance(found, WaitForSplit) and found.is_overdue:
             return found.candidate
@@ -58,17 +50,17 @@ class Placement:
         return found
 
     def to_recall(self, model: str) -> list[RequestState]:
-        """Return short requests that wait at workers and should wait here, so that a group can split or form.
-
-        Each only once: a request that goes back to a worker is there for good.
-        """
+        """Return short requests to take back from workers, each once, so that a group can split or form."""
         found = []
         candidates = self.candidates(model)
         for seat in dispatch.crowded(candidates, self._long_tokens(model)):
-            there = self._table.at(_address(seat))
-            waiting = [one for one in there if one.is_sent and not one.is_running and not one.was_recalled]
-            short = [one for one in waiting if not dispatch.is_long(candidates, one.request.num_tokens)]
-            queued = sorted(short, key=lambda one: one.request.arrived)
+            queued = [
+                one
+                for one in self._table.at(_address(seat))
+                if one.is_sent and not one.is_running and not one.was_recalled
+                if not dispatch.is_long(candidates, one.request.num_tokens)
+            ]
+            queued.sort(key=lambda one: one.request.arrived)
             count = dispatch.num_to_recall(seat, [one.request.num_tokens for one in queued])
             found += queued[len(queued) - count :]
         return found
@@ -81,11 +73,12 @@ class Placement:
             state.journey.sent(target, state.attempt, state.num_known_tokens, self._clock())
         self._outbox.submit(state)
 
-    def candidates(self, model: str, refused_by: frozenset[InstanceAddress] = frozenset()) -> list[Candidate]:
-        return Candidates(self._cluster, self._table, self._clock()).of(model, refused_by)
+    def candidates(self, model: str) -> list[Candidate]:
+        return Candidates(self._cluster, self._table, self._clock()).of(model)
 
     def _candidates(self, state: RequestState) -> list[Candidate]:
-        found = self.candidates(state.request.model, state.refused_by)
+        view = Candidates(self._cluster, self._table, self._clock())
+        found = view.of(state.request.model, state.refused_by, state.prompt_digests)
         if self._has_last_chance(state):
             return [one for one in found if not any(map(self._has_last_chance, self._requests_at(one)))]
         return found

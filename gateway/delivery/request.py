@@ -1,7 +1,6 @@
 """A request that the gateway accepted, and its state until it ends.
 
-A `GenerationRequest` is one sequence that a client asked for: one prompt, one choice. It never changes. Its
-`RequestState` has all that is needed to continue elsewhere: the attempt, where it runs, the tokens received.
+A `GenerationRequest` never changes. Its `RequestState` has all that is needed to continue elsewhere.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from bus.messages import Delta, FinishReason, SamplingParams, StepOutput
 from bus.precisions import Precision
+from bus.prefix_keys import prompt_digests
 from gateway.delivery.journey import Journey
 from gateway.errors import ApiError
 
@@ -56,6 +56,7 @@ class GenerationRequest:
     trace_id: str = ""  # the client's id of its call
     min_precision: Floor = ""  # no layer may be below it in any step of this request
     waits_for_precision: bool = True  # until the deadline; False: refuse it instead
+    cache_salt: str = ""  # requests with unlike salts share no KV blocks
     # What becomes of its tokens: the worker does not get these.
     index: int = 0  # of its choice in the answer
     stop: tuple[str, ...] = ()
@@ -70,23 +71,13 @@ class GenerationRequest:
 
 
 class Sink(Protocol):
-    """The receiver of a call's tokens."""
+    """The receiver of a call's tokens. `flush` writes out what a batch of them brought."""
 
     def on_admitted(self) -> None:
         """Note that a worker began one of the call's requests."""
 
-    def on_tokens(
-        self,
-        request: GenerationRequest,
-        token_ids: list[int],
-        delta: Delta,
-        skip: int,
-        step: StepOutput | None,
-    ) -> bool:
-        """Take new tokens of `request`: in order, each once. Return True to get no more of them.
-
-        `skip`: how many tokens of `delta` came before. `step`: what made them; None if there are none.
-        """
+    def on_tokens(self, request: GenerationRequest, delta: Delta, skip: int, step: StepOutput | None) -> bool:
+        """Take the tokens of `delta` from `skip` on, each once. Return True to get no more of them."""
 
     def on_end(self) -> None:
         """Note that a request ended by itself, after its last tokens."""
@@ -94,28 +85,26 @@ class Sink(Protocol):
     def fail(self, error: ApiError) -> None:
         """Note that a request failed, and with it the call."""
 
-    def flush(self) -> None:
-        """Write out what a batch of tokens brought."""
+    def flush(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """The state of a request. `attempt` counts submissions, `strikes` those that a worker's failure ended.
-
-    Times are seconds of the monotonic clock; 0: not yet. A worker must begin by `deadline`.
-    """
+    """The state of a request. Times are seconds of the monotonic clock; 0: not yet."""
 
     request: GenerationRequest
     sink: Sink
-    deadline: float
+    deadline: float  # a worker must begin by then
     received: list[int] = field(default_factory=list)
-    attempt: int = 0
-    strikes: int = 0
+    attempt: int = 0  # counts submissions
+    strikes: int = 0  # attempts that a worker's failure ended
     target: InstanceAddress | None = None  # of this attempt; None: it waits for an instance
     is_sent: bool = False  # Redis has the Submit of this attempt
     is_running: bool = False  # the worker of this attempt began
     was_admitted: bool = False  # a worker of any attempt began
     was_recalled: bool = False
+    cached_tokens: int = 0  # of the prompt, that the first worker did not have to compute
+    digests: dict[int, list[int]] = field(default_factory=dict)  # of the prompt, by the tokens of a block
     num_misfits: int = 0  # times that a worker's whole KV cache was too small
     refused_by: frozenset[InstanceAddress] = frozenset()  # below its floor or retired, since the last poll
     last_sign: float = 0.0  # of life: sent, admitted or a token
@@ -133,6 +122,20 @@ class RequestState:
     def num_known_tokens(self) -> int:
         """Tokens of the prompt and of the output so far."""
         return len(self.request.prompt_token_ids) + len(self.received)
+
+    def prompt_digests(self, block_tokens: int) -> list[int]:
+        """Return the digests of the prompt's first blocks (`bus.prefix_keys`), computed once.
+
+        Empty for prompt log-probabilities, which take no cached block.
+        """
+        request = self.request
+        if request.sampling.prompt_logprobs is not None:
+            return []
+        if block_tokens not in self.digests:
+            self.digests[block_tokens] = prompt_digests(
+                request.cache_salt, request.prompt_token_ids, block_tokens
+            )
+        return self.digests[block_tokens]
 
     @property
     def log_ids(self) -> dict[str, str]:

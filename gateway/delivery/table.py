@@ -18,8 +18,7 @@ class ModelQueues:
         return state.id in self._by_model.get(state.request.model, {})
 
     def __iter__(self) -> Iterator[RequestState]:
-        for queue in self._by_model.values():
-            yield from queue.values()
+        return (state for queue in self._by_model.values() for state in queue.values())
 
     def __len__(self) -> int:
         return sum(map(len, self._by_model.values()))
@@ -55,16 +54,12 @@ def in_order(queue: dict[str, RequestState], state: RequestState) -> dict[str, R
 
 @dataclass(slots=True)
 class AssignedRequests:
-    """This gateway's requests at one address, of `num_tokens` in all.
-
-    `num_since` and `tokens_since` count those sent since the last metrics; `tokens_since` is less by what
-    was recalled from the worker's queue.
-    """
+    """This gateway's requests at one address."""
 
     requests: dict[str, RequestState] = field(default_factory=dict)
-    num_since: int = 0
-    tokens_since: int = 0
-    num_tokens: int = 0
+    num_since: int = 0  # sent since the last metrics
+    tokens_since: int = 0  # of these, less what was recalled from the worker's queue
+    num_tokens: int = 0  # of all
     _since: set[str] = field(default_factory=set)
     _longest: int | None = 0
 
@@ -102,10 +97,7 @@ class AssignedRequests:
 
 
 class RequestTable:
-    """Requests by id, with an index of where they run.
-
-    Integrity: every request is at exactly one address, its target's, or waits; no address is empty.
-    """
+    """Requests by id. Each is at exactly one address, its target's, or waits; no address is empty."""
 
     def __init__(self) -> None:
         self.requests: dict[str, RequestState] = {}
@@ -155,12 +147,8 @@ class RequestTable:
 
     def at_worker(self, worker: str, up_to_epoch: int) -> list[RequestState]:
         """Return the requests at this epoch of a worker and at earlier ones."""
-        return [
-            state
-            for target, there in self.assigned.items()
-            if target.worker == worker and target.epoch <= up_to_epoch
-            for state in there.requests.values()
-        ]
+        its = [one for one in self.assigned if one.worker == worker and one.epoch <= up_to_epoch]
+        return [state for target in its for state in self.at(target)]
 
     def at(self, target: InstanceAddress) -> list[RequestState]:
         there = self.assigned.get(target)
@@ -182,9 +170,8 @@ class RequestTable:
         """Raise AssertionError if a request is at no place or at two."""
         placed = {name for there in self.assigned.values() for name in there.requests}
         if placed & self.waiting.keys() or placed | self.waiting.keys() != self.requests.keys():
-            raise AssertionError(
-                f"{len(placed)} assigned, {len(self.waiting)} waiting of {len(self.requests)}"
-            )
+            counts = f"{len(placed)} assigned, {len(self.waiting)} waiting of {len(self.requests)}"
+            raise AssertionError(counts)
         queued = [state.id for queue in (self.for_room, self.for_parts) for state in queue]
         if len(set(queued)) < len(queued) or not self.waiting.keys() >= set(queued):
             raise AssertionError(f"some of {len(queued)} queued requests are assigned, or in two queues")

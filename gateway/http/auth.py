@@ -1,7 +1,6 @@
 """API keys: one set for /v1, one for /admin.
 
-Every configured key is compared, in constant time, so that the time of an answer shows neither the position
-of a key in the list nor its first wrong letter.
+Every key is compared, in constant time, so that the time of an answer shows nothing of a key.
 """
 
 from __future__ import annotations
@@ -21,10 +20,7 @@ ADMIN_HINT = "; /admin has keys of its own (gateway.admin_keys), and those of /v
 
 
 class Keys:
-    """A set of keys, held as digests: all have one length, and memory holds no key.
-
-    `hint`: says in a refusal which keys these are, the same for every wrong key.
-    """
+    """A set of keys, held as digests. `hint`: says in a refusal which keys these are."""
 
     def __init__(self, keys: Iterable[str], hint: str = "") -> None:
         self._hint = hint
@@ -48,17 +44,15 @@ class Keys:
 
 
 def check_admin(keys: Keys, headers: Headers, host: str, *, loopback_only: bool) -> None:
-    """Check a call of /admin.
+    """Check a call of /admin. Raises ApiError 401 or 403.
 
-    Without admin keys only this machine may make one, and no page of another site that is open in a browser
-    here. `loopback_only`: no other machine can connect.
-
-    Raises ApiError 401 or 403.
+    Without keys only this machine may make one, and no page of another site. `loopback_only`: no other
+    machine can connect.
     """
     if keys:
         keys.check(headers)
         return
-    if not loopback_only and not _is_this_machine(host):
+    if not loopback_only and not is_loopback(host.removeprefix("::ffff:")):  # IPv4 on an IPv6 socket
         raise _forbidden("answers this machine only; set a key to use it from another")
     given = dict(headers)
     own, origin = given.get(b"host"), given.get(b"origin")
@@ -72,18 +66,13 @@ def check_admin(keys: Keys, headers: Headers, host: str, *, loopback_only: bool)
 
 def _forbidden(why: str) -> ApiError:
     message = f"gateway.admin_keys is empty, so /admin {why}"
-    return ApiError(403, message, kind="permission_error", code="admin_loopback_only")
+    return ApiError(403, message, code="admin_loopback_only")
 
 
 def _name_of(host: bytes) -> str:
     """Return the name in a Host header: localhost:8000 -> localhost, [::1]:8000 -> [::1]."""
     text = host.decode("latin-1")
     return text[: text.find("]") + 1] if text.startswith("[") else text.partition(":")[0]
-
-
-def _is_this_machine(host: str) -> bool:
-    """Return True for loopback, also for an IPv4 address on an IPv6 socket."""
-    return is_loopback(host.removeprefix("::ffff:"))
 
 
 def _bearer(headers: Headers) -> bytes | None:

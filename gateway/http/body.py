@@ -6,34 +6,33 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
+from bus.settings import GatewaySettings
 from gateway.errors import ApiError, wrong_media
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Scope = MutableMapping[str, Any]
+Headers = Iterable[tuple[bytes, bytes]]
 
 
 class ClientLeft(Exception):
     """The client left before its request was complete: no answer is possible."""
 
 
-async def read_body(
-    headers: Iterable[tuple[bytes, bytes]], receive: Receive, *, max_bytes: int, timeout_s: float
-) -> bytes:
-    """Return the whole body. It must come within `timeout_s`, since it holds a place in the queue.
+async def read_body(headers: Headers, receive: Receive, limits: GatewaySettings) -> bytes:
+    """Return the whole body, which must come in time, since it holds a place in the queue.
 
-    Raises ClientLeft, and ApiError: 413 as soon as the length is known to be too large, 408 on timeout.
+    Raises ClientLeft, and ApiError: 415 for another type, 413 as soon as it is too large, 408 on timeout.
     """
-    for name, value in headers:
-        if name == b"content-length" and int(value) > max_bytes:
-            raise _too_large(int(value), max_bytes)
+    max_bytes, timeout_s = limits.max_body_bytes, limits.header_timeout_s
+    _check(headers, max_bytes)
     try:
         async with asyncio.timeout(timeout_s):
             return await _read(receive, max_bytes)
     except TimeoutError:
         message = f"the body did not come within {timeout_s:.0f} s (gateway.header_timeout_s)"
-        raise ApiError(408, message, kind="timeout", code="body_timeout") from None
+        raise ApiError(408, message, code="body_timeout") from None
 
 
 async def _read(receive: Receive, max_bytes: int) -> bytes:
@@ -49,9 +48,10 @@ async def _read(receive: Receive, max_bytes: int) -> bytes:
             return bytes(body)
 
 
-def check_content_type(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Refuse other types than JSON, and compressed bodies, which may be huge. Raises ApiError 415."""
+def _check(headers: Headers, max_bytes: int) -> None:
     for name, value in headers:
+        if name == b"content-length" and int(value) > max_bytes:
+            raise _too_large(int(value), max_bytes)
         if name == b"content-type":
             kind = value.partition(b";")[0].strip().lower()
             if kind not in (b"application/json", b"text/json") and not kind.endswith(b"+json"):

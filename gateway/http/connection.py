@@ -1,8 +1,6 @@
 """uvicorn's HTTP protocol with limits, and direct access to a stream's socket.
 
-uvicorn closes a connection that idles *between* requests. One that never sends a request, or sends its
-headers letter by letter, it keeps without limit. Here both are closed after `header_timeout_s`; when the
-connections are at their limit, the one that has been silent longest is closed for the next.
+Connections without a whole request head are closed after `header_timeout_s`, or for another at the limit.
 """
 
 from __future__ import annotations
@@ -18,16 +16,8 @@ from gateway.errors import bad_json, overloaded
 EXTENSION = "instar.link"
 
 
-def _nothing() -> None:
-    pass
-
-
 class ClientSocket:
-    """The socket of a request, in `scope["extensions"]["instar.link"]`.
-
-    A stream writes to it without a task wake-up per token, sees back-pressure and learns at once that the
-    client left. The owner of the current request sets the callbacks and calls `release` at the end.
-    """
+    """The socket of a request; its owner sets the callbacks and calls `release` at the end."""
 
     __slots__ = ("is_lost", "is_paused", "on_lost", "on_writable", "transport")
 
@@ -38,8 +28,8 @@ class ClientSocket:
         self.release()
 
     def release(self) -> None:
-        self.on_lost: Callable[[], None] = _nothing
-        self.on_writable: Callable[[], None] = _nothing
+        self.on_lost: Callable[[], None] = lambda: None
+        self.on_writable: Callable[[], None] = lambda: None
 
     def write_chunk(self, body: bytes) -> None:
         """Write one chunk of a chunked HTTP/1.1 body."""
@@ -47,10 +37,7 @@ class ClientSocket:
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection. Class attributes are settings, since uvicorn makes the instances.
-
-    `silent`: the connections that have not sent a whole request head yet, the oldest first.
-    """
+    """One connection. Class attributes are settings. `silent`: without a whole request head, oldest first."""
 
     header_timeout_s: ClassVar[float] = 10.0
     max_connections: ClassVar[int] = 4096
@@ -84,11 +71,7 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:
-        """Drop, for a limited time, the rest of a body that was refused before it had come.
-
-        Closing now would take the answer from a client that is still sending. (With pipelined requests
-        `cycle` is the last of them and has not begun.)
-        """
+        """Drop the rest of a refused body for a limited time, so that its client reads the answer."""
         if not self.pipeline and self.cycle.more_body:
             self._expect_head()
         super().on_response_complete()
@@ -126,9 +109,7 @@ class Protocol(HttpToolsProtocol):
         return True
 
     def _refuse(self, status: bytes, body: bytes, headers: bytes = b"") -> None:
-        head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % (
-            status,
-            len(body),
-        )
-        self.transport.write(head + headers + b"connection: close\r\n\r\n" + body)
+        head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+        head = head % (status, len(body)) + headers + b"connection: close\r\n\r\n"
+        self.transport.write(head + body)
         self.transport.close()

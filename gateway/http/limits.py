@@ -1,7 +1,6 @@
 """Admission: bounds of the queue and of all requests (503), and limits per key (429).
 
-A call reserves its slot before its prompt is tokenised, so that in a burst each refused call costs a refusal
-and not a tokenisation: this order bounds the time to a refusal.
+A call reserves its slot before its prompt is tokenised, so that refusals stay cheap in a burst.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from gateway.errors import ApiError, invalid, overloaded, too_many
+from gateway.errors import invalid, overloaded, too_many
 
 
 class Slot:
@@ -28,7 +27,9 @@ class Slot:
 
     def grow(self, size: int) -> None:
         """Take room for `size` requests in all. Raises ApiError: 503, or 400 if that many can never fit."""
-        self._admission.refuse_if_never(size)
+        limit = min(self._admission.max_queue, self._admission.max_inflight)
+        if size > limit:
+            raise invalid(f"this call has {size} sequences (prompts times n); the limit is {limit}", "n")
         self._admission.take(size - self.size)
         self.size = size
 
@@ -49,10 +50,8 @@ class Admission:
     """Owner of the two counts. Integrity: 0 <= queued <= inflight, both within their bounds."""
 
     def __init__(self, max_queue: int, max_inflight: int) -> None:
-        self.max_queue = max_queue
-        self.max_inflight = max_inflight
-        self.queued = 0
-        self.inflight = 0
+        self.max_queue, self.max_inflight = max_queue, max_inflight
+        self.queued = self.inflight = 0
         self.is_empty = asyncio.Event()
         self.is_empty.set()
 
@@ -60,11 +59,6 @@ class Admission:
         """Take room for one request. Raises ApiError 503."""
         self.take(1)
         return Slot(self, 1)
-
-    def refuse_if_never(self, size: int) -> None:
-        limit = min(self.max_queue, self.max_inflight)
-        if size > limit:
-            raise invalid(f"this call has {size} sequences (prompts times n); the limit is {limit}", "n")
 
     def take(self, size: int) -> None:
         if self.queued + size > self.max_queue:
@@ -94,14 +88,10 @@ class _Bucket:
 
 
 class RateLimiter:
-    """Limits of calls per minute and at once, for each key; 0 switches a limit off.
-
-    A bucket of `rpm` calls refills evenly over a minute.
-    """
+    """Limits of calls per minute (a bucket that refills evenly) and at once, for each key; 0: no limit."""
 
     def __init__(self, rpm: int, concurrent: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.rpm = rpm
-        self.concurrent = concurrent
+        self.rpm, self.concurrent = rpm, concurrent
         self._clock = clock
         self._buckets: dict[str, _Bucket] = {}
 
@@ -122,24 +112,19 @@ class RateLimiter:
 
     def _refilled(self, key: str) -> _Bucket:
         now = self._clock()
-        bucket = self._buckets.get(key)
-        if bucket is None:
-            bucket = self._buckets[key] = _Bucket(tokens=float(self.rpm), at=now)
+        bucket = self._buckets.setdefault(key, _Bucket(tokens=float(self.rpm), at=now))
         bucket.tokens = min(float(self.rpm), bucket.tokens + (now - bucket.at) * self.rpm / 60)
         bucket.at = now
         return bucket
 
     def _refuse_if_over(self, bucket: _Bucket) -> None:
         if self.concurrent and bucket.running >= self.concurrent:
-            raise self._refusal(
-                bucket, f"{bucket.running} requests at once, the limit is {self.concurrent}", 1.0
-            )
-        if self.rpm and bucket.tokens < 1:
-            wait_s = (1 - bucket.tokens) * 60 / self.rpm
-            raise self._refusal(bucket, f"over {self.rpm} requests per minute", wait_s)
-
-    def _refusal(self, bucket: _Bucket, what: str, wait_s: float) -> ApiError:
-        return too_many(f"this key sent {what}; wait and try again", wait_s, self._headers(bucket))
+            what, wait_s = f"{bucket.running} requests at once, the limit is {self.concurrent}", 1.0
+        elif self.rpm and bucket.tokens < 1:
+            what, wait_s = f"over {self.rpm} requests per minute", (1 - bucket.tokens) * 60 / self.rpm
+        else:
+            return
+        raise too_many(f"this key sent {what}; wait and try again", wait_s, self._headers(bucket))
 
     def _headers(self, bucket: _Bucket) -> dict[str, str]:
         if not self.rpm:

@@ -1,7 +1,6 @@
 """Server-sent events, written straight to a call's socket.
 
-The reader of the tokens stream pushes events and flushes once per batch: no task wakes up per token. While
-a client does not read, its events wait here up to a bound; other streams are not affected.
+The reader of the tokens stream pushes events and flushes once per batch: no task wakes up per token.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from gateway.errors import ApiError
 from gateway.http.connection import ClientSocket
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -25,16 +23,8 @@ HEADERS: Final = [
 ]
 
 
-def error_event(error: ApiError) -> bytes:
-    """Return the one event that clients take for a failure: an object with a message under `error`."""
-    return b"data: %b\n\n" % error.body()
-
-
 class EventStream:
-    """The events of one call. Nothing is written before `open`, when the headers are sent.
-
-    `max_pending`: events that may wait for the client; beyond it `is_over_limit` is True.
-    """
+    """The events of one call, written after `open`. `max_pending`: that may wait for the client."""
 
     __slots__ = ("_is_open", "_moved", "_pending", "_socket", "max_pending", "written_at")
 
@@ -77,12 +67,8 @@ class EventStream:
 
     def keep_alive(self, now: float, after_s: float) -> None:
         """Write a comment if nothing was written for `after_s`: proxies cut silent streams."""
-        if (
-            now - self.written_at >= after_s
-            and self._is_open
-            and not self._socket.is_paused
-            and not self._pending
-        ):
+        can_write = self._is_open and not self._socket.is_paused and not self._pending
+        if can_write and now - self.written_at >= after_s:
             self._socket.write_chunk(KEEPALIVE)
             self.written_at = now
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from bus.messages import Delta, StepOutput
@@ -12,19 +11,14 @@ from gateway.delivery.delivery import Delivery
 from gateway.delivery.request import GenerationRequest
 from gateway.errors import ApiError, slow_reader
 from gateway.http.limits import Slot
-from gateway.http.sse import DONE, EventStream, error_event
+from gateway.http.sse import DONE, EventStream
 from gateway.openai.choice import ChoicePiece, ChoiceText
 from gateway.openai.formats import ChunkWriter, Envelope
-from gateway.openai.logprobs import ScoredToken
 from gateway.text.vocabulary import Vocabulary
 
 
 class Completion:
-    """The sink of a call's requests, in the order of their choices.
-
-    `begun` is set when a worker began any of them, `ended` when all have ended; both also on failure
-    (`error`) and when the client left (`is_abandoned`).
-    """
+    """The sink of a call's requests. `begun` and `ended` are also set on failure and when the client left."""
 
     is_stream = False
 
@@ -36,8 +30,7 @@ class Completion:
         delivery: Delivery,
         slot: Slot,
     ) -> None:
-        self.envelope = envelope
-        self.vocabulary = vocabulary
+        self.envelope, self.vocabulary = envelope, vocabulary
         self.choices = [ChoiceText(request, vocabulary) for request in requests]
         self.states = [delivery.new_state(request, self) for request in requests]
         self.num_prompt_tokens = 0
@@ -46,8 +39,7 @@ class Completion:
         self.is_abandoned = False
         self.begun = asyncio.Event()
         self.ended = asyncio.Event()
-        self._delivery = delivery
-        self._slot = slot
+        self._delivery, self._slot = delivery, slot
         self._num_open = 0
 
     def submit(self) -> None:
@@ -88,12 +80,18 @@ class Completion:
         known = [at for at in times if at]
         return min(known) - self.states[0].request.arrived if known else None
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
+        """Return the tokens of the call; a prompt counts once, however many choices it has."""
         output = sum(choice.num_tokens for choice in self.choices)
+        cached: dict[int, int] = {}
+        for state in self.states:
+            prompt = id(state.request.prompt_token_ids)
+            cached[prompt] = min(cached.get(prompt, state.cached_tokens), state.cached_tokens)
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": output,
             "total_tokens": self.num_prompt_tokens + output,
+            "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
         }
 
     def _cancel(self) -> None:
@@ -104,31 +102,18 @@ class Completion:
         self.begun.set()
         self.ended.set()
 
-    # ------------------------------------------------------------------------------------- as a sink
-
     def on_admitted(self) -> None:
         self._slot.start_one()
         self.begun.set()
 
-    def on_tokens(
-        self,
-        request: GenerationRequest,
-        token_ids: list[int],
-        delta: Delta,
-        skip: int,
-        step: StepOutput | None,
-    ) -> bool:
-        if step is not None and step.fingerprint != self.fingerprint and step.fingerprint:
+    def on_tokens(self, request: GenerationRequest, delta: Delta, skip: int, step: StepOutput | None) -> bool:
+        if step is not None and step.fingerprint not in ("", self.fingerprint):
             self.fingerprint = step.fingerprint
             self._on_fingerprint(step.fingerprint)
-        made = self.choices[request.index].decode(token_ids, delta, skip, step)
-        if not made:
-            return False
-        if isinstance(made, str):
-            self._emit_text(request.index, made)
-            return False
-        self._emit(request.index, made)
-        return made.is_cut
+        made = self.choices[request.index].decode(delta, skip, step)
+        if made:
+            self._emit(request.index, made)
+        return isinstance(made, ChoicePiece) and made.is_cut
 
     def on_end(self) -> None:
         self._num_open -= 1
@@ -139,12 +124,7 @@ class Completion:
     def flush(self) -> None:
         """Write out what a batch of tokens brought."""
 
-    # ------------------------------------------------------------------------------------- by kind
-
-    def _emit_text(self, index: int, text: str) -> None:
-        raise NotImplementedError
-
-    def _emit(self, index: int, piece: ChoicePiece) -> None:
+    def _emit(self, index: int, made: str | ChoicePiece) -> None:
         raise NotImplementedError
 
     def _on_fingerprint(self, fingerprint: str) -> None:
@@ -169,9 +149,8 @@ class StreamedCompletion(Completion):
         self._is_open = False
 
     def submit(self) -> None:
-        for writer in self._writers:
-            if (opening := writer.opening()) is not None:
-                self.stream.push(opening)
+        for opening in filter(None, (writer.opening() for writer in self._writers)):
+            self.stream.push(opening)
         super().submit()
 
     def open(self) -> None:
@@ -188,14 +167,13 @@ class StreamedCompletion(Completion):
         if self.stream.is_over_limit:
             self.fail(slow_reader(self.stream.max_pending))
 
-    def _emit_text(self, index: int, text: str) -> None:
-        self.stream.push(self._writers[index].text(text))
-
-    def _emit(self, index: int, piece: ChoicePiece) -> None:
-        logprobs = self.envelope.format.logprobs(piece.tokens, self.vocabulary) if piece.tokens else None
-        precision = self.choices[index].precision
-        spans = precision.spans if precision is not None and piece.finish_reason is not None else None
-        self.stream.push(self._writers[index].rich(piece.text, logprobs, piece.finish_reason, spans))
+    def _emit(self, index: int, made: str | ChoicePiece) -> None:
+        if isinstance(made, str):
+            self.stream.push(self._writers[index].text(made))
+            return
+        logprobs = self.envelope.format.logprobs(made.tokens, self.vocabulary) if made.tokens else None
+        spans = self.choices[index].precision if made.finish_reason is not None else None
+        self.stream.push(self._writers[index].rich(made.text, logprobs, made.finish_reason, spans))
 
     def _on_fingerprint(self, fingerprint: str) -> None:
         for writer in self._writers:
@@ -208,15 +186,7 @@ class StreamedCompletion(Completion):
 
     def _on_failed(self, error: ApiError) -> None:
         if self._is_open:
-            self.stream.push(error_event(error))
-            self.stream.push(DONE)
-
-
-@dataclass(slots=True)
-class _WholeChoice:
-    texts: list[str] = field(default_factory=list)
-    tokens: list[ScoredToken] = field(default_factory=list)
-    finish_reason: str | None = None
+            self.stream.push(b"data: %b\n\n" % error.body() + DONE)
 
 
 class WholeCompletion(Completion):
@@ -224,26 +194,21 @@ class WholeCompletion(Completion):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._wholes = [_WholeChoice() for _ in self.choices]
+        self._pieces: list[list[ChoicePiece]] = [[] for _ in self.choices]
 
     def answer(self) -> bytes:
         """Return the JSON. To be called when every request ended without an error."""
-        choices = [self._choice(index, whole) for index, whole in enumerate(self._wholes)]
+        choices = [self._choice(index, pieces) for index, pieces in enumerate(self._pieces)]
         return self.envelope.whole(choices, self.usage(), self.fingerprint)
 
-    def _emit_text(self, index: int, text: str) -> None:
-        self._wholes[index].texts.append(text)
+    def _emit(self, index: int, made: str | ChoicePiece) -> None:
+        self._pieces[index].append(ChoicePiece(made) if isinstance(made, str) else made)
 
-    def _emit(self, index: int, piece: ChoicePiece) -> None:
-        whole = self._wholes[index]
-        whole.texts.append(piece.text)
-        whole.tokens += piece.tokens
-        whole.finish_reason = piece.finish_reason
-
-    def _choice(self, index: int, whole: _WholeChoice) -> dict[str, Any]:
+    def _choice(self, index: int, pieces: list[ChoicePiece]) -> dict[str, Any]:
         form, precision = self.envelope.format, self.choices[index].precision
+        text, tokens = "".join(one.text for one in pieces), [token for one in pieces for token in one.tokens]
         has_logprobs = self.states[index].request.sampling.logprobs is not None
-        logprobs = form.logprobs(whole.tokens, self.vocabulary) if has_logprobs else None
-        rest = {"logprobs": logprobs, "finish_reason": whole.finish_reason}
-        spans = {} if precision is None else {"precision": precision.spans}
-        return {"index": index} | form.text_field("".join(whole.texts)) | rest | spans
+        logprobs = form.logprobs(tokens, self.vocabulary) if has_logprobs else None
+        rest = {"logprobs": logprobs, "finish_reason": pieces[-1].finish_reason if pieces else None}
+        spans = {} if precision is None else {"precision": precision}
+        return {"index": index} | form.text_field(text) | rest | spans

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from bus.messages import Delta, StepOutput, TokenLogprobs
@@ -15,39 +16,19 @@ class ChoicePiece(NamedTuple):
     """Text with all that may come with it. `is_cut`: a stop string ended it."""
 
     text: str
-    tokens: list[ScoredToken]
-    finish_reason: str | None
-    is_cut: bool
-
-
-class PrecisionSpans:
-    """Spans of output tokens [start, end), each with the shape that made it; neighbours differ."""
-
-    __slots__ = ("spans",)
-
-    def __init__(self) -> None:
-        self.spans: list[dict[str, Any]] = []
-
-    def add(self, end: int, step: StepOutput) -> None:
-        """Note that `step` made the tokens before `end` that have no span yet."""
-        start = self.spans[-1]["end"] if self.spans else 0
-        if end == start:
-            return
-        shape = {"layers_below_full": step.layers_below_full, "fingerprint": step.fingerprint}
-        if self.spans and shape.items() <= self.spans[-1].items():
-            self.spans[-1]["end"] = end
-        else:
-            self.spans.append({"start": start, "end": end} | shape)
+    tokens: Sequence[ScoredToken] = ()
+    finish_reason: str | None = None
+    is_cut: bool = False
 
 
 class ChoiceText:
-    """`num_tokens` counts what the client gets: to the end, or to the token that completed a stop string."""
+    """The text of one choice. `num_tokens`: to its end, or to the token that completed a stop string."""
 
     def __init__(self, request: GenerationRequest, vocabulary: Vocabulary) -> None:
         self.num_tokens = 0
-        self.precision = PrecisionSpans() if request.returns_precision else None
-        self._request = request
-        self._vocabulary = vocabulary
+        # Spans of output tokens [start, end), each with the shape that made it; neighbours differ.
+        self.precision: list[dict[str, Any]] | None = [] if request.returns_precision else None
+        self._request, self._vocabulary = request, vocabulary
         self._text = TextStream(vocabulary)
         self._matcher = StopMatcher(request.stop) if request.stop else None
         self._scores = LogprobQueue() if request.sampling.logprobs is not None else None
@@ -56,17 +37,12 @@ class ChoiceText:
         self._num_chars_out = 0  # of those, given out
         self._is_plain = not self._matcher and self._scores is None and self._echo is None
 
-    def decode(
-        self, token_ids: list[int], delta: Delta, skip: int, step: StepOutput | None
-    ) -> str | ChoicePiece | None:
-        """Return what can go out: text alone, or with more; None for nothing.
-
-        `skip`: how many tokens of `delta` came before `token_ids`.
-        """
+    def decode(self, delta: Delta, skip: int, step: StepOutput | None) -> str | ChoicePiece | None:
+        """Return what can go out, or None. `skip`: how many tokens of `delta` came before."""
+        token_ids = delta.token_ids[skip:] if skip else delta.token_ids
         if self._is_plain and delta.finish_reason is None:
             self.num_tokens += len(token_ids)
-            if self.precision is not None:
-                self._note_precision(step)
+            self._note_precision(step)
             feed = self._text.feed
             return feed(token_ids[0]) if len(token_ids) == 1 else "".join(map(feed, token_ids))
         text, finish, is_cut = self._take_echo(delta), delta.finish_reason, False
@@ -89,16 +65,21 @@ class ChoiceText:
         return ChoicePiece(text, tokens, finish, is_cut) if text or tokens or finish is not None else None
 
     def _note_precision(self, step: StepOutput | None) -> None:
-        if self.precision is not None and step is not None:
-            self.precision.add(self.num_tokens, step)
+        """Note that `step` made the tokens that have no span yet."""
+        spans = self.precision
+        if spans is None or step is None:
+            return
+        start, end = spans[-1]["end"] if spans else 0, self.num_tokens
+        shape = {"layers_below_full": step.layers_below_full, "fingerprint": step.fingerprint}
+        if spans and shape.items() <= spans[-1].items():
+            spans[-1]["end"] = end
+        elif end > start:
+            spans.append({"start": start, "end": end} | shape)
 
     def _decode_scored(
         self, token_ids: list[int], values: list[TokenLogprobs], delta: Delta
     ) -> tuple[str, bool]:
-        """Return (text that can go out, whether a stop string cut it).
-
-        A token that ended the text has no text of its own, whatever the tokenizer makes of it.
-        """
+        """Return (text that can go out, whether a stop string cut it). An end token has no text."""
         pieces: list[str] = []
         stop_ids = self._request.sampling.stop_token_ids
         has_end_token = delta.finish_reason == "stop" and token_ids and token_ids[-1] in stop_ids

@@ -1,12 +1,11 @@
 """The two formats of an answer: completions and chat completions, whole and in chunks.
 
-The gateway writes chunks of plain text most, so everything around the text is built once per choice and
-fingerprint; per token only the text is escaped.
+Everything around the text is built once per choice and fingerprint; per token only text is escaped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,21 +19,17 @@ to_json = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format.
-
-    `text_field` wraps a choice's whole text, `chunk_before` and `chunk_after` that of a chunk; `opening` is
-    in the chunk before any text, `empty` in one without text.
-    """
+    """The format of one endpoint's answers."""
 
     id_prefix: str
     whole_object: str
     chunk_object: str
-    logprobs: Callable[[list[ScoredToken], Vocabulary], dict[str, Any]]
-    text_field: Callable[[str], dict[str, Any]]
-    chunk_before: bytes
+    logprobs: Callable[[Sequence[ScoredToken], Vocabulary], dict[str, Any]]
+    text_field: Callable[[str], dict[str, Any]]  # of a choice's whole text
+    chunk_before: bytes  # the text of a chunk
     chunk_after: bytes
-    empty: bytes
-    opening: bytes | None
+    empty: bytes  # in a chunk without text
+    opening: bytes | None  # in the chunk before any text
 
 
 COMPLETION = Format(
@@ -71,38 +66,26 @@ class Envelope:
     model: str
     has_usage: bool  # chunks then carry "usage": null, and the last one the numbers
 
-    def start(self, fingerprint: str) -> bytes:
-        fields = {
-            "id": self.id,
-            "object": self.format.chunk_object,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": fingerprint or None,
-        }
-        return b"data: " + to_json(fields)[:-1]
+    def _fields(self, kind: str, fingerprint: str) -> dict[str, Any]:
+        fields = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return fields | {"system_fingerprint": fingerprint or None}
 
-    def usage_event(self, usage: dict[str, int], fingerprint: str) -> bytes:
+    def start(self, fingerprint: str) -> bytes:
+        return b"data: " + to_json(self._fields(self.format.chunk_object, fingerprint))[:-1]
+
+    def usage_event(self, usage: dict[str, Any], fingerprint: str) -> bytes:
         return self.start(fingerprint) + b',"choices":[],"usage":' + to_json(usage) + b"}\n\n"
 
-    def whole(self, choices: list[dict[str, Any]], usage: dict[str, int], fingerprint: str) -> bytes:
-        fields = {
-            "id": self.id,
-            "object": self.format.whole_object,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-            "usage": usage,
-            "system_fingerprint": fingerprint or None,
-        }
-        return to_json(fields)
+    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any], fingerprint: str) -> bytes:
+        fields = self._fields(self.format.whole_object, fingerprint)
+        return to_json(fields | {"choices": choices, "usage": usage})
 
 
 class ChunkWriter:
     """Writes the events of one choice."""
 
     def __init__(self, envelope: Envelope, index: int) -> None:
-        self._envelope = envelope
-        self.index = index
+        self._envelope, self._index = envelope, index
         self._event_end = b'}],"usage":null}\n\n' if envelope.has_usage else b"}]}\n\n"
         self._after = envelope.format.chunk_after
         self._plain_end = self._after + b',"logprobs":null,"finish_reason":null' + self._event_end
@@ -110,8 +93,7 @@ class ChunkWriter:
 
     def use(self, fingerprint: str) -> None:
         """Name this shape in the chunks from now on."""
-        self.fingerprint = fingerprint
-        self._start = self._envelope.start(fingerprint) + b',"choices":[{"index":%d,' % self.index
+        self._start = self._envelope.start(fingerprint) + b',"choices":[{"index":%d,' % self._index
         self._before = self._start + self._envelope.format.chunk_before
 
     def text(self, text: str) -> bytes:
@@ -130,12 +112,9 @@ class ChunkWriter:
         precision: list[dict[str, Any]] | None = None,
     ) -> bytes:
         """Return an event with any combination. At a finish without text a chat's delta is empty."""
-        has_text = text or (finish_reason is None)
-        body = (
-            self._before + to_json(text) + self._after
-            if has_text
-            else self._start + self._envelope.format.empty
-        )
+        body = self._start + self._envelope.format.empty
+        if text or finish_reason is None:
+            body = self._before + to_json(text) + self._after
         rest = b',"logprobs":' + to_json(logprobs) + b',"finish_reason":' + to_json(finish_reason)
         if precision is not None:
             rest += b',"precision":' + to_json(precision)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from bus.messages import InstanceCard, SamplingParams
 from gateway.delivery.cluster import Cluster
 from gateway.delivery.request import GenerationRequest
 from gateway.errors import invalid, too_long
 from gateway.openai.params import CallBody, ChatBody, CompletionBody
-from gateway.openai.parsing import prompts
+from gateway.openai.request_log import RequestLog
 from gateway.text.tokenizer import Tokenizer
 
 _SEED_MASK = 2**63 - 1
@@ -21,30 +20,16 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the seeds of n choi
 Prompt = str | list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class CallIds:
-    """The fields that all requests of a call share: the answer's id, the client's id, the arrival."""
-
-    completion_id: str
-    trace_id: str
-    arrived: float
-
-
 class RequestBuilder:
     """Reads the context limit from the ready instances; `max_n_tokens` bounds the output of one call."""
 
-    def __init__(self, cluster: Cluster, *, max_n_tokens: int, default_max_tokens: int) -> None:
+    def __init__(self, cluster: Cluster, max_n_tokens: int, default_max_tokens: int) -> None:
         self._cluster = cluster
-        self._max_n_tokens = max_n_tokens
-        self._default_max_tokens = default_max_tokens
+        self._max_n_tokens, self._default_max_tokens = max_n_tokens, default_max_tokens
 
     def context(self, card: InstanceCard) -> int:
         """Return how many tokens the largest shape of the cluster can hold."""
         return self._cluster.longest_tokens(card.model, time.monotonic()) or card.max_model_len
-
-    def prompts(self, body: CallBody, context: int) -> list[Prompt]:
-        """Return the prompts of a completion; [""] for a chat, which has one. Raises ApiError 400."""
-        return prompts(body.prompt, context) if isinstance(body, CompletionBody) else [""]
 
     async def build(
         self,
@@ -53,12 +38,10 @@ class RequestBuilder:
         context: int,
         card: InstanceCard,
         tokenizer: Tokenizer,
-        ids: CallIds,
+        call_id: str,
+        log: RequestLog,
     ) -> list[GenerationRequest]:
-        """Return the requests of a call: each prompt `n` times, numbered as OpenAI does.
-
-        Raises ApiError 400. `given` and `context` as returned by `prompts` and `context`.
-        """
+        """Return each prompt of a call `n` times, numbered as OpenAI does. Raises ApiError 400."""
         if isinstance(body, CompletionBody):
             is_batch = isinstance(body.prompt, list) and isinstance(body.prompt[0], str | list)
             token_ids = [
@@ -68,19 +51,30 @@ class RequestBuilder:
         else:
             token_ids = [await _tokenize_chat(body, context, tokenizer)]
         max_tokens = self._max_tokens(body, max(map(len, token_ids)), context, card)
-        self._check(body, token_ids, max_tokens, context, card)
+        _check_ids(list(body.logit_bias), card, "logit_bias")
+        for prompt in token_ids:  # the narrower limit, so the one to name first
+            if len(prompt) + max_tokens > context:
+                raise too_long(len(prompt), context, max_tokens)
+        num_tokens = len(token_ids) * body.n * max_tokens
+        if num_tokens > self._max_n_tokens:
+            raise invalid(
+                f"{len(token_ids)} prompts times n={body.n} times max_tokens={max_tokens} is "
+                f"{num_tokens} tokens; one call may ask for {self._max_n_tokens} (gateway.max_n_tokens)",
+                "max_tokens",
+            )
         sampling = _sampling(body, max_tokens, () if body.ignore_eos else tokenizer.stop_token_ids)
         return [
             GenerationRequest(
-                id=f"{ids.completion_id}-{i * body.n + choice}",
+                id=f"{call_id}-{i * body.n + choice}",
                 index=i * body.n + choice,
                 model=body.model,
                 prompt_token_ids=token_ids[i],
                 sampling=sampling[choice],
-                arrived=ids.arrived,
-                trace_id=ids.trace_id,
+                arrived=log.arrived,
+                trace_id=log.request_id,
                 min_precision=body.min_precision or "",
                 waits_for_precision=body.min_precision_wait,
+                cache_salt=body.cache_salt,
                 stop=tuple(body.stop),
                 echo=_echo(body, given[i], token_ids[i], tokenizer),
                 has_output=max_tokens > 0,
@@ -91,11 +85,7 @@ class RequestBuilder:
         ]
 
     def _max_tokens(self, body: CallBody, num_prompt: int, context: int, card: InstanceCard) -> int:
-        """Return what the client asked for, else a default that fits beside the longest prompt.
-
-        By default a chat may fill the context, as far as one worker holds it: what was not asked for is no
-        reason to form a group.
-        """
+        """Return what the client asked for, else a default that needs no group beside the prompt."""
         given, default = body.max_tokens, self._default_max_tokens
         if isinstance(body, ChatBody):
             given, default = body.max_completion_tokens or given, max(1, self._max_n_tokens // body.n)
@@ -106,32 +96,9 @@ class RequestBuilder:
         usual = max((self._cluster.usual_tokens(one, now) for one in ready), default=0)
         return min(default, (usual if num_prompt < usual else context) - num_prompt)
 
-    def _check(
-        self,
-        body: CallBody,
-        prompts: Sequence[Sequence[int]],
-        max_tokens: int,
-        context: int,
-        card: InstanceCard,
-    ) -> None:
-        _check_ids(list(body.logit_bias), card, "logit_bias")
-        for prompt in prompts:  # the narrower limit, so the one to name first
-            if len(prompt) + max_tokens > context:
-                raise too_long(len(prompt), context, max_tokens)
-        num_tokens = len(prompts) * body.n * max_tokens
-        if num_tokens > self._max_n_tokens:
-            raise invalid(
-                f"{len(prompts)} prompts times n={body.n} times max_tokens={max_tokens} is "
-                f"{num_tokens} tokens; one call may ask for {self._max_n_tokens} (gateway.max_n_tokens)",
-                "max_tokens",
-            )
-
 
 def _sampling(body: CallBody, max_tokens: int, stop_token_ids: tuple[int, ...]) -> list[SamplingParams]:
-    """Return the parameters of each of `n` choices: each has its own seed, the first the client's.
-
-    A worker must make one token at least; for max_tokens 0 the gateway drops it.
-    """
+    """Return the parameters of each of `n` choices: each has its own seed, the first the client's."""
     if isinstance(body, ChatBody):
         logprobs, has_echo = (body.top_logprobs or 0) if body.logprobs else None, False
     else:

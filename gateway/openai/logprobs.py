@@ -1,13 +1,12 @@
 """Log-probabilities, released together with the text they belong to.
 
-Text is held back for unfinished characters and possible stop strings; its tokens wait with it. `offset`
-counts characters of the choice's text, the echoed prompt included, so that `text[offset:]` begins with the
-token (or with the character it is part of, if a character spans several tokens).
+`offset` counts characters of the choice's text: `text[offset:]` begins with the token, echoes included.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +49,7 @@ class LogprobQueue:
         return rest
 
 
-def completion_logprobs(tokens: list[ScoredToken], vocabulary: Vocabulary) -> dict[str, Any]:
+def completion_logprobs(tokens: Sequence[ScoredToken], vocabulary: Vocabulary) -> dict[str, Any]:
     """Return the object of /v1/completions: four parallel lists."""
     return {
         "tokens": [vocabulary.label(token.token_id) for token in tokens],
@@ -69,20 +68,16 @@ def _by_label(values: TokenLogprobs | None, vocabulary: Vocabulary) -> dict[str,
     return found
 
 
-def chat_logprobs(tokens: list[ScoredToken], vocabulary: Vocabulary) -> dict[str, Any]:
+def chat_logprobs(tokens: Sequence[ScoredToken], vocabulary: Vocabulary) -> dict[str, Any]:
     """Return the object of /v1/chat/completions: a list of objects with each token's exact bytes."""
-    return {
-        "content": [_chat_entry(token.values, vocabulary) for token in tokens if token.values],
-        "refusal": None,
-    }
 
+    def scored(token_id: int, logprob: float) -> dict[str, Any]:
+        data = list(vocabulary.bytes_of(token_id))
+        return {"token": vocabulary.label(token_id), "logprob": logprob, "bytes": data}
 
-def _chat_entry(values: TokenLogprobs, vocabulary: Vocabulary) -> dict[str, Any]:
-    pairs = zip(values.top_ids, values.top_logprobs, strict=True)
-    top = [_chat_token(token_id, logprob, vocabulary) for token_id, logprob in pairs]
-    return _chat_token(values.token_id, values.logprob, vocabulary) | {"top_logprobs": top}
-
-
-def _chat_token(token_id: int, logprob: float, vocabulary: Vocabulary) -> dict[str, Any]:
-    data = vocabulary.bytes_of(token_id)
-    return {"token": vocabulary.label(token_id), "logprob": logprob, "bytes": list(data)}
+    content = [
+        scored(one.token_id, one.logprob) | {"top_logprobs": list(map(scored, one.top_ids, one.top_logprobs))}
+        for one in (token.values for token in tokens)
+        if one is not None
+    ]
+    return {"content": content, "refusal": None}

@@ -15,10 +15,7 @@ log = logging.getLogger("gateway")
 
 
 class Models:
-    """Tokenizers by folder.
-
-    One that failed to load is tried again at the next request: its folder may just be being mounted.
-    """
+    """Tokenizers by folder. One that failed to load is tried again at the next request."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -35,12 +32,8 @@ class Models:
         card = self._cluster.cards.get(model)
         if card is not None:
             return card
-        for worker in self._cluster.loading():
-            names = {instance.model for instance in worker.instances}
-            if model in names or not names:
-                raise unavailable(
-                    f"worker {worker.id} is still loading ({worker.progress or 'starting'})", 2.0
-                )
+        if worker := self._cluster.loader_of(model):
+            raise unavailable(f"worker {worker.id} is still loading ({worker.progress or 'starting'})", 2.0)
         if self._cluster.is_coming(model):
             raise unavailable(f"{model} is being loaded", 2.0)
         if model in self._cluster.awaited:
@@ -60,12 +53,8 @@ class Models:
         try:
             return await asyncio.shield(load)
         except TokenizerError as error:
-            raise ApiError(
-                503,
-                f"the tokenizer of {card.model!r} cannot be used: {error}",
-                kind="server_error",
-                code="no_tokenizer",
-            ) from error
+            message = f"the tokenizer of {card.model!r} cannot be used: {error}"
+            raise ApiError(503, message, code="no_tokenizer") from error
 
     def _start(self, card: InstanceCard) -> asyncio.Task[Tokenizer]:
         load = asyncio.create_task(asyncio.to_thread(Tokenizer, Path(card.model_path), card.vocab_size))

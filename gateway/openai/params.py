@@ -25,10 +25,7 @@ MAX_COUNT = 2**31 - 1  # engines and the bus have counts and ids of fixed width
 
 
 def between(low: float, high: float, *, above: bool = False) -> AfterValidator:
-    """Return a check that `low` <= value <= `high`; `above`: `low` < value.
-
-    Unlike Field(ge=, le=), the error names both ends.
-    """
+    """Return a check that `low` <= value <= `high`, whose error names both; `above`: `low` < value."""
     allowed = f"more than {low} and at most {high}" if above else f"{low} to {high}"
 
     def check(value: float) -> float:
@@ -39,12 +36,7 @@ def between(low: float, high: float, *, above: bool = False) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _to_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 def _integer_keys(value: Any) -> Any:
-    """Turn the keys of a JSON object into integers: "15496" -> 15496."""
     if not isinstance(value, dict):
         return value
     return {int(key) if key.isascii() and key.isdecimal() else key: bias for key, bias in value.items()}
@@ -54,10 +46,7 @@ TokenId = Annotated[int, between(0, MAX_COUNT)]
 
 
 def _at_most(limit: int) -> BeforeValidator:
-    """Return a check of the number of an object's fields.
-
-    pydantic's own max_length validates every field first, which takes seconds for half a million.
-    """
+    """Return a check of an object's size before its fields are validated, which may take seconds."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > limit:
@@ -68,7 +57,8 @@ def _at_most(limit: int) -> BeforeValidator:
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS), FailFast(), BeforeValidator(_to_list)]
+_LISTED = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS), FailFast(), _LISTED]
 LogitBias = Annotated[
     dict[TokenId, Annotated[float, between(-100, 100)]],
     BeforeValidator(_integer_keys),
@@ -103,6 +93,7 @@ class SamplingBody(Body):
     ignore_eos: bool = False
     min_precision: Precision | None = None  # of every layer, in every step of this request
     min_precision_wait: bool = True  # False: 503 at once if no instance keeps it
+    cache_salt: Annotated[str, Field(max_length=256)] = ""  # only requests with the same one share KV blocks
     return_precision: bool = False  # with how many layers below full each token was made
     user: str | None = None
     metadata: Annotated[dict[str, str], _at_most(MAX_METADATA)] | None = None  # ignored, as user is

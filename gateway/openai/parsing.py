@@ -1,8 +1,6 @@
 """Parsing of a body into checked fields, with errors that name what was wrong.
 
-Three passes, so that no field is ignored: fields that are null, or have the value that means "do nothing",
-are dropped; fields of OpenAI or vLLM that are not supported here are refused by name; pydantic validates the
-types and ranges of the rest. Each refusal is a 400 with the field in `param`.
+Fields that do nothing are dropped, unsupported ones refused by name, the rest validated by pydantic.
 """
 
 from __future__ import annotations
@@ -38,10 +36,7 @@ def parse(kind: type[B], data: bytes) -> B:
 
 
 def prompts(value: Any, context: int) -> list[str | list[int]]:
-    """Return the prompts of one completion call: texts, or lists of token ids.
-
-    Raises ApiError 400, also for an empty prompt and for more than `context` token ids in one.
-    """
+    """Return the prompts of one call: texts, or lists of at most `context` token ids. Raises ApiError 400."""
     if isinstance(value, str) or (isinstance(value, list) and value and _is_integer(value[0])):
         return [_prompt(value, "prompt", context)]
     if not isinstance(value, list):
@@ -99,7 +94,6 @@ def _best_value(name: str) -> str:
 
 
 def _check_together(body: SamplingBody) -> None:
-    """Check the rules that join two fields."""
     if "stream_options" in body.model_fields_set and not body.stream:
         raise invalid("stream_options is only allowed with stream: true", "stream_options")
     if "min_precision_wait" in body.model_fields_set and body.min_precision is None:

@@ -14,18 +14,13 @@ from gateway.errors import ApiError, invalid, unsupported
 _WANTED: Final = {
     "range": "allowed is {allowed}",
     "literal_error": "allowed is {expected}",
-    "int_type": "it must be an integer",
-    "int_from_float": "it must be an integer",
-    "int_parsing": "it must be an integer",
     "float_type": "it must be a number",
     "finite_number": "it must be a finite number",
     "string_type": "it must be a string",
-    "bool_type": "it must be true or false",
-    "bool_parsing": "it must be true or false",
     "list_type": "it must be an array",
-    "dict_type": "it must be an object",
-    "model_type": "it must be an object",
-    "model_attributes_type": "it must be an object",
+    **dict.fromkeys(("int_type", "int_from_float", "int_parsing"), "it must be an integer"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "it must be true or false"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "it must be an object"),
 }
 _LENGTHS: Final[Mapping[str, Callable[[Any, Mapping[str, Any]], str]]] = {
     "too_long": lambda value, limits: f"holds {len(value)} items; at most {limits['max_length']} are allowed",

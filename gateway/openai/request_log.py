@@ -20,20 +20,14 @@ PROBES: Final = ("/health", "/ready", "/metrics")
 
 
 class RequestLog:
-    """The facts of an HTTP request for its log line.
-
-    `status`: as sent, before a stream's text. `code`: of the error that refused it. `call`: None unless it
-    was a completion whose body was understood.
-    """
+    """The facts of an HTTP request for its log line."""
 
     def __init__(self, request_id: str, method: str, path: str, arrived: float) -> None:
-        self.status = 200
-        self.code = ""
-        self.call: Completion | None = None
-        self.arrived = arrived
-        self.request_id = request_id
-        self._method = method
-        self._path = path
+        self.status = 200  # as sent, before a stream's text
+        self.code = ""  # of the error that refused it
+        self.call: Completion | None = None  # a completion whose body was understood
+        self.request_id, self.arrived = request_id, arrived
+        self._method, self._path = method, path
 
     def refused(self, error: ApiError) -> None:
         self.status = error.status
@@ -58,16 +52,11 @@ class RequestLog:
             "status": self.status,
             "seconds": round(now - self.arrived, DIGITS),
         }
-        if self.code:
-            fields["error"] = self.code
-        return fields | _of_call(self.call) if self.call is not None else fields
+        error = {"error": self.code} if self.code else {}
+        return fields | error | (_of_call(self.call) if self.call is not None else {})
 
 
 def _of_call(call: Completion) -> dict[str, Any]:
-    """Return the fields of a completion, those without a value left out.
-
-    Of several choices: the first token of any, and the mean time per token over all.
-    """
     states = call.states
     fields = {
         "id": call.envelope.id,

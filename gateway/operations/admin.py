@@ -16,13 +16,13 @@ from starlette.responses import Response, StreamingResponse
 from bus.messages import CancelMorph, Drain
 from bus.morphs import MORPHS, MorphEntry, TransformOrder
 from bus.policy import describe
-from gateway.errors import ApiError
+from gateway.errors import ApiError, meant, not_found
 from gateway.morphs import MorphRecord
 from gateway.operations import orders, transforms
 from gateway.operations import policy as policies
 from gateway.operations.answers import WAIT_S, Here, allowed, body_of, bus_or_503, json_answer, new_id
 from gateway.operations.live import Feeds
-from gateway.operations.orders import loss_without, meant
+from gateway.operations.orders import loss_without
 from gateway.operations.picture import picture
 from gateway.operations.sequences import Sequences, send, shown
 from gateway.operations.tables import tables
@@ -81,14 +81,10 @@ def _stream(events: AsyncIterator[bytes]) -> StreamingResponse:
 
 @router.post("/workers/{worker}/drain", status_code=202)
 async def drain(worker: str, gateway: Here, force: bool = False) -> dict[str, Any]:
-    """Let a worker finish what it runs, take nothing new, and leave.
-
-    404 for a worker that is not there. 409 for the last worker that serves a model, unless `force`.
-    """
+    """Let a worker finish what it runs, and leave. 404, or 409 for a model's last worker unless `force`."""
     card = gateway.cluster.workers.get(worker)
     if card is None:
-        message = f"no worker {worker[:200]!r}; {meant(worker, gateway.cluster.workers)}"
-        raise ApiError(404, message, param="worker", code="worker_not_found")
+        raise not_found("worker", worker, meant(worker, gateway.cluster.workers))
     if not force and (why := loss_without(gateway.cluster, card)):
         message = f"{why}. To drain {worker} all the same, add ?force=true (instar drain {worker} --force)"
         raise ApiError(409, message, param="worker", code="last_worker")
@@ -99,16 +95,9 @@ async def drain(worker: str, gateway: Here, force: bool = False) -> dict[str, An
     return {"id": command.id, "worker": worker, "epoch": card.epoch, "state": "draining"}
 
 
-# ------------------------------------------------------------------------------------- morphs and the policy
-
-
 @router.post("/instances/transform")
 async def transform(request: Request, gateway: Here, sequences: Running, wait: bool = False) -> Response:
-    """Serve a model on these workers in groups of another degree, in as many steps as it takes.
-
-    Answers 404 for a worker that is not there, 409 for one that loads or drains, 400 for workers and
-    degrees that make no group.
-    """
+    """Serve a model on these workers in groups of another degree. 400, 404, 409 without a group."""
     body = orders.parse_order(TransformOrder, await body_of(request, gateway))
     model, steps = transforms.plan(gateway.cluster, body)
     if len(steps) == 1:
@@ -120,11 +109,7 @@ async def transform(request: Request, gateway: Here, sequences: Running, wait: b
 
 
 def _add_instance_order(kind: MorphEntry, order: Any) -> None:
-    """Add POST /admin/instances/{instance}/{kind}.
-
-    It answers 404 for an instance that is not there, 400 for an order that can never be carried out, 409
-    for an instance whose worker drains.
-    """
+    """Add POST /admin/instances/{instance}/{kind}: 404, 400 for what cannot be, 409 while it drains."""
 
     async def handle(instance: str, request: Request, gateway: Here, wait: bool = False) -> Response:
         body = orders.parse_order(order, await body_of(request, gateway))
@@ -144,9 +129,7 @@ for _kind in MORPHS:
 async def get_morph(morph: str, gateway: Here, wait: bool = False) -> Response:
     """Return a morph's progress or outcome; with `?wait=true` when it has ended, or after WAIT_S."""
     record = _record(gateway, morph)
-    if wait:
-        await record.wait(WAIT_S)
-        await shown(gateway, record)
+    await _answer(gateway, record, wait)
     return json_answer(record.as_json())
 
 
@@ -158,11 +141,11 @@ async def cancel_morph(morph: str, gateway: Here, sequences: Running, wait: bool
         message = f"morph {morph} has ended: {record.state}; to undo it, order the way back"
         raise ApiError(409, message, param="morph", code="morph_ended")
     sequences.cancel(record.id)
-    steps = (gateway.morphs.get(one) for one in record.steps)
-    for one in [step for step in steps if step and step.is_running] if record.steps else [record]:
-        command = CancelMorph(id=uuid.uuid4().hex, epoch=one.epoch, morph_id=one.id)
-        with bus_or_503():
-            await gateway.bus.publish(gateway.bus.names.control(one.worker), command)
+    for one in map(gateway.morphs.get, record.steps or [record.id]):
+        if one is not None and one.is_running:
+            command = CancelMorph(id=uuid.uuid4().hex, epoch=one.epoch, morph_id=one.id)
+            with bus_or_503():
+                await gateway.bus.publish(gateway.bus.names.control(one.worker), command)
     return await _answer(gateway, record, wait)
 
 
@@ -195,8 +178,7 @@ def _record(gateway: Gateway, morph: str) -> MorphRecord:
     record = gateway.morphs.get(morph)
     if record is None:
         latest = ", ".join(one.id for one in gateway.morphs.recent(3)) or "none"
-        message = f"no morph {morph[:200]!r}; the latest are: {latest}"
-        raise ApiError(404, message, param="morph", code="morph_not_found")
+        raise not_found("morph", morph, f"the latest are: {latest}")
     return record
 
 

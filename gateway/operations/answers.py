@@ -1,4 +1,4 @@
-"""What the handlers of /admin share: dependencies, bodies, answers, and orders to the controller.
+"""The parts that the handlers of /admin share: dependencies, bodies, answers, and orders to the controller.
 
 The controller alone changes what is registered and deployed.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Final, TypeVar
 
@@ -18,9 +18,9 @@ from starlette.responses import Response
 from bus.catalogue import Contents
 from bus.client import BusFull, BusUnavailable
 from bus.deployments import Answer, Deployment, ModelCard, Order
-from gateway.errors import ApiError, bad_json, invalid, unavailable
+from gateway.errors import ApiError, bad_json, unavailable
 from gateway.http.auth import check_admin
-from gateway.http.body import ClientLeft, check_content_type, read_body
+from gateway.http.body import ClientLeft, read_body
 from gateway.openai.formats import to_json
 from gateway.state import Gateway
 
@@ -50,12 +50,8 @@ async def allowed(request: Request, gateway: Here) -> None:
 
 async def body_of(request: Request, gateway: Gateway) -> bytes:
     """Return a request's body. Raises ApiError for one that is too large, too slow or of another type."""
-    settings, headers = gateway.settings.gateway, request.headers.raw
-    check_content_type(headers)
     try:
-        return await read_body(
-            headers, request.receive, max_bytes=settings.max_body_bytes, timeout_s=settings.header_timeout_s
-        )
+        return await read_body(request.headers.raw, request.receive, gateway.settings.gateway)
     except ClientLeft as error:  # the client is gone, and nothing was ordered
         raise bad_json("the body is incomplete") from error
 
@@ -78,15 +74,8 @@ def bus_or_503() -> Iterator[None]:
         raise unavailable(f"the bus cannot be reached: {error}") from error
 
 
-# ------------------------------------------------------------------------------------- the controller
-
-
 async def ask(gateway: Gateway, order: Order, *, param: str, code: str = "not_found") -> Answer:
-    """Send an order and return the controller's answer.
-
-    `param` is the field that a refusal names, `code` that of a 404. Raises ApiError: what the controller
-    refuses, 503 if it does not answer.
-    """
+    """Send an order; return the controller's answer. Raises ApiError: its refusal, or 503."""
     catalogue = gateway.bus.catalogue
     with bus_or_503():
         entry = await catalogue.order(order)
@@ -98,16 +87,10 @@ async def ask(gateway: Gateway, order: Order, *, param: str, code: str = "not_fo
             5.0,
         )
     if answer.status >= 400:
-        raise _refusal(answer, param, code)
+        codes = {400: "invalid_value", 404: code, 409: "conflict"}
+        raise ApiError(answer.status, answer.error, param=param, code=codes.get(answer.status))
     gateway.poll_now.set()
     return answer
-
-
-def _refusal(answer: Answer, param: str, code: str) -> ApiError:
-    if answer.status == 400:
-        return invalid(answer.error, param)
-    codes = {404: code, 409: "conflict"}
-    return ApiError(answer.status, answer.error, param=param, code=codes.get(answer.status))
 
 
 async def contents(gateway: Gateway) -> Contents:
@@ -125,14 +108,16 @@ async def next_poll(gateway: Gateway) -> None:
         await asyncio.sleep(POLL_LOOK_S)
 
 
-async def until(
-    gateway: Gateway, find: Callable[[Contents], R | None], states: tuple[str, ...], record: R
-) -> R:
+async def until(gateway: Gateway, record: R, states: tuple[str, ...]) -> R:
     """Wait until a record is in one of these states or gone, at most WAIT_S, and return it."""
     deadline = time.monotonic() + WAIT_S
     while record.state not in states and time.monotonic() < deadline:
         await asyncio.sleep(LOOK_S)
-        found = find(await contents(gateway))
+        there = await contents(gateway)
+        if isinstance(record, ModelCard):
+            found = there.models.get(record.name)
+        else:
+            found = there.deployments.get(record.id)
         if found is None:
             break
         record = found

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, get_args
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import Field
+from pydantic import Field, ValidationError
 from starlette.responses import Response
 
 from bus.catalogue import Contents
 from bus.deployments import (
+    CostModel,
     Deployment,
     DeployModel,
+    Intent,
     ModelCard,
+    Objective,
     PlanModel,
     RegisterModel,
     RemoveModel,
     RetireModel,
 )
-from gateway.errors import ApiError, invalid
-from gateway.openai.params import Body
+from bus.precisions import Precision
+from gateway.errors import ApiError, invalid, meant, not_found
+from gateway.openai.params import MAX_COUNT, Body, between
+from gateway.openai.problems import first_problem, shown
 from gateway.operations import answers, orders
 from gateway.operations.answers import Here, allowed, body_of, json_answer, new_id
-from gateway.operations.intents import intent_in_query, intent_of
 from gateway.operations.picture import deployment_json, model_json
 
 MAX_NAME: Final = 200
@@ -32,6 +37,10 @@ MEASURED: Final = ("profiled", "failed")
 SETTLED: Final = ("serving", "failed", "retired")
 GONE: Final = ("retired", "failed")
 NO_MODEL: Final = "model_not_found"
+
+OBJECTIVES: Final = get_args(Objective)
+Tokens = Annotated[int, between(1, MAX_COUNT)]
+Limit = Annotated[float, between(0, 1e30, above=True)]
 
 router = APIRouter(prefix="/admin", dependencies=[Depends(allowed)])
 
@@ -45,11 +54,7 @@ class ModelBody(Body):
 
 @router.post("/models")
 async def register(request: Request, gateway: Here, wait: bool = False) -> Response:
-    """Register a model.
-
-    201 at once, with `?wait=true` when it is measured. 400 for a folder without a model, 409 for a name
-    that is taken.
-    """
+    """Register a model: 201; 400 for a folder without a model, 409 for a name that is taken."""
     body = orders.parse(ModelBody, await body_of(request, gateway))
     name = body.name or Path(body.path).name
     if not name.isprintable() or " " in name or not name:
@@ -58,7 +63,7 @@ async def register(request: Request, gateway: Here, wait: bool = False) -> Respo
     card = (await answers.ask(gateway, order, param="path")).model
     assert card is not None
     if wait:
-        card = await answers.until(gateway, lambda there: there.models.get(name), MEASURED, card)
+        card = await answers.until(gateway, card, MEASURED)
     return json_answer(model_json(card), 201)
 
 
@@ -70,21 +75,11 @@ async def models(gateway: Here) -> Response:
 
 @router.get("/models/{name:path}/plan")
 async def plan(name: str, request: Request, gateway: Here) -> Response:
-    """Return the estimates of all configurations for the intent in the query.
-
-    Nothing is deployed. 409 while the model is not measured.
-    """
+    """Return the estimates of all configurations for the intent in the query. 409 until it is measured."""
     order = PlanModel(id=new_id(), name=name, intent=intent_in_query(request.query_params))
     answer = await answers.ask(gateway, order, param="intent", code=NO_MODEL)
-    assert answer.model is not None
-    return json_answer(
-        {
-            "model": name,
-            "intent": asdict(order.intent),
-            "unmet": answer.error,
-            "estimates": [asdict(one) for one in answer.estimates],
-        }
-    )
+    shown = {"model": name, "intent": order.intent, "unmet": answer.error, "estimates": answer.estimates}
+    return json_answer(shown)
 
 
 @router.get("/models/{name:path}")
@@ -93,12 +88,10 @@ async def model(name: str, gateway: Here, wait: bool = False) -> Response:
     there = await answers.contents(gateway)
     card = there.models.get(name)
     if card is None:
-        known = orders.meant(name, there.models)
-        raise ApiError(
-            404, f"no model {name[:MAX_NAME]!r} is registered; {known}", param="model", code=NO_MODEL
-        )
+        message = f"no model {name[:MAX_NAME]!r} is registered; {meant(name, there.models)}"
+        raise ApiError(404, message, param="model", code=NO_MODEL)
     if wait:
-        card = await answers.until(gateway, lambda seen: seen.models.get(name), MEASURED, card)
+        card = await answers.until(gateway, card, MEASURED)
     return json_answer(_shown(card, gateway.catalogue))
 
 
@@ -116,9 +109,6 @@ def _shown(card: ModelCard, there: Contents) -> dict[str, object]:
     return model_json(card, profiles)
 
 
-# ------------------------------------------------------------------------------------- deployments
-
-
 class DeployBody(Body):
     """The body of POST /admin/deployments. `intent`: an object, or what to minimise."""
 
@@ -128,11 +118,7 @@ class DeployBody(Body):
 
 @router.post("/deployments")
 async def deploy(request: Request, gateway: Here, wait: bool = False) -> Response:
-    """Deploy a model.
-
-    202; with `?wait=true` 200 when it serves or has failed. 404 for a model that is not registered, 400 for
-    a bad intent, 409 for an intent that no configuration meets.
-    """
+    """Deploy a model: 202, with `?wait=true` 200 when it settled. 400, 404, 409 for what cannot be."""
     body = orders.parse(DeployBody, await body_of(request, gateway))
     order = DeployModel(id=new_id(), name=body.model, intent=intent_of(body.intent))
     answer = await answers.ask(gateway, order, param="intent", code=NO_MODEL)
@@ -142,9 +128,8 @@ async def deploy(request: Request, gateway: Here, wait: bool = False) -> Respons
 
 @router.get("/deployments")
 async def deployments(gateway: Here) -> Response:
-    there = await answers.contents(gateway)
-    shown = [deployment_json(one, gateway) for one in there.deployments.values()]
-    return json_answer({"deployments": shown})
+    there = (await answers.contents(gateway)).deployments.values()
+    return json_answer({"deployments": [deployment_json(one, gateway) for one in there]})
 
 
 @router.get("/deployments/{deployment}")
@@ -153,11 +138,9 @@ async def deployment(deployment: str, gateway: Here, wait: bool = False) -> Resp
     there = await answers.contents(gateway)
     found = there.deployments.get(deployment)
     if found is None:
-        known = orders.meant(deployment, there.deployments)
-        message = f"no deployment {deployment[:200]!r}; {known}"
-        raise ApiError(404, message, param="deployment", code="deployment_not_found")
+        raise not_found("deployment", deployment, meant(deployment, there.deployments))
     if wait:
-        found = await answers.until(gateway, lambda seen: seen.deployments.get(deployment), SETTLED, found)
+        found = await answers.until(gateway, found, SETTLED)
     return json_answer(deployment_json(found, gateway))
 
 
@@ -172,7 +155,68 @@ async def retire(deployment: str, gateway: Here, wait: bool = False) -> Response
 
 async def _answer(gateway: Here, found: Deployment, wait: bool, states: tuple[str, ...]) -> Response:
     if wait:
-        name = found.id
-        found = await answers.until(gateway, lambda seen: seen.deployments.get(name), states, found)
+        found = await answers.until(gateway, found, states)
         await answers.next_poll(gateway)
     return json_answer(deployment_json(found, gateway), 200 if found.state in states else 202)
+
+
+class IntentBody(Body):
+    """An intent as a client writes it. The controller checks whether its fields go together."""
+
+    minimise: Objective = "cost"
+    cost: CostModel = "memory_seconds"
+    max_latency_s: Limit | None = None
+    max_cost: Limit | None = None
+    max_loss: Annotated[float, between(0, 1e6)] | None = None
+    prompt_tokens: Tokens = 256
+    output_tokens: Tokens = 64
+    batch_size: Annotated[int, between(1, 4096)] = 1
+    tp: Annotated[int, between(1, 64)] | None = None
+    pp: Annotated[int, between(1, 64)] | None = None
+    precision: Precision | None = None
+
+
+class _Named(Body):
+    intent: IntentBody
+
+
+def intent_of(value: Any) -> Intent:
+    """Return the intent of an object, or of the name of what to minimise. Raises ApiError 400."""
+    if value in OBJECTIVES:
+        return Intent(minimise=value)
+    if isinstance(value, str):
+        raise invalid(f"intent is {value[:100]!r}; {meant(value, OBJECTIVES)}", "intent")
+    if not isinstance(value, dict):
+        either = f"it must be an object, or one of {', '.join(OBJECTIVES)}"
+        raise invalid(f"intent is {shown(value)}; {either}", "intent")
+    _refuse_unknown(value, "intent.")
+    try:
+        body = _Named.model_validate({"intent": value}).intent
+    except ValidationError as error:
+        raise first_problem(error) from None
+    return Intent(**body.model_dump())
+
+
+def intent_in_query(query: Mapping[str, str]) -> Intent:
+    """Return the intent of a query's parameters. Raises ApiError 400."""
+    _refuse_unknown(query, "")
+    try:
+        body = IntentBody.model_validate({name: _number_or_text(text) for name, text in query.items()})
+    except ValidationError as error:
+        raise first_problem(error) from None
+    return Intent(**body.model_dump())
+
+
+def _refuse_unknown(fields: Mapping[str, Any], within: str) -> None:
+    for name in fields:
+        if name not in IntentBody.model_fields:
+            path = within + name[:200]
+            known = meant(name, IntentBody.model_fields)
+            raise invalid(f"unknown field {path}; {known}", path, "unknown_field")
+
+
+def _number_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

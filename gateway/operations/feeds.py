@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Final
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
-from bus.messages import Event
 from gateway.delivery.request import RequestState
-from gateway.morphs import MorphRecord
 
 KEEPALIVE: Final = b": keepalive\n\n"
 EVENTS_KEEPALIVE_S: Final = 10.0
@@ -27,33 +26,25 @@ def sse(kind: str, body: object) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode(body))
 
 
-async def follow(
-    has_news: asyncio.Event, take: Callable[[], bytes], is_over: Callable[[], bool], keepalive_s: float
-) -> AsyncIterator[bytes]:
-    """Yield what `take` returns when `has_news` is set, and comments while it is not, until `is_over`."""
-    while not is_over():
-        try:
-            async with asyncio.timeout(keepalive_s):
-                await has_news.wait()
-        except TimeoutError:
-            yield KEEPALIVE
-            continue
-        has_news.clear()
-        yield take()
-
-
 class Listener:
-    """What waits for one client of a stream: `kept` events at most, of which the oldest are dropped."""
+    """The events that wait for one client of a stream: the latest `kept` ones."""
 
     def __init__(self, kept: int | None = None, *, has_prompts: bool = False) -> None:
         self.pending: deque[bytes] = deque(maxlen=kept)
         self.has_news = asyncio.Event()
         self.has_prompts = has_prompts
+        self.is_dropped = False
         self.num_bytes = self.num_lost = 0
 
     def put(self, data: bytes) -> None:
         self.pending.append(data)
         self.num_bytes += len(data)
+        self.has_news.set()
+
+    def drop(self) -> None:
+        """End the stream without what waits."""
+        self.is_dropped = True
+        self.pending.clear()
         self.has_news.set()
 
     def take(self) -> bytes:
@@ -66,26 +57,15 @@ class Listener:
         return data
 
 
-class EventFeed:
-    """Events of the bus. A new client gets the last `kept` first; one `kept` behind loses the oldest."""
+L = TypeVar("L", bound=Listener)
 
-    def __init__(self, kept: int = KEPT_EVENTS) -> None:
-        self._recent: deque[bytes] = deque(maxlen=kept)
-        self._listeners: set[Listener] = set()
+
+class Feed(Generic[L]):
+    """A stream for any number of clients."""
+
+    def __init__(self) -> None:
+        self._listeners: dict[L, None] = {}
         self._is_closed = False
-        self._kept = kept
-
-    def publish(self, event: Event) -> None:
-        self._put(sse(event.kind, event))
-
-    def publish_morph(self, record: MorphRecord) -> None:
-        """Publish a report as the event `morph`, with what GET /admin/morphs/{morph} returns."""
-        self._put(sse("morph", record.as_json()))
-
-    def _put(self, data: bytes) -> None:
-        self._recent.append(data)
-        for listener in self._listeners:
-            listener.put(data)
 
     def close(self) -> None:
         """End every client's stream: the process exits."""
@@ -93,33 +73,65 @@ class EventFeed:
         for listener in self._listeners:
             listener.has_news.set()
 
+    @contextmanager
+    def _joined(self, listener: L) -> Iterator[L]:
+        self._listeners[listener] = None
+        try:
+            yield listener
+        finally:
+            self._leave(listener)
+
+    def _leave(self, listener: L) -> None:
+        self._listeners.pop(listener, None)
+
+    async def _follow(self, listener: L, keepalive_s: float) -> AsyncIterator[bytes]:
+        """Yield what waits for a client, and comments while nothing does, until `close` or it is dropped."""
+        while not (self._is_closed or listener.is_dropped):
+            try:
+                async with asyncio.timeout(keepalive_s):
+                    await listener.has_news.wait()
+            except TimeoutError:
+                yield KEEPALIVE
+                continue
+            listener.has_news.clear()
+            yield listener.take()
+        if listener.pending:  # put while the streams of other clients ended
+            yield listener.take()
+
+
+class EventFeed(Feed[Listener]):
+    """Events of the bus. A new client gets the last KEPT_EVENTS; one as many behind loses the oldest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._recent: deque[bytes] = deque(maxlen=KEPT_EVENTS)
+
+    def publish(self, kind: str, body: object) -> None:
+        data = sse(kind, body)
+        self._recent.append(data)
+        for listener in self._listeners:
+            listener.put(data)
+
     async def listen(self) -> AsyncIterator[bytes]:
         """Yield events until `close`; a comment at once and while nothing happens."""
-        listener = Listener(self._kept)
-        self._listeners.add(listener)
-        try:
+        with self._joined(Listener(KEPT_EVENTS)) as listener:
             yield b": events\n\n" + b"".join(self._recent)
-            async for data in follow(
-                listener.has_news, listener.take, lambda: self._is_closed, EVENTS_KEEPALIVE_S
-            ):
+            async for data in self._follow(listener, EVENTS_KEEPALIVE_S):
                 yield data
-        finally:
-            self._listeners.discard(listener)
 
 
-class EndedRequests:
+class EndedRequests(Feed[Listener]):
     """Requests as they end; `instar bench record` writes them to a file.
 
     Refused calls are not among them: most were never read. Prompts go out as token ids, and only to clients
     that ask for them. A client that is `kept` requests or KEPT_BYTES behind loses the newest and gets their
-    number. Without a client an end costs one look at an empty list.
+    number. Without a client an end costs one look at an empty table.
     """
 
     def __init__(self, kept: int = KEPT_REQUESTS, clock: Callable[[], float] = time.monotonic) -> None:
-        self._listeners: list[Listener] = []
+        super().__init__()
         self._kept = kept
         self._clock = clock
-        self._is_closed = False
 
     def publish(self, state: RequestState, status: str) -> None:
         """Publish one sequence that ended. `status`: stop, length, abort, or the code of its error."""
@@ -129,38 +141,19 @@ class EndedRequests:
         for listener in self._listeners:
             if len(listener.pending) >= self._kept or listener.num_bytes >= KEPT_BYTES:
                 listener.num_lost += 1
-            elif listener.has_prompts:
-                prompt = {"prompt_token_ids": state.request.prompt_token_ids}
-                listener.put(sse("request", record | prompt))
             else:
-                listener.put(sse("request", record))
-
-    def close(self) -> None:
-        """End every client's stream: the process exits."""
-        self._is_closed = True
-        for listener in self._listeners:
-            listener.has_news.set()
+                prompt = {"prompt_token_ids": state.request.prompt_token_ids} if listener.has_prompts else {}
+                listener.put(sse("request", record | prompt))
 
     async def listen(self, has_prompts: bool) -> AsyncIterator[bytes]:
         """Yield requests until `close`; a comment at once and while none ends."""
-        listener = Listener(has_prompts=has_prompts)
-        self._listeners.append(listener)
-        try:
+        with self._joined(Listener(has_prompts=has_prompts)) as listener:
             yield b": requests\n\n"
-            async for data in follow(
-                listener.has_news, listener.take, lambda: self._is_closed, REQUESTS_KEEPALIVE_S
-            ):
+            async for data in self._follow(listener, REQUESTS_KEEPALIVE_S):
                 yield data
-            if listener.pending:  # requests that ended as other clients' streams did
-                yield listener.take()
-        finally:
-            self._listeners.remove(listener)
 
     def _record(self, state: RequestState, status: str) -> dict[str, Any]:
-        """Return what is published.
-
-        `at`: seconds since 1970, when it arrived. A call with n choices is n of these, with one id.
-        """
+        """Return what is published. `at`: seconds since 1970, when it arrived."""
         seconds = self._clock() - state.request.arrived
         return {
             "at": round(time.time() - seconds, 6),

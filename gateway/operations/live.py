@@ -1,7 +1,6 @@
 """The feed of the dashboard, /admin/live: the state, the monitor's moments, events and morphs.
 
-Without a viewer it costs a look at an empty table. With viewers the state is built and written once for all
-of them, at most twice a second and only where it changed.
+With viewers the state is built once for all of them, at most twice a second and only where it changed.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
@@ -20,7 +19,7 @@ from bus.client import BusUnavailable
 from bus.messages import Event, Moment
 from gateway.morphs import KEPT, MorphRecord
 from gateway.openai.formats import to_json
-from gateway.operations.feeds import EndedRequests, EventFeed, follow, sse
+from gateway.operations.feeds import EndedRequests, EventFeed, Feed, Listener, sse
 from gateway.operations.picture import live_state
 from gateway.operations.tables import tables
 from gateway.state import Gateway
@@ -38,51 +37,36 @@ MAX_PENDING: Final = 512  # events that a viewer has not read; then its stream e
 PAUSE_S: Final = 1.0
 
 
-class _Viewer:
-    """What waits for one viewer; of states only the latest."""
+class _Viewer(Listener):
+    """The events that wait for one viewer; of states only the latest."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.is_open = False  # the history is out
-        self.is_dropped = False
-        self.has_news = asyncio.Event()
-        self._pending: deque[bytes] = deque()
         self._state = b""
 
     def put(self, data: bytes) -> None:
-        if not self.is_open:
-            return
-        self._pending.append(data)
-        if len(self._pending) > MAX_PENDING:
-            self.drop()
-        self.has_news.set()
+        if self.is_open:
+            super().put(data)
+            if len(self.pending) > MAX_PENDING:
+                self.drop()
 
     def put_state(self, data: bytes) -> None:
         if self.is_open:
             self._state = data
             self.has_news.set()
 
-    def drop(self) -> None:
-        """End the stream."""
-        self.is_dropped = True
-        self._pending.clear()
-        self.has_news.set()
-
     def take(self) -> bytes:
-        data = b"".join((*self._pending, self._state))
-        self._pending.clear()
-        self._state = b""
+        data, self._state = super().take() + self._state, b""
         return data
 
 
-class Live:
-    """The feed.
-
-    `run` goes beside the gateway's other loops, which call `changed`, `publish` and `publish_morph`.
-    """
+class Live(Feed[_Viewer]):
+    """The feed. `run` goes beside the gateway's other loops, which call the other methods."""
 
     def __init__(self, gateway: Gateway) -> None:
+        super().__init__()
         self._gateway = gateway
-        self._viewers: dict[_Viewer, None] = {}
         self._any, self._none = asyncio.Event(), asyncio.Event()
         self._changed = asyncio.Event()
         self._is_loaded = asyncio.Event()  # the moments of the past are here
@@ -90,36 +74,28 @@ class Live:
         self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self._last_shown = b""  # the state without its time
         self._state_event = b""
-        self._is_closed = False
-
-    # ------------------------------------------------------------------------------------- what happens
 
     def changed(self) -> None:
         """Note that the state may have changed."""
-        if self._viewers:
+        if self._listeners:
             self._changed.set()
 
     def publish(self, event: Event, *, is_history: bool = False) -> None:
         self._events.append(event)
-        if self._viewers and not is_history:
+        if self._listeners and not is_history:
             self._put("event", _event(event))
 
     def publish_morph(self, record: MorphRecord) -> None:
-        if self._viewers:
+        if self._listeners:
             self._put("event", record.as_json())
             self._changed.set()
-
-    def close(self) -> None:
-        """End every viewer's stream: the process exits."""
-        self._is_closed = True
-        self._drop_all()
-
-    # ------------------------------------------------------------------------------------- a viewer
 
     async def listen(self) -> AsyncIterator[bytes]:
         """Yield server-sent events until `close`: hello, history, state, and then what happens."""
         yield sse("hello", self._hello())
-        with self._watched() as viewer:
+        with self._joined(_Viewer()) as viewer:
+            self._none.clear()
+            self._any.set()
             with suppress(TimeoutError):
                 async with asyncio.timeout(HISTORY_WAIT_S):
                     await self._is_loaded.wait()
@@ -127,35 +103,21 @@ class Live:
             opening = sse("history", self._history()) + self._state_event
             viewer.is_open = True  # later news are put; earlier ones are in the history
             yield opening
-            async for data in follow(
-                viewer.has_news, viewer.take, lambda: self._is_closed or viewer.is_dropped, KEEPALIVE_S
-            ):
+            async for data in self._follow(viewer, KEEPALIVE_S):
                 yield data
 
-    @contextmanager
-    def _watched(self) -> Iterator[_Viewer]:
-        viewer = _Viewer()
-        self._viewers[viewer] = None
-        self._none.clear()
-        self._any.set()
-        try:
-            yield viewer
-        finally:
-            self._leave(viewer)
-
-    def _leave(self, viewer: _Viewer) -> None:
-        self._viewers.pop(viewer, None)
-        if not self._viewers:
+    def _leave(self, listener: _Viewer) -> None:
+        super()._leave(listener)
+        if not self._listeners:
             self._any.clear()
             self._none.set()
 
     def _hello(self) -> dict[str, Any]:
-        slo = self._gateway.settings.slo
         return {
             "version": _version(),
             "gateway": self._gateway.id,
             "now": time.time(),
-            "slo": {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s},
+            "slo": self._gateway.settings.slo.model_dump(),
             "history_s": HISTORY_S,
             "tables": tables(),
         }
@@ -172,19 +134,14 @@ class Live:
         moments = [moment for moment in self._moments if moment.at >= since]
         return {"moments": moments, "events": [event for _, event in events]}
 
-    # ------------------------------------------------------------------------------------- while watched
-
     async def run(self) -> None:
-        """Sleep while there is no viewer; never return.
-
-        An error here must not end the serving: it ends the viewers' streams.
-        """
+        """Sleep while there is no viewer; never return. An error here ends the viewers' streams only."""
         while True:
             await self._any.wait()
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    work = [tasks.create_task(self._follow()), tasks.create_task(self._watch())]
-                    while self._viewers:  # one may have come as the last one left
+                    work = [tasks.create_task(self._read_moments()), tasks.create_task(self._watch())]
+                    while self._listeners:  # one may have come as the last one left
                         await self._none.wait()
                     self._forget()
                     for task in work:
@@ -192,7 +149,9 @@ class Live:
             except Exception:
                 log.exception("the dashboard's feed failed; viewers reconnect")
                 self._forget()
-                self._drop_all()
+                for viewer in list(self._listeners):
+                    viewer.drop()
+                    self._leave(viewer)
                 await asyncio.sleep(PAUSE_S)
 
     def _forget(self) -> None:
@@ -200,7 +159,7 @@ class Live:
         self._is_loaded.clear()
         self._moments.clear()
 
-    async def _follow(self) -> None:
+    async def _read_moments(self) -> None:
         bus, stream = self._gateway.bus, self._gateway.bus.names.moments
         async with bus.reader(stream, Moment, start="0-0", count=MOST_MOMENTS) as reader:
             with suppress(BusUnavailable):
@@ -225,7 +184,6 @@ class Live:
             await asyncio.sleep(STATE_S)
 
     def _look(self) -> None:
-        """Build the state and put it to the viewers if it changed."""
         state = live_state(self._gateway)
         at_ms = state["metrics"].pop("at_ms", None)  # another time alone is no change
         shown = to_json(state)
@@ -235,20 +193,15 @@ class Live:
         if at_ms is not None:
             state["metrics"]["at_ms"] = at_ms
         self._state_event = sse("state", state)
-        for viewer in self._viewers:
+        for viewer in self._listeners:
             viewer.put_state(self._state_event)
 
     def _put(self, kind: str, body: object) -> None:
         data = sse(kind, body)
-        for viewer in list(self._viewers):
+        for viewer in list(self._listeners):
             viewer.put(data)
             if viewer.is_dropped:  # its connection may stay for long; nothing is built for it
                 self._leave(viewer)
-
-    def _drop_all(self) -> None:
-        for viewer in list(self._viewers):
-            viewer.drop()
-            self._leave(viewer)
 
 
 class Feeds:

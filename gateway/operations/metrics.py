@@ -1,8 +1,6 @@
 """/metrics in Prometheus' text format: vLLM's names and buckets under `instar_`.
 
-Three sources: what this gateway measured itself; the workers' last reports, by way of the monitor; and the
-process. A gauge whose report is stale is left out, since a router that reads 0 takes a silent worker for an
-idle one. `metrics_compat = "vllm"` repeats the names that routers read under `vllm:`.
+A gauge whose report is stale is left out: a router that reads 0 takes a silent worker for an idle one.
 """
 
 from __future__ import annotations
@@ -11,27 +9,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
-from typing import Final
+from itertools import accumulate, product
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bus.messages import (
-    InstanceCard,
-    InstanceMetrics,
-    InstanceTelemetry,
-    LayerShape,
-    MorphOutcome,
-    layers_below_full,
-)
+from bus.messages import InstanceCard, InstanceTelemetry, LayerShape, MorphOutcome, layers_below_full
 from bus.morphs import MORPH_KINDS, MORPHS
 from bus.precisions import PRECISIONS
 from gateway.morphs import Morphs
 from gateway.state import Gateway
-from gateway.stats import Distribution, Exported, GatewayStats, ModelStats, exported
+from gateway.stats import Exported, GatewayStats, ModelStats, exported
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 OUTCOMES: Final[tuple[MorphOutcome, ...]] = ("applied", "deferred", "stale", "conflict", "failed")
@@ -61,109 +52,96 @@ class _Page(Collector):
             yield from _models("vllm:", gateway.stats.models)
 
 
+# The card of a worker's part of an instance, whether it leads the instance, and the worker's last report.
+Reported = tuple[InstanceCard, bool, InstanceTelemetry]
+Values = Mapping[tuple[str, ...], Any]  # by the values of a metric's labels
+
+
 @dataclass(frozen=True, slots=True)
-class Fresh:
-    """A worker's part of an instance, by its last report. `leads`: its card stands for the instance."""
-
-    card: InstanceCard
-    leads: bool
-    metrics: InstanceMetrics
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceMetric:
     """The declaration of a number of instances, by their workers' last reports, unsmoothed.
 
-    `values`: by the values of `labels`. `of_leader`: a fact of the whole instance, such as its KV, which its
-    first worker reports; other numbers are each worker's own, so that no counter falls when a group parts.
-    `routers_read`: also under vLLM's name, for the Gateway API inference extension and other routers.
+    `value`: with `labels` a number for each of their values. `of_leader`: a fact of the whole instance, such
+    as its KV, which its first worker reports; other numbers are each worker's own, so that no counter falls
+    when a group parts. `routers_read`: also under vLLM's name, for the Gateway API inference extension.
     """
 
     name: str
     help: str
-    values: Callable[[InstanceCard, InstanceTelemetry], Mapping[tuple[str, ...], float]]
+    value: Callable[[InstanceCard, InstanceTelemetry], float | Mapping[tuple[str, ...], float]]
     labels: tuple[str, ...] = ()
     family_type: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily
     of_leader: bool = True
     routers_read: bool = False
 
-    def family(self, prefix: str, instances: Iterable[Fresh]) -> Metric:
+    def family(self, prefix: str, instances: Iterable[Reported]) -> Metric:
         """Return the metric with its samples of all instances."""
-        family = self.family_type(
-            prefix + self.name, self.help, labels=["model_name", "engine", *self.labels]
-        )
-        for one in instances:
-            if one.leads or not self.of_leader:
-                for more, value in self.values(one.card, one.metrics.last).items():
-                    family.add_metric([one.card.model, one.card.id, *more], value)
+        labels = ["model_name", "engine", *self.labels]
+        family = self.family_type(prefix + self.name, self.help, labels=labels)
+        for card, leads, last in instances:
+            if leads or not self.of_leader:
+                value = self.value(card, last)
+                for more, number in (value if isinstance(value, Mapping) else {(): value}).items():
+                    family.add_metric([card.model, card.id, *more], number)
         return family
 
 
-def _just(value: Callable[[InstanceTelemetry], float]) -> Callable[..., Mapping[tuple[str, ...], float]]:
-    return lambda card, last: {(): value(last)}
+def _of_worker(name: str, text: str, attribute: str, **more: Any) -> InstanceMetric:
+    return InstanceMetric(name, text, lambda _, last: getattr(last, attribute), of_leader=False, **more)
 
 
 INSTANCE_METRICS: Final = (
+    _of_worker("num_requests_running", "Sequences in the batch.", "running", routers_read=True),
+    _of_worker("num_requests_waiting", "Sequences in the queue.", "waiting", routers_read=True),
     InstanceMetric(
-        name="num_requests_running",
-        help="Sequences in the batch.",
-        values=_just(lambda last: last.running),
-        of_leader=False,
+        "kv_cache_usage_perc",
+        "Share of KV blocks in use, 0 to 1.",
+        lambda _, last: last.kv_used / last.kv_blocks if last.kv_blocks else 0.0,
         routers_read=True,
     ),
+    InstanceMetric("kv_blocks", "KV blocks: changes while serving.", lambda _, last: last.kv_blocks),
+    InstanceMetric("kv_blocks_used", "KV blocks in use.", lambda _, last: last.kv_used),
     InstanceMetric(
-        name="num_requests_waiting",
-        help="Sequences in the queue.",
-        values=_just(lambda last: last.waiting),
-        of_leader=False,
-        routers_read=True,
+        "layers_below_full",
+        "Layers of which a half is below full precision.",
+        lambda _, last: layers_below_full(last.layers),
     ),
     InstanceMetric(
-        name="kv_cache_usage_perc",
-        help="Share of KV blocks in use, 0 to 1.",
-        values=_just(lambda last: last.kv_used / last.kv_blocks if last.kv_blocks else 0.0),
-        routers_read=True,
-    ),
-    InstanceMetric(
-        name="kv_blocks", help="KV blocks: changes while serving.", values=_just(lambda last: last.kv_blocks)
-    ),
-    InstanceMetric(name="kv_blocks_used", help="KV blocks in use.", values=_just(lambda last: last.kv_used)),
-    InstanceMetric(
-        name="layers_below_full",
-        help="Layers of which a half is below full precision.",
-        values=_just(lambda last: layers_below_full(last.layers)),
-    ),
-    InstanceMetric(
-        name="layers",
-        help="Layers by precision; attention and FFN count a half each.",
-        values=lambda card, last: _by_precision(last.layers),
+        "layers",
+        "Layers by precision; attention and FFN count a half each.",
+        lambda _, last: _by_precision(last.layers),
         labels=("precision",),
     ),
     InstanceMetric(
-        name="cache_config_info",
-        help="The KV cache as it is now.",
-        values=lambda card, last: {(str(card.block_tokens), str(last.kv_blocks)): 1},
+        "cache_config_info",
+        "The KV cache as it is now.",
+        lambda card, last: {(str(card.block_tokens), str(last.kv_blocks)): 1},
         labels=("block_size", "num_gpu_blocks"),
         routers_read=True,
     ),
-    InstanceMetric(
-        name="num_preemptions",
-        help="Sequences put back.",
-        values=_just(lambda last: last.preemptions),
+    _of_worker("num_preemptions", "Sequences put back.", "preemptions", family_type=CounterMetricFamily),
+    _of_worker(
+        "prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache.",
+        "prefix_queries",
         family_type=CounterMetricFamily,
-        of_leader=False,
+        routers_read=True,
+    ),
+    _of_worker(
+        "prefix_cache_hits",
+        "Prompt tokens found in the prefix cache, which were not computed.",
+        "prefix_hits",
+        family_type=CounterMetricFamily,
+        routers_read=True,
+    ),
+    _of_worker(
+        "recomputed_tokens",
+        "Tokens whose KV was lost or given away and made again.",
+        "recomputed_tokens",
+        family_type=CounterMetricFamily,
     ),
     InstanceMetric(
-        name="recomputed_tokens",
-        help="Tokens whose KV was lost or given away and made again.",
-        values=_just(lambda last: last.recomputed_tokens),
-        family_type=CounterMetricFamily,
-        of_leader=False,
-    ),
-    InstanceMetric(
-        name="tensor_parallel_size",
-        help="Workers of the instance: changes while serving.",
-        values=lambda card, last: {(): card.tp},
+        "tensor_parallel_size", "Workers of the instance: changes while serving.", lambda card, _: card.tp
     ),
 )
 
@@ -174,13 +152,12 @@ def _by_precision(shape: Iterable[LayerShape]) -> dict[tuple[str, ...], float]:
     return {(precision,): halves[precision] / 2 for precision in PRECISIONS}
 
 
-def _fresh(gateway: Gateway) -> Iterator[Fresh]:
+def _fresh(gateway: Gateway) -> Iterator[Reported]:
     now = time.monotonic()
     for worker in gateway.cluster.workers.values():
         for card in worker.instances:
-            metrics = gateway.cluster.instance_metrics(card.id, worker.epoch, now)
-            if metrics is not None:
-                yield Fresh(card, not card.workers or card.workers[0] == worker.id, metrics)
+            if metrics := gateway.cluster.instance_metrics(card.id, worker.epoch, now):
+                yield card, not card.workers or card.workers[0] == worker.id, metrics.last
 
 
 def _own(gateway: Gateway) -> Iterator[Metric]:
@@ -193,8 +170,8 @@ def _own(gateway: Gateway) -> Iterator[Metric]:
         ("workers", "Workers with a lease.", len(gateway.cluster.workers)),
     ):
         yield GaugeMetricFamily(f"instar_{name}", text, value=value)
-    for declared in exported(GatewayStats):
-        yield _family("instar_", declared, {(): gateway.stats})
+    for name, declared in exported(GatewayStats).items():
+        yield _family(f"instar_{name}", declared, {(): getattr(gateway.stats, name)})
     if (tracer := gateway.tracer) is not None:
         made, sent = "Spans of traces made.", "Of those, taken by the collector; the rest waits, or is lost."
         yield CounterMetricFamily("instar_trace_spans_made", made, value=tracer.num_made)
@@ -202,25 +179,16 @@ def _own(gateway: Gateway) -> Iterator[Metric]:
 
 
 def _models(prefix: str, models: Mapping[str, ModelStats]) -> Iterator[Metric]:
-    stats: dict[tuple[str, ...], ModelStats | GatewayStats] = {(model,): one for model, one in models.items()}
-    for declared in exported(ModelStats):
+    for name, declared in exported(ModelStats).items():
         if prefix == "instar_" or declared.is_vllms:
-            yield _family(prefix, declared, stats, "model_name")
+            values: Values = {(model,): getattr(one, name) for model, one in models.items()}
+            yield _family(prefix + name, declared, values, "model_name")
 
 
-def _family(
-    prefix: str, declared: Exported, stats: Mapping[tuple[str, ...], ModelStats | GatewayStats], *labels: str
-) -> Metric:
-    """Return the metric of a declared number; the keys of `stats` are the values of `labels`."""
-    name, values = (
-        prefix + declared.name,
-        {key: getattr(one, declared.attribute) for key, one in stats.items()},
-    )
-    if declared.is_distribution:
-        histogram = HistogramMetricFamily(name, declared.help, labels=labels)
-        for key, value in values.items():
-            histogram.add_metric(key, _buckets(value), value.total)
-        return histogram
+def _family(name: str, declared: Exported, values: Values, *labels: str) -> Metric:
+    """Return the metric of a declared number; the keys of `values` are the values of `labels`."""
+    if declared.bounds:
+        return _histogram(name, declared.help, values, *labels)
     of_key = [declared.label] if declared.label else []
     counter = CounterMetricFamily(name, declared.help, labels=[*labels, *of_key])
     for key, value in values.items():
@@ -230,12 +198,16 @@ def _family(
     return counter
 
 
-def _morphs(morphs: Morphs) -> Iterator[Metric]:
-    """Render the morphs of the whole cluster, as reported while this gateway listened.
+def _histogram(name: str, text: str, values: Values, *labels: str) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(name, text, labels=labels)
+    for key, value in values.items():
+        bounds = [*map(str, value.bounds), "+Inf"]
+        family.add_metric(key, list(zip(bounds, accumulate(value.counts), strict=True)), value.total)
+    return family
 
-    Each gateway has the same. All counters are there from 0 on, since `increase` misses the first event of
-    one that begins with it.
-    """
+
+def _morphs(morphs: Morphs) -> Iterator[Metric]:
+    """Render the cluster's morphs since this gateway listens; all counters are there from 0 on."""
     ended = CounterMetricFamily("instar_morphs", "Morphs that ended, by outcome.", labels=["kind", "outcome"])
     for kind, outcome in product(MORPH_KINDS, OUTCOMES):
         ended.add_metric([kind, outcome], morphs.outcomes[kind, outcome])
@@ -254,17 +226,5 @@ def _morphs(morphs: Morphs) -> Iterator[Metric]:
         ("morph_seconds", "From a morph's start to its end, whatever the outcome.", morphs.seconds),
         ("morph_pause_seconds", "What the engine spent on a morph between steps, in all.", morphs.pauses),
     ):
-        family = HistogramMetricFamily(f"instar_{name}", text, labels=["kind"])
-        for kind, distribution in sorted(distributions.items()):
-            family.add_metric([kind], _buckets(distribution), distribution.total)
-        yield family
-
-
-def _buckets(distribution: Distribution) -> list[tuple[str, float]]:
-    """Return the cumulative counts that the format has."""
-    total = 0
-    found: list[tuple[str, float]] = []
-    for bound, count in zip(distribution.bounds, distribution.counts, strict=False):
-        total += count
-        found.append((str(bound), total))
-    return [*found, ("+Inf", total + distribution.counts[-1])]
+        by_kind: Values = {(kind,): one for kind, one in sorted(distributions.items())}
+        yield _histogram(f"instar_{name}", text, by_kind, "kind")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import Field, ValidationError, create_model
@@ -13,7 +12,7 @@ from bus.messages import PARTS, InstanceCard, Morph, Part, Resize, Swap, WorkerC
 from bus.morphs import MORPHS, MorphEntry, OrderField, ResizeOrder, SwapOrder, TransformOrder
 from bus.precisions import Precision
 from gateway.delivery.cluster import Cluster
-from gateway.errors import ApiError, invalid, unavailable
+from gateway.errors import ApiError, invalid, meant, not_found, unavailable
 from gateway.openai.json_body import json_object
 from gateway.openai.params import Body, between
 from gateway.openai.problems import first_problem
@@ -58,16 +57,16 @@ class MorphTarget:
 
 
 def parse(kind: type[B], data: bytes) -> B:
-    """Validate a body.
+    """Validate a body. Raises ApiError 400: no JSON object, an unknown field, a wrong value."""
+    return checked(kind, json_object(data))
 
-    Raises ApiError 400: no JSON object, an unknown field, a value of the wrong type or range.
-    """
-    fields = json_object(data)
+
+def checked(kind: type[B], fields: Mapping[str, Any]) -> B:
+    """Validate fields. Raises ApiError 400 for an unknown name and a wrong value."""
     for name in fields:
         if name not in kind.model_fields:
-            raise invalid(
-                f"unknown field {name[:200]!r}; {meant(name, kind.model_fields)}", name[:200], "unknown_field"
-            )
+            message = f"unknown field {name[:200]!r}; {meant(name, kind.model_fields)}"
+            raise invalid(message, name[:200], "unknown_field")
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -79,30 +78,15 @@ def parse_order(kind: type[OrderT], data: bytes) -> OrderT:
     return kind(**parse(_BODIES[kind], data).model_dump(exclude_none=True))
 
 
-def meant(name: str, known: Iterable[str]) -> str:
-    """Return `did you mean 'x'?`, or the names of all there are."""
-    names = list(known)
-    near = get_close_matches(name[:200], names, n=1)
-    if near:
-        return f"did you mean {near[0]!r}?"
-    return f"there are: {', '.join(names)}" if names else "there is none"
-
-
 def find(cluster: Cluster, instance: str) -> MorphTarget:
-    """Return an instance that can be morphed.
-
-    Raises ApiError: 404 for an instance that is not there, 503 for one that is loading, 409 for one whose
-    worker drains, which would exit too soon for a morph to be of use.
-    """
+    """Return an instance that can be morphed. Raises ApiError: 404, 503 while it loads, 409 if it drains."""
     places = {card.id: MorphTarget(worker, card) for worker, card in cluster.instances()}
     place = places.get(instance)
     if place is None:
-        message = f"no instance {instance[:200]!r}; {_leader(cluster, instance) or meant(instance, places)}"
-        raise ApiError(404, message, param="instance", code="instance_not_found")
+        raise not_found("instance", instance, _leader(cluster, instance) or meant(instance, places))
     if place.worker.state == "loading":
-        raise unavailable(
-            f"{instance} is still loading ({place.worker.progress or 'no progress reported yet'})"
-        )
+        progress = place.worker.progress or "no progress reported yet"
+        raise unavailable(f"{instance} is still loading ({progress})")
     for name in place.card.workers or [place.worker.id]:
         worker = cluster.workers.get(name)
         if worker is not None and worker.state == "draining":
@@ -148,11 +132,8 @@ def swap(place: MorphTarget, body: SwapOrder, morph_id: str) -> Swap:
         given = "neither layers nor count is" if body.layers is None else "both layers and count are"
         raise invalid(f"{given} given; send either layers (their numbers) or count (how many more)", "layers")
     if card.pp > 1:
-        raise invalid(
-            f"{card.id} has stages, and keeps the precision it was deployed in: retire it, and deploy "
-            f"{card.model} in another",
-            "precision",
-        )
+        why = f"{card.id} has stages, and keeps the precision it was deployed in"
+        raise invalid(f"{why}: retire it, and deploy {card.model} in another", "precision")
     if body.precision not in card.variants:
         raise invalid(
             f"precision is {body.precision!r}, which {card.id} has no variant for; "
@@ -177,25 +158,15 @@ def swap(place: MorphTarget, body: SwapOrder, morph_id: str) -> Swap:
 
 
 def resize(place: MorphTarget, body: ResizeOrder, morph_id: str) -> Resize:
-    """Build the command.
-
-    Raises ApiError 400 for fewer blocks than the longest sequence takes and for more than the memory could
-    ever hold; whether the blocks can be had now is for the worker to say.
-    """
+    """Build the command. Raises ApiError 400 for blocks that can never be right; the worker does the rest."""
     card = place.card
-    if body.blocks < card.min_blocks:
-        raise invalid(
-            f"blocks is {body.blocks}; {card.id} needs at least {card.min_blocks} KV blocks: the "
-            "longest sequence must fit",
-            "blocks",
-        )
-    most = card.max_blocks * card.tp
+    least, most = card.min_blocks, card.max_blocks * card.tp
+    if body.blocks < least:
+        why = f"{card.id} needs at least {least} KV blocks: the longest sequence must fit"
+        raise invalid(f"blocks is {body.blocks}; {why}", "blocks")
     if most and body.blocks > most:
-        raise invalid(
-            f"blocks is {body.blocks}; the memory of {card.id} could hold at most {most} KV blocks, with "
-            "every layer in its fewest bits",
-            "blocks",
-        )
+        why = f"the memory of {card.id} could hold at most {most} KV blocks"
+        raise invalid(f"blocks is {body.blocks}; {why}, with every layer in its fewest bits", "blocks")
     return Resize(
         id=morph_id, epoch=place.worker.epoch, instance=card.id, blocks=body.blocks, wait_s=body.wait_s
     )
@@ -206,10 +177,7 @@ _BUILDERS: Final[dict[str, Callable[[MorphTarget, Any, str], Morph]]] = {"swap":
 
 
 def command_of(kind: MorphEntry, place: MorphTarget, order: Any, morph_id: str) -> Morph:
-    """Build the command of an order for an instance.
-
-    Raises ApiError 400 for an order that can never be carried out.
-    """
+    """Build the command. Raises ApiError 400 for an order that can never be carried out."""
     if build := _BUILDERS.get(kind.name):
         return build(place, order, morph_id)
     return kind.command(id=morph_id, epoch=place.worker.epoch, instance=place.card.id, **asdict(order))

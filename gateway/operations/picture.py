@@ -1,27 +1,24 @@
-"""What /admin/state and the dashboard show: workers, instances, metrics, the policy, models, morphs."""
+"""The state that /admin/state and the dashboard show: workers, instances, metrics, policy, models, morphs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Final
+from dataclasses import asdict, fields
+from typing import Any, Final, NamedTuple
 
 from bus.catalogue import Contents
 from bus.deployments import Deployment, ModelCard, Profile
 from bus.messages import (
-    PARTS,
     InstanceCard,
     InstanceMetrics,
     InstanceTelemetry,
     LayerShape,
     Metrics,
-    Part,
     WorkerCard,
     layers_below_full,
 )
 from bus.morphs import progress_of
-from bus.precisions import Precision
 from gateway.delivery.cluster import Cluster, ReadyInstance
 from gateway.morphs import MorphRecord
 from gateway.operations.transforms import layer_degrees
@@ -31,7 +28,7 @@ SHOWN_MORPHS: Final = 32
 # What an instance's card shows as it is, and what its workers report and is added up.
 _CARD: Final = (
     *("id", "model", "tp", "pp", "dtype", "max_model_len", "num_layers", "variants", "order", "order_name"),
-    *("min_blocks", "layer_pages", "kv_heads", "degrees", "tokens_at"),
+    *("min_blocks", "layer_pages", "kv_heads", "degrees", "tokens_at", "products"),
 )
 _COUNTS: Final = ("running", "waiting", "recomputed_tokens")
 MEASURED: Final = [field.name for field in fields(InstanceMetrics) if field.name != "last"]
@@ -44,20 +41,25 @@ def picture(gateway: Gateway, metrics: dict[str, Any] | None = None) -> dict[str
     return {
         "workers": [_worker(gateway, card) for card in cluster.workers.values()],
         "instances": [_instance(gateway, worker, card) for worker, card in shown_instances(cluster)],
-        "metrics": _metrics(gateway) if metrics is None else metrics,
+        "metrics": _metrics(cluster) if metrics is None else metrics,
         "policy": asdict(gateway.policy),
         "models": [model_json(card) for card in gateway.catalogue.models.values()],
         "deployments": [deployment_json(one, gateway) for one in gateway.catalogue.deployments.values()],
         "morphs": [record.as_json() for record in gateway.morphs.recent(SHOWN_MORPHS)],
-        "gateway": _gateway(gateway),
+        "gateway": {
+            "id": gateway.id,
+            "is_draining": gateway.is_draining,
+            "inflight": gateway.admission.inflight,
+            "queued": gateway.admission.queued,  # that no worker has begun
+            "unplaced": len(gateway.delivery.table.waiting),  # those of them that are in no worker's queue
+            "streams": len(gateway.streams),
+            "models": cluster.known_models(),
+        },
     }
 
 
 def shown_instances(cluster: Cluster) -> Iterator[tuple[WorkerCard, InstanceCard]]:
-    """Yield the instances, and members of a group that has parted whose cards were read before it did.
-
-    The leader's card names them no more.
-    """
+    """Yield the instances, and members of a group that has parted whose cards were read before it did."""
     yield from cluster.instances()
     for worker in cluster.workers.values():
         for card in worker.instances:
@@ -68,7 +70,7 @@ def shown_instances(cluster: Cluster) -> Iterator[tuple[WorkerCard, InstanceCard
 
 
 def _worker(gateway: Gateway, card: WorkerCard) -> dict[str, Any]:
-    """`pages` and `busy` are null without a fresh report: absent is not zero."""
+    """Return one worker. `pages` and `busy` are null without a fresh report: absent is not zero."""
     metrics = gateway.cluster.worker_metrics(card.id, card.epoch, time.monotonic())
     names = ("id", "host", "pid", "device", "epoch", "progress", "page_bytes")
     return {name: getattr(card, name) for name in names} | {
@@ -87,19 +89,15 @@ def _instance(gateway: Gateway, worker: WorkerCard, card: InstanceCard) -> dict[
     """Return one instance. In a group the leader reports shape and KV, each worker its own requests."""
     metrics = gateway.cluster.instance_metrics(card.id, worker.epoch, time.monotonic())
     last = metrics.last if metrics else None
-    layers = [asdict(layer) for layer in last.layers] if last else None
+    blocks, used = (last.kv_blocks, last.kv_used) if last else (None, None)
     members = _members(gateway, worker, card)
     return {name: getattr(card, name) for name in _CARD} | {
         "workers": card.workers or [worker.id],
         "stages": [asdict(stage) for stage in card.stages],
         "state": _state(gateway, worker),
         "changing": gateway.morphs.changing(worker.id, card.tp),
-        "layers": layers,
-        "kv": {
-            "blocks": last.kv_blocks if last else None,
-            "used": last.kv_used if last else None,
-            "block_tokens": card.block_tokens,
-        },
+        "layers": [asdict(layer) for layer in last.layers] if last else None,
+        "kv": {"blocks": blocks, "used": used, "block_tokens": card.block_tokens},
         "layer_tp": layer_degrees(card, gateway.morphs.transform_of(worker.id)),
         "layers_below_full": layers_below_full(last.layers) if last else None,
         "max_blocks": card.max_blocks * card.tp,
@@ -122,32 +120,13 @@ def _members(gateway: Gateway, leader: WorkerCard, card: InstanceCard) -> list[I
     return found
 
 
-def _metrics(gateway: Gateway) -> dict[str, Any]:
-    """Return the monitor's picture with its age in seconds; {} before the first."""
-    cluster = gateway.cluster
+def _metrics(cluster: Cluster) -> dict[str, Any]:
     if cluster.metrics is None:
         return {}
-    return asdict(cluster.metrics) | {"age_seconds": time.monotonic() - cluster.metrics_at}
-
-
-def _gateway(gateway: Gateway) -> dict[str, Any]:
-    """Describe this gateway's requests.
-
-    `queued` counts all requests that no worker has begun, `unplaced` those of them that wait here and in no
-    worker's queue.
-    """
-    return {
-        "id": gateway.id,
-        "is_draining": gateway.is_draining,
-        "inflight": gateway.admission.inflight,
-        "queued": gateway.admission.queued,
-        "unplaced": len(gateway.delivery.table.waiting),
-        "streams": len(gateway.streams),
-        "models": gateway.cluster.known_models(),
-    }
-
-
-# ------------------------------------------------------------------------------------- models and deployments
+    shown = asdict(cluster.metrics) | {"age_seconds": time.monotonic() - cluster.metrics_at}
+    for one in shown["instances"]:
+        del one["last"]["prefix_digests"]  # hundreds of numbers for the choice of an instance alone
+    return shown
 
 
 def active_models(contents: Contents) -> set[str]:
@@ -195,10 +174,7 @@ def deployment_json(deployment: Deployment, gateway: Gateway) -> dict[str, Any]:
 
 
 def kv_json(deployment: Deployment, gateway: Gateway) -> dict[str, int] | None:
-    """Return the size of a deployment's KV cache now, of all its workers together.
-
-    None if nothing serves it or there is no fresh report of its shape.
-    """
+    """Return the size of a deployment's whole KV cache now; None without a fresh report of its shape."""
     if not deployment.instance:
         return None
     cluster, leader = gateway.cluster, deployment.stages[0].workers[0]
@@ -217,15 +193,8 @@ def kv_json(deployment: Deployment, gateway: Gateway) -> dict[str, int] | None:
     return {"blocks": blocks, "tokens": blocks * profile.block_tokens, "bytes": blocks * block_bytes}
 
 
-# ------------------------------------------------------------------------------------- the dashboard's state
-
-
 def live_state(gateway: Gateway) -> dict[str, Any]:
-    """Return what the dashboard draws: `picture`, the pages of each worker, the progress of morphs.
-
-    Histograms, which it does not draw, are left out, and numbers are rounded, so that noise is no change.
-    `metrics` has `at_ms` and `instances` only.
-    """
+    """Return what the dashboard draws: a short `picture`, pages of workers, progress of morphs."""
     state = picture(gateway, metrics=_smoothed(gateway.cluster.metrics))
     for worker in state["workers"]:
         card = gateway.cluster.workers[worker["id"]]
@@ -248,21 +217,12 @@ def _short(value: Any) -> Any:
 
 def _morph(record: MorphRecord) -> dict[str, Any]:
     """Return a morph, while it runs with `progress`: 0 to 1, null if its worker does not report it."""
-    shown = record.as_json()
-    return (
-        shown | {"progress": _short(progress_of(record.kind, record.numbers))} if record.is_running else shown
-    )
+    progress = {"progress": _short(progress_of(record.kind, record.numbers))} if record.is_running else {}
+    return record.as_json() | progress
 
 
-# ------------------------------------------------------------------------------------- pages
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """Layers [first, end) of an instance, which lie on a worker.
-
-    `epoch` is that of the leader, which reports them.
-    """
+class _Held(NamedTuple):
+    """Layers [first, end) of an instance, on a worker. `epoch`: of the leader, which reports them."""
 
     card: InstanceCard
     epoch: int
@@ -271,11 +231,7 @@ class _Held:
 
 
 def ranges(gateway: Gateway, worker: WorkerCard, pages: dict[str, int] | None) -> list[dict[str, Any]]:
-    """Return what lies in a worker's pages; [] without a fresh report.
-
-    Every layer counts as large as the largest: they differ by a page or two. KV pages are divided among
-    models by their blocks times layers, which is exact where their layers are alike.
-    """
+    """Return what lies in a worker's pages, KV divided by blocks times layers; [] without a report."""
     now = time.monotonic()
     held = _held(gateway, worker)
     metrics = [(one, gateway.cluster.instance_metrics(one.card.id, one.epoch, now)) for one in held]
@@ -289,45 +245,30 @@ def ranges(gateway: Gateway, worker: WorkerCard, pages: dict[str, int] | None) -
         found += _weights(one, last.layers, layer_degrees(one.card, transform))
         blocks = last.kv_blocks * (one.end - one.first)
         kv_pages = pages["kv"] * blocks // num_blocks if num_blocks else 0
-        found.append(_range(one.card.id, "kv", None, "", "full", kv_pages))
+        kv = {"owner": one.card.id, "kind": "kv", "layer": None, "part": "", "precision": "full"}
+        found.append(kv | {"pages": kv_pages})
     return found
 
 
 def _held(gateway: Gateway, worker: WorkerCard) -> list[_Held]:
-    """Return a worker's instances, and its stages of pipelines that others lead."""
     whole = [_Held(card, worker.epoch, 0, card.num_layers) for card in worker.instances if not card.stages]
-    parts = [
+    return whole + [
         _Held(card, leader.epoch, stage.first, stage.end)
         for leader in gateway.cluster.workers.values()
         for card in leader.instances
         for stage in card.stages
         if worker.id in stage.workers
     ]
-    return whole + parts
 
 
 def _weights(one: _Held, layers: list[LayerShape], degrees: list[int]) -> Iterator[dict[str, Any]]:
-    """Yield the pages of layers.
-
-    Each member of a group has all of the attention and its rows of the FFN; the card of a pipeline has the
-    pages of one rank.
-    """
+    """Yield the pages of layers. The members of a group share the rows of the FFN."""
     card = one.card
-    for number, (layer, tp) in enumerate(zip(layers, degrees, strict=False)):
-        for part in PARTS if one.first <= number < one.end else ():
-            precision = layer.attention if part == "attention" else layer.ffn
-            pages = _pages(card, part, precision)
-            kept = pages if part == "attention" or card.stages else -(-pages // tp)
-            yield _range(card.id, "weights", number, part, precision, kept)
-
-
-def _pages(card: InstanceCard, part: Part, precision: Precision) -> int:
-    attention = card.attention_pages.get(precision, 0)
-    return attention if part == "attention" else card.layer_pages.get(precision, 0) - attention
-
-
-def _range(
-    owner: str, kind: str, layer: int | None, part: str, precision: Precision, pages: int
-) -> dict[str, Any]:
-    found = {"owner": owner, "kind": kind, "layer": layer, "part": part}
-    return found | {"precision": precision, "pages": pages}
+    for number in range(one.first, min(one.end, len(layers))):
+        for part, precision in (("attention", layers[number].attention), ("ffn", layers[number].ffn)):
+            attention = card.attention_pages.get(precision, 0)
+            pages = attention if part == "attention" else card.layer_pages.get(precision, 0) - attention
+            is_shared = part == "ffn" and not card.stages
+            kept = -(-pages // degrees[number]) if is_shared else pages
+            about = {"owner": card.id, "kind": "weights", "layer": number, "part": part}
+            yield about | {"precision": precision, "pages": kept}

@@ -32,11 +32,7 @@ PolicyBody = create_model("PolicyBody", __base__=Body, **_OPTIONAL)
 
 
 def changed(before: Policy, body: Body) -> Policy:
-    """Return the next revision.
-
-    Raises ApiError: 409 if `before` is not the revision that the body names, 400 if thresholds are out of
-    order or the body is empty.
-    """
+    """Return the next revision. Raises ApiError: 409 for an old revision, 400 for values out of order."""
     given = body.model_dump(exclude_none=True)
     revision = given.pop("revision", before.revision)
     if revision != before.revision:
@@ -47,18 +43,13 @@ def changed(before: Policy, body: Body) -> Policy:
     for low, high in ((one.name, one.below) for one in FIELDS if one.below):
         lower, upper = getattr(after, low), getattr(after, high)
         if lower >= upper:
-            raise invalid(
-                f"{low} = {lower:g} must be below {high} = {upper:g}: between them nothing is done",
-                low if low in given else high,
-            )
+            message = f"{low} = {lower:g} must be below {high} = {upper:g}: between them nothing is done"
+            raise invalid(message, low if low in given else high)
     return after
 
 
 async def write(bus: Bus, body: Body) -> tuple[Policy, Policy]:
-    """Store the changed policy and return (before, after).
-
-    Raises ApiError 400 and 409, BusUnavailable, BusFull.
-    """
+    """Store the changed policy; return (before, after). Raises ApiError 400, 409, BusUnavailable, BusFull."""
     for _ in range(TRIES):
         before = await bus.read_policy()
         after = changed(before, body)

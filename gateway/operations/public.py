@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
+from gateway.delivery.cluster import ReadyInstance
 from gateway.errors import no_such_model
-from gateway.http.pages import Pages
 from gateway.operations.answers import Here
 from gateway.operations.metrics import CONTENT_TYPE, exposition
+
+FOLDER: Final = Path(__file__).resolve().parents[1] / "dashboard"
+TYPES: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+PLAIN: Final = "text/plain; charset=utf-8"
+# The page loads and calls nothing but this gateway, and no other page may frame it. `no-cache`: browsers ask
+# each time and get 304 while nothing changed, so that no page mixes two versions.
+HEADERS: Final = {
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'; object-src 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+ENDPOINTS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/ready", "/metrics")
 
 
 async def with_key(request: Request, gateway: Here) -> None:
@@ -19,8 +41,14 @@ async def with_key(request: Request, gateway: Here) -> None:
     gateway.keys.check(request.headers.raw)
 
 
-ENDPOINTS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/ready", "/metrics")
-PAGES: Final = Pages()
+def _read(path: Path) -> tuple[bytes, str, str]:
+    """Return a file's body, type and etag."""
+    body = path.read_bytes()
+    return body, TYPES.get(path.suffix, PLAIN), f'"{hashlib.sha256(body).hexdigest()[:20]}"'
+
+
+# The dashboard's files, served from memory, so that no path leads out of the folder.
+PAGES: Final = {one.relative_to(FOLDER).as_posix(): _read(one) for one in FOLDER.rglob("*") if one.is_file()}
 
 router = APIRouter()
 Keyed = Annotated[None, Depends(with_key)]
@@ -28,11 +56,8 @@ Keyed = Annotated[None, Depends(with_key)]
 
 @router.get("/v1/models")
 async def models(gateway: Here, _: Keyed) -> dict[str, Any]:
-    data = [
-        _model(name, ready.card.max_model_len, ready.epoch)
-        for name, ready in gateway.cluster.ready_models().items()
-    ]
-    return {"object": "list", "data": data}
+    ready = gateway.cluster.ready_models()
+    return {"object": "list", "data": [_model(name, one) for name, one in ready.items()]}
 
 
 @router.get("/v1/models/{model:path}")
@@ -40,7 +65,7 @@ async def model(model: str, gateway: Here, _: Keyed) -> dict[str, Any]:
     ready = gateway.cluster.ready_models()
     if model not in ready:
         raise no_such_model(model, list(ready))
-    return _model(model, ready[model].card.max_model_len, ready[model].epoch)
+    return _model(model, ready[model])
 
 
 @router.get("/health")
@@ -75,18 +100,18 @@ async def dashboard(request: Request, name: str) -> Response:
 
 
 def _page(request: Request, name: str) -> Response:
-    """Return a file of the dashboard. Raises HTTPException 404."""
-    answer = PAGES.answer(request, name)
-    if answer is None:
+    """Return a file, or 304 if the browser has it. Raises HTTPException 404."""
+    if name not in PAGES:
         raise HTTPException(404)
-    return answer
+    body, media_type, etag = PAGES[name]
+    headers = HEADERS | {"etag": etag}
+    known = request.headers.get("if-none-match", "").split(",")
+    given = [one.strip().removeprefix("W/") for one in known]
+    if etag in given or "*" in given:
+        return Response(status_code=304, headers=headers)
+    return Response(body, headers=headers, media_type=media_type)
 
 
-def _model(name: str, max_model_len: int, epoch_ms: int) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": epoch_ms // 1000,
-        "owned_by": "instar",
-        "max_model_len": max_model_len,
-    }
+def _model(name: str, ready: ReadyInstance) -> dict[str, Any]:
+    about = {"id": name, "object": "model", "created": ready.epoch // 1000, "owned_by": "instar"}
+    return about | {"max_model_len": ready.card.max_model_len}

@@ -27,42 +27,43 @@ async def send(
     gateway: Gateway, place: orders.MorphTarget, command: Morph, why: str = "ordered by hand"
 ) -> MorphRecord:
     """Send an order and the event of its decision, both or neither. Raises ApiError 503."""
-    bus, worker = gateway.bus, place.worker.id
-    decided = f"{why}: {in_words(command)}"
-    entry = gateway.morphs.ordered(command, worker, decided)
-    batch = bus.batch()
-    batch.publish(bus.names.control(worker), command)
-    batch.publish(bus.names.events, _decision(entry, decided))
+    worker = place.worker.id
+    entry = gateway.morphs.ordered(command, worker, f"{why}: {in_words(command)}")
+    await _publish_decided(gateway, entry, gateway.bus.names.control(worker), command)
+    return entry
+
+
+async def _publish_decided(
+    gateway: Gateway, entry: MorphRecord, stream: str, message: Morph | MorphReport
+) -> None:
+    """Write a message and the event of its morph's decision, both or neither. Raises ApiError 503."""
+    decision = Event(
+        kind="morph_decided",
+        source="gateway",
+        subject=entry.target,
+        reason=entry.decided,
+        at_ms=_now_ms(),
+        morph_id=entry.id,
+        cause=ORDER,
+    )
+    batch = gateway.bus.batch()
+    batch.publish(gateway.bus.names.events, decision)
+    batch.publish(stream, message)
     try:
         with bus_or_503():
             await batch.send()
     except ApiError:
         gateway.morphs.unsent(entry)
         raise
-    return entry
-
-
-def _decision(entry: MorphRecord, decided: str) -> Event:
-    return Event(
-        kind="morph_decided",
-        source="gateway",
-        subject=entry.target,
-        reason=decided,
-        at_ms=_now_ms(),
-        morph_id=entry.id,
-        cause=ORDER,
-    )
 
 
 async def shown(gateway: Gateway, entry: MorphRecord) -> None:
     """Wait until the cards of all members show the degree that a transform made, at most CARDS_S."""
     deadline = time.monotonic() + CARDS_S
-
-    def is_shown() -> bool:
+    while entry.state == "applied" and time.monotonic() < deadline:
         members = [one for one in gateway.cluster.workers.values() if one.id in entry.workers]
-        return not any(gateway.morphs.changing(one.id, card.tp) for one in members for card in one.instances)
-
-    while entry.state == "applied" and not is_shown() and time.monotonic() < deadline:
+        if not any(gateway.morphs.changing(one.id, card.tp) for one in members for card in one.instances):
+            return
         gateway.poll_now.set()
         await asyncio.sleep(POLL_S)
 
@@ -96,15 +97,7 @@ class Sequences:
         planned = "; ".join(map(str, steps))
         entry.decided = f"ordered by hand: tp {body.tp} on {', '.join(body.workers)}, in steps: {planned}"
         entry.cause = ORDER
-        batch = gateway.bus.batch()
-        batch.publish(gateway.bus.names.events, _decision(entry, entry.decided))
-        batch.publish(gateway.bus.names.events, report)
-        try:
-            with bus_or_503():
-                await batch.send()
-        except ApiError:
-            gateway.morphs.unsent(entry)
-            raise
+        await _publish_decided(gateway, entry, gateway.bus.names.events, report)
         task = self._tasks[entry.id] = asyncio.create_task(self._run(report, model, steps, body))
         task.add_done_callback(lambda _: self._tasks.pop(entry.id, None))
         return entry
@@ -128,11 +121,8 @@ class Sequences:
         reason, num_done = "", 0
         try:
             for step, morph_id in zip(steps, report.steps, strict=True):
-                report = replace(
-                    report,
-                    reason=f"step {num_done + 1} of {len(steps)}: {step}",
-                    numbers={"steps": len(steps), "steps_done": num_done},
-                )
+                at = f"step {num_done + 1} of {len(steps)}: {step}"
+                report = replace(report, reason=at, numbers=report.numbers | {"steps_done": num_done})
                 await self._publish(report)
                 state, reason = await self._step(report, model, step, morph_id, body)
                 if state != "applied":
@@ -144,13 +134,13 @@ class Sequences:
             state, reason = "failed", f"{type(error).__name__}: {error}"
         finally:
             self._cancelled.discard(report.id)
-        report = replace(report, numbers={"steps": len(steps), "steps_done": num_done})
-        await self._publish(replace(report, state=state, reason=reason, ended_ms=_now_ms()))
+        numbers = report.numbers | {"steps_done": num_done}
+        end = replace(report, state=state, reason=reason, numbers=numbers, ended_ms=_now_ms())
+        await self._publish(end)
 
     async def _step(
         self, report: MorphReport, model: str, step: DegreeStep, morph_id: str, body: TransformOrder
     ) -> tuple[MorphOutcome, str]:
-        """How the step ended, and why."""
         gateway = self._gateway
         if report.id in self._cancelled:
             return "failed", "cancelled"

@@ -1,8 +1,6 @@
 """The steps from the groups that workers form to groups of another degree. Pure: names in, steps out.
 
-A worker joins or leaves a group with the whole group: n groups of degree d become one of n * d, or one of
-n * d becomes n of d. Shards nest: shard s of the n groups becomes n shards of the larger group, one at each,
-so a group that parts leaves every n-th of its members together.
+Shards nest: shard s of n groups becomes n shards of the larger group, one at each, and back.
 """
 
 from __future__ import annotations
@@ -39,12 +37,10 @@ def parted(group: Members, degree: int) -> list[Members]:
 def plan_steps(
     groups: Iterable[Members], wanted: Sequence[str], tp: int, degrees: Collection[int]
 ) -> list[DegreeStep]:
-    """Return the fewest steps after which the `wanted` workers form groups of degree `tp`.
+    """Return the fewest steps after which the `wanted` workers form groups of degree `tp`; [] for none.
 
-    `groups` are those that the wanted workers are in; `tp` divides the number of wanted workers. First parts
-    what must part: groups above `tp` and groups with other workers, which end in the largest groups that this
-    leaves. Then joins the smallest groups first. Where sizes do not fit together, or where it takes fewer
-    steps, every group below `tp` parts to single workers, which join at once. [] if nothing is to be done.
+    `groups`: those that they are in now. First parts groups above `tp` or with other workers, then joins the
+    smallest first. Where sizes do not fit, or if it takes fewer steps, single workers join at once.
     """
     named = set(wanted)
     parts, left = [], []
@@ -54,11 +50,8 @@ def plan_steps(
             parts.append(DegreeStep(group, degree))
         left += [one for one in parted(group, degree) if named.issuperset(one)]
     finished = {group for group in left if len(group) == tp}
-    singly = [
-        DegreeStep(group, 1)
-        for group in groups
-        if len(group) > 1 and not named.isdisjoint(group) and group not in finished
-    ]
+    whole = (group for group in groups if len(group) > 1 and group not in finished)
+    singly = [DegreeStep(group, 1) for group in whole if not named.isdisjoint(group)]
     singles = [(name,) for name in wanted if not any(name in group for group in finished & set(groups))]
     at_once = singly + (_joins(singles, wanted, tp) or [])
     joins = _joins(left, wanted, tp)

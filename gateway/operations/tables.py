@@ -1,7 +1,6 @@
-"""What other programs draw from: the tables of precisions, kinds of morphs, policy fields and charts.
+"""The tables that other programs draw from: precisions, kinds of morphs, policy fields and charts.
 
-`GET /admin/tables` and the first message of /admin/live have them. The dashboard has no list of its own: a
-new precision, kind or field needs no change there.
+The dashboard has no list of its own: a new precision, kind or field needs no change there.
 """
 
 from __future__ import annotations

@@ -1,34 +1,34 @@
 """Orders to change tensor parallelism: which workers take part, in which steps, and why not. Pure.
 
-The workers of an order end in groups of one degree, whatever they are in now: several instances, a group, or
-a part of one. Every refusal names what was asked and what there is.
+The workers of an order end in groups of one degree, whatever they are in now.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
+from operator import attrgetter
 from typing import Final
 
 from bus.messages import InstanceCard, Transform, WorkerCard
 from bus.morphs import TransformOrder
 from gateway.delivery.cluster import Cluster
-from gateway.errors import ApiError, invalid
+from gateway.errors import ApiError, invalid, meant, not_found
 from gateway.morphs import MorphRecord
-from gateway.operations.orders import MorphTarget, meant
+from gateway.operations.orders import MorphTarget
 from gateway.operations.steps import DegreeStep, joined, plan_steps
 
 
 def plan(cluster: Cluster, body: TransformOrder) -> tuple[str, list[DegreeStep]]:
     """Return the model and the steps from the groups there are to those of the order.
 
-    An order that changes nothing is one step, so that a worker says so. Raises ApiError: 404 for a worker
-    that is not there, 409 for one that loads, drains or is changing its group, 400 for workers and degrees
-    that make no group.
+    An order that changes nothing is one step, so that a worker says so. Raises ApiError: 404 for an unknown
+    worker, 409 for one that loads, drains or is changing its group, 400 for what makes no group.
     """
     named = _members(cluster, body)
     places, names = list(named.values()), list(named)
     groups = _groups(cluster, named)
-    _check_alike(named)
+    _check_alike(places)
     _check_links([place for place in places if body.tp > len(_group(place))], body.tp)
     degrees = _check_degree([place.card for place in places], body.tp)
     _check_count(groups, names, body.tp)
@@ -39,11 +39,7 @@ def plan(cluster: Cluster, body: TransformOrder) -> tuple[str, list[DegreeStep]]
 def command(
     cluster: Cluster, model: str, step: DegreeStep, body: TransformOrder, morph_id: str
 ) -> tuple[MorphTarget, Transform]:
-    """Return the order of one step and the worker it goes to, the first.
-
-    Raises ApiError 404 and 409 where a worker is gone, or serves the model no longer, since the steps were
-    planned.
-    """
+    """Return the order of one step and where it goes. Raises ApiError 404, 409 if a worker is gone."""
     places = [place_of(cluster, name, model) for name in step.workers]
     leader = places[0]
     return leader, Transform(
@@ -72,9 +68,6 @@ def layer_degrees(card: InstanceCard, transform: MorphRecord | None) -> list[int
     return [int(numbers["tp_before"])] * (card.num_layers - num_done) + [int(numbers["tp_after"])] * num_done
 
 
-# ------------------------------------------------------------------------------------- who takes part
-
-
 def _members(cluster: Cluster, body: TransformOrder) -> dict[str, MorphTarget]:
     """Return the named workers with their instances, in the order of the body."""
     if twice := [name for name in body.workers if body.workers.count(name) > 1]:
@@ -99,8 +92,7 @@ def _check_stages(cluster: Cluster, body: TransformOrder) -> None:
 def _worker(cluster: Cluster, name: str) -> WorkerCard:
     worker = cluster.workers.get(name)
     if worker is None:
-        message = f"no worker {name[:200]!r}; {meant(name, cluster.workers)}"
-        raise ApiError(404, message, param="workers", code="worker_not_found")
+        raise not_found("worker", name, meant(name, cluster.workers), "workers")
     if worker.state != "serving":
         how_far = f" ({worker.progress})" if worker.state == "loading" and worker.progress else ""
         message = f"{name} is {worker.state}{how_far}; only workers that serve change their degree"
@@ -115,11 +107,9 @@ def _common_model(workers: Sequence[WorkerCard]) -> str:
         return common[0]
     if common:
         raise invalid(f"these workers serve {', '.join(common)}; say which as model", "model")
-    serves = "; ".join(
-        f"{worker.id} serves {', '.join(sorted(models)) or 'none'}"
-        for worker, models in zip(workers, served, strict=True)
-    )
-    raise _wrong_workers(f"these workers have no model in common: {serves}")
+    each = zip(workers, served, strict=True)
+    serves = (f"{worker.id} serves {', '.join(sorted(models)) or 'none'}" for worker, models in each)
+    raise _wrong_workers(f"these workers have no model in common: {'; '.join(serves)}")
 
 
 def _card(worker: WorkerCard, model: str) -> InstanceCard:
@@ -131,65 +121,44 @@ def _card(worker: WorkerCard, model: str) -> InstanceCard:
 
 
 def _groups(cluster: Cluster, named: dict[str, MorphTarget]) -> list[tuple[str, ...]]:
-    """Return the groups that the named workers are in, in the order of the body.
-
-    Raises ApiError 409 if the cards of one group differ.
-    """
-    groups: dict[tuple[str, ...], None] = {}
+    """Return the groups of the named workers in their order. Raises ApiError 409 if cards differ."""
+    groups = []
     for worker, place in named.items():
-        names = _group(place)
-        groups[names] = None
+        groups.append(names := _group(place))
         for name in names:
             if _group(place_of(cluster, name, place.card.model)) != names:
-                raise ApiError(
-                    409,
+                message = (
                     f"the cards of {worker} and {name} show different groups: a change of their degree "
-                    "is under way; try again when it has ended",
-                    param="workers",
-                    code="shape_changing",
+                    "is under way; try again when it has ended"
                 )
-    return list(groups)
+                raise ApiError(409, message, param="workers", code="shape_changing")
+    return list(dict.fromkeys(groups))
 
 
 def _group(place: MorphTarget) -> tuple[str, ...]:
     return tuple(place.card.workers) or (place.worker.id,)
 
 
-# ------------------------------------------------------------------------------------- what fits together
+def _check_alike(members: Sequence[MorphTarget]) -> None:
+    first = members[0]
+    for other, (what, trait) in product(members[1:], _TRAITS.items()):
+        if (one := trait(first)) != (another := trait(other)):
+            differ = f"{first.worker.id} has {one}, {other.worker.id} has {another}"
+            raise _wrong_workers(f"the workers of a group share one {what}: {differ}")
 
 
-def _check_alike(members: dict[str, MorphTarget]) -> None:
-    first, *others = members.values()
-    for other in others:
-        for what, one, another in zip(_TRAITS, _traits(first), _traits(other), strict=True):
-            if one != another:
-                raise _wrong_workers(
-                    f"the workers of a group share {what}: {first.worker.id} has {one}, "
-                    f"{other.worker.id} has {another}"
-                )
-
-
-_TRAITS: Final = (
-    "one host",
-    "one kind of device",
-    "one page size",
-    "one dtype",
-    "one number of layers",
-    "one vocabulary size",
-    "one block size",
-)
-
-
-def _traits(place: MorphTarget) -> tuple[str | int, ...]:
-    worker, card = place.worker, place.card
-    return (
-        *(worker.host, worker.kind, worker.page_bytes),
-        *(card.dtype, card.num_layers, card.vocab_size, card.block_tokens),
-    )
+_TRAITS: Final = {
+    "host": attrgetter("worker.host"),
+    "kind of device": attrgetter("worker.kind"),
+    "page size": attrgetter("worker.page_bytes"),
+    "dtype": attrgetter("card.dtype"),
+    "number of layers": attrgetter("card.num_layers"),
+    "vocabulary size": attrgetter("card.vocab_size"),
+    "block size": attrgetter("card.block_tokens"),
+}
 
 
 def _check_links(joining: Sequence[MorphTarget], tp: int) -> None:
-    """Refuse workers that join no group, and say what to do."""
     for place in joining:
         worker, model = place.worker, place.card.model
         if worker.link and place.card.degrees != [1]:
@@ -205,37 +174,26 @@ def _check_links(joining: Sequence[MorphTarget], tp: int) -> None:
 
 
 def _check_degree(cards: Sequence[InstanceCard], tp: int) -> list[int]:
-    """Return the degrees that all cards allow."""
     degrees = sorted(set.intersection(*(set(card.degrees) for card in cards)))
     for card in cards:
         if card.kv_heads and card.kv_heads % tp:
-            raise _wrong_degree(
-                f"tp is {tp}, which does not divide the {card.kv_heads} KV heads of {card.model}", degrees
-            )
-    if tp not in degrees:
-        raise _wrong_degree(
-            f"tp is {tp}, which the weights were not padded for when they were loaded (worker.max_tp)",
-            degrees,
-        )
-    return degrees
-
-
-def _wrong_degree(message: str, degrees: Sequence[int]) -> ApiError:
-    return invalid(f"{message}; allowed is: {', '.join(map(str, degrees))}", "tp")
+            why = f"does not divide the {card.kv_heads} KV heads of {card.model}"
+            break
+    else:
+        if tp in degrees:
+            return degrees
+        why = "the weights were not padded for when they were loaded (worker.max_tp)"
+    raise invalid(f"tp is {tp}, which {why}; allowed is: {', '.join(map(str, degrees))}", "tp")
 
 
 def _check_count(groups: Sequence[tuple[str, ...]], named: Sequence[str], tp: int) -> None:
-    """Refuse a number of workers that makes no whole groups."""
     if len(named) % tp == 0:
         return
     if len(groups) == 1 and len(named) > tp:
-        raise invalid(
-            f"tp is {tp}; the group of {', '.join(groups[0])} cannot be parted into equal groups", "tp"
-        )
-    too = "too few" if len(named) < tp else "too many"
-    raise _wrong_workers(
-        f"a group of degree {tp} takes {tp} workers; {len(named)} are {too}: {', '.join(named)}"
-    )
+        why = f"the group of {', '.join(groups[0])} cannot be parted into equal groups"
+        raise invalid(f"tp is {tp}; {why}", "tp")
+    too = f"{len(named)} are {'too few' if len(named) < tp else 'too many'}: {', '.join(named)}"
+    raise _wrong_workers(f"a group of degree {tp} takes {tp} workers; {too}")
 
 
 def _wrong_workers(message: str) -> ApiError:

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Cuts a text at the stop string that is completed first.
-
-    The result does not depend on the pieces of text: it is that of feeding one character at a time.
-    """
+    """Cuts a text at the stop string that is completed first, however the text is divided in pieces."""
 
     __slots__ = ("_held", "_stops")
 
@@ -18,10 +15,7 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """Return (text that can go out, whether a stop string was found).
-
-        What could be the beginning of a stop string is held back. After a stop, feed nothing more.
-        """
+        """Return (text that can go out, whether a stop string was found); hold back what may begin one."""
         text = self._held + text
         end = self._first_stop(text)
         if end is not None:

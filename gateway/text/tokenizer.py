@@ -1,8 +1,6 @@
 """A model's own tokenizer and chat template, from its folder.
 
-This uses the `tokenizers` library directly: transformers' AutoTokenizer takes seconds to load a folder, and
-imports torch where it is installed. transformers converts folders that have only a SentencePiece file, and
-renders chat templates with its sandboxed function, without its models.
+The `tokenizers` library is used directly: transformers' AutoTokenizer takes seconds and may import torch.
 """
 
 from __future__ import annotations
@@ -11,12 +9,13 @@ import asyncio
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 
-from gateway.errors import ApiError, invalid
+from gateway.errors import invalid
 from gateway.text.vocabulary import UnknownTokenizer, Vocabulary
 
 # Longer texts go to a thread (1.3 us a character: 2,048 block the event loop for 3 ms).
@@ -50,38 +49,26 @@ class Tokenizer:
         """Return token ids. `special_tokens`: with the beginning-of-text token, if the model has one."""
         if len(text) <= INLINE_CHARS:
             return list(self._rust.encode(text, add_special_tokens=special_tokens).ids)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(_threads, self._encode_long, text, special_tokens)
-
-    def _encode_long(self, text: str, special_tokens: bool) -> list[int]:
         # encode() holds the GIL throughout, encode_batch() releases it (measured with 0.23.3).
-        return list(self._rust.encode_batch([text], add_special_tokens=special_tokens)[0].ids)
+        encode = partial(self._rust.encode_batch, [text], add_special_tokens=special_tokens)
+        return list((await asyncio.get_running_loop().run_in_executor(_threads, encode))[0].ids)
 
     def fewest_tokens(self, num_chars: int) -> int:
-        """Return a lower bound that costs nothing; 0 if a normaliser could shorten the text.
-
-        With it, megabytes of text for a small context are refused before they are tokenised.
-        """
+        """Return a lower bound that costs nothing; 0 if a normaliser could shorten the text."""
         return num_chars // self._bytes_per_token if self._bytes_per_token else 0
 
     async def chat_text(self, messages: list[dict[str, str]]) -> str:
         """Return the conversation in the format that the model was trained on. Raises ApiError 400."""
         if self._template is None:
-            raise invalid(
-                "this model has no chat template (tokenizer_config.json names none); use /v1/completions",
-                "messages",
-                "no_chat_template",
-            )
-        special = self._special_tokens()
+            why = "this model has no chat template (tokenizer_config.json names none)"
+            raise invalid(f"{why}; use /v1/completions", "messages", "no_chat_template")
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        special = {name: token for name in names if (token := _content(self._config.get(name)))}
         num_chars = sum(len(message["content"]) for message in messages)
         if num_chars <= INLINE_CHARS and len(messages) <= INLINE_MESSAGES:
             return _render(self._template, messages, special)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(_threads, _render, self._template, messages, special)
-
-    def _special_tokens(self) -> dict[str, str]:
-        names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        return {name: token for name in names if (token := _content(self._config.get(name)))}
 
     def _read_stop_ids(self) -> tuple[int, ...]:
         found: set[int] = set()
@@ -150,13 +137,10 @@ def _render(template: str, messages: list[dict[str, str]], special: dict[str, st
             [messages], chat_template=template, add_generation_prompt=True, **special
         )
     except (TemplateError, TypeError, ValueError) as error:
-        raise refused_by_template(error) from error
+        # On what the model was not trained on, as two user turns in a row.
+        message = f"the model's chat template refuses these messages: {error}"
+        raise invalid(message, "messages", "chat_template") from error
     return str(rendered[0])
-
-
-def refused_by_template(error: Exception) -> ApiError:
-    """Templates raise on what the model was not trained on, as two user turns in a row."""
-    return invalid(f"the model's chat template refuses these messages: {error}", "messages", "chat_template")
 
 
 def warm_up() -> None:

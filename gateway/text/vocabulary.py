@@ -1,13 +1,6 @@
-"""The bytes of every token, and text made from them as tokens come.
+"""The bytes of every token, and text made from them as tokens come: byte-level BPE and SentencePiece.
 
-A token is a run of bytes, and a character may span several tokens. So text is made from bytes: each token's
-bytes are looked up, and an incremental UTF-8 decoder holds back what is not a whole character yet. `logprobs`
-shows the same bytes. Both kinds of tokenizer that the supported model families have are known:
-
-===============  ===========================================================  ==================
-byte-level BPE   each character of a token stands for one byte (GPT-2's map)  Llama 3, Qwen, demo
-SentencePiece    `▁` is a space, `<0xE2>` is one byte                         Llama 2, Mistral
-===============  ===========================================================  ==================
+A token is a run of bytes, and a character may span several: an incremental decoder holds back the rest.
 """
 
 from __future__ import annotations
@@ -55,12 +48,8 @@ class Vocabulary:
         """Return a unique name of the token for people; bytes that are no text are written out."""
         if token_id >= self.size:
             return f"<{token_id}>"
-        if token_id in self.special_ids:
-            return self.names[token_id]
-        text = self.texts[token_id]
-        if text is None:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.data[token_id])
-        return text
+        text = self.names[token_id] if token_id in self.special_ids else self.texts[token_id]
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.data[token_id]) if text is None else text
 
     def bytes_of(self, token_id: int) -> bytes:
         if token_id >= self.size:
@@ -74,10 +63,7 @@ class Vocabulary:
 
 
 class TextStream:
-    """The text of a sequence, token by token. Bytes that are not UTF-8 become U+FFFD.
-
-    `feed` returns the whole characters that a token completes, `flush` the rest of an unfinished one.
-    """
+    """The text of a sequence, token by token: whole characters. Bytes that are not UTF-8 become U+FFFD."""
 
     __slots__ = ("_decoder", "_is_mid_character", "_vocabulary")
 
@@ -122,10 +108,8 @@ def _is_byte_level(tokenizer: RustTokenizer) -> bool:
 
 
 def _gpt2_bytes() -> dict[str, int]:
-    """Return GPT-2's map from characters to bytes (openai/gpt-2, `encoder.py`, `bytes_to_unicode`).
-
-    Printable characters stand for themselves, the other 68 follow U+0100 in order.
-    """
+    """Return GPT-2's map from characters to bytes (openai/gpt-2, `encoder.py`, `bytes_to_unicode`)."""
+    # Printable characters stand for themselves, the other 68 follow U+0100 in order.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -142,6 +126,7 @@ def _byte_level(token: str) -> bytes:
 
 
 def _sentencepiece(token: str) -> bytes:
+    """Return the bytes of a token in which `▁` is a space and `<0xE2>` one byte."""
     if match := _BYTE_TOKEN.fullmatch(token):
         return bytes([int(match[1], 16)])
     return token.replace("▁", " ").encode()

@@ -1,8 +1,6 @@
 """The attributes and events of a call's spans.
 
-Names are those of OpenTelemetry's conventions for HTTP and generative AI where there is one, vLLM's for
-latencies, and `instar.` for the rest. Codes and numbers only: no text of prompts or answers, and no message
-of an error, since those quote what the client sent.
+Names are OpenTelemetry's, vLLM's or `instar.`. No text of prompts, answers or errors is in them.
 """
 
 from __future__ import annotations
@@ -26,9 +24,6 @@ TimedFacts = tuple[float, Facts]
 
 OPERATIONS: Final = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 ENDED_WELL: Final = ("stop", "length", "abort")
-
-
-# --------------------------------------------------------------------------- the span of the call
 
 
 def of_request(scope: Scope) -> Facts:
@@ -67,11 +62,8 @@ def _of_call(call: Completion) -> Facts:
         "instar.attempts": max(state.attempt for state in states),
         "instar.fingerprint": call.fingerprint,
     }
-    if call.queue_s is not None:
-        facts["gen_ai.latency.time_in_queue"] = call.queue_s
-    if call.ttft_s is not None:
-        facts["gen_ai.latency.time_to_first_token"] = call.ttft_s
-    return facts
+    latencies = {"time_in_queue": call.queue_s, "time_to_first_token": call.ttft_s}
+    return facts | {f"gen_ai.latency.{name}": s for name, s in latencies.items() if s is not None}
 
 
 def error_type(log: RequestLog) -> str:
@@ -110,41 +102,30 @@ def attempts_of(state: RequestState) -> list[Attempt]:
 def of_morphs(
     entries: Sequence[MorphRecord], workers: set[str], start_s: float, end_s: float
 ) -> list[TimedFacts]:
-    """Return an event for each morph of these workers between two times, in seconds since 1970.
-
-    Its time is the end of the morph, or the beginning if it ended later or still runs.
-    """
+    """Return an event for each morph of these workers between two times, in seconds since 1970."""
     found: list[TimedFacts] = []
     for entry in entries:
         if entry.started > end_s or (entry.ended or end_s) < start_s or workers.isdisjoint(entry.workers):
             continue
         at_s = entry.ended if entry.ended is not None and entry.ended <= end_s else entry.started
-        facts: Facts = {
+        facts: dict[str, str | float | None] = {
             "instar.morph.id": entry.id,
             "instar.morph.kind": entry.kind,
             "instar.morph.outcome": entry.state,
             "instar.instance": entry.target,
             "instar.morph.started": entry.started,
+            "instar.morph.seconds": None if entry.ended is None else entry.ended - entry.started,
+            "instar.morph.pause_seconds": entry.pause_s,
+            "instar.morph.cause": entry.cause or None,
         }
-        if entry.ended is not None:
-            facts["instar.morph.seconds"] = entry.ended - entry.started
-        if entry.pause_s is not None:
-            facts["instar.morph.pause_seconds"] = entry.pause_s
-        if entry.cause:
-            facts["instar.morph.cause"] = entry.cause
-        found.append((max(start_s, at_s), facts))
+        known: Facts = {name: value for name, value in facts.items() if value is not None}
+        found.append((max(start_s, at_s), known))
     return found
-
-
-# --------------------------------------------------------------------------- its children
 
 
 @dataclass(slots=True)
 class Phase:
-    """A child span: an attempt waits (queue), makes its first token (prefill), then the others (decode).
-
-    Times are those of the request; `events` are changes of the shape that makes its tokens.
-    """
+    """A child span: an attempt in queue, prefill or decode. `events`: changes of its shape."""
 
     name: str
     start: float

@@ -1,13 +1,11 @@
 """The tracer: which calls are traced, and their spans, made at the end from what was noted meanwhile.
 
-A traced call costs its notes while it runs, any other one look at its headers. Spans wait in a queue of the
-OpenTelemetry library, whose thread sends them.
+A traced call costs its notes while it runs, any other one look at its headers.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
@@ -37,6 +35,7 @@ MAX_WAITING: Final = 4096  # spans, of 1 to 2 KB; more are dropped
 SEND_MS: Final = 1000.0
 TIMEOUT_S: Final = 5.0  # of one batch, with its retries
 CLOSE_S: Final = 2.0  # to send what waits when the process ends
+CLOSE_POLL_S: Final = 0.02
 MAX_SEQUENCES: Final = 8  # of one call, that have spans of their own: a span takes 0.05 ms of the event loop
 
 _W3C: Final = TraceContextTextMapPropagator()
@@ -65,9 +64,8 @@ class Tracer:
 
     def begin(self, scope: Scope, arrived: float) -> CallTrace | None:
         """Begin the span of a call; None if the call is not sampled. `arrived`: monotonic seconds."""
-        carrier = {
-            name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _CONTEXT
-        }
+        given = ((name, value) for name, value in scope["headers"] if name in _CONTEXT)
+        carrier = {name.decode(): value.decode("latin-1") for name, value in given}
         ahead_ns = time.time_ns() - time.monotonic_ns()
         span = self._tracer.start_span(
             f"POST {scope['path']}",
@@ -78,28 +76,15 @@ class Tracer:
         )
         return CallTrace(self, span, ahead_ns) if span.is_recording() else None
 
-    def end(self, trace: CallTrace, ended: RequestLog) -> None:
-        """Make the spans of a call that is over. An error here costs the trace and not the call."""
-        try:
-            self._make_spans(trace, ended)
-        except Exception:
-            log.exception("a trace is lost")
-
     async def close(self) -> None:
         """Send what waits, for CLOSE_S at most."""
-        loop, is_closed = asyncio.get_running_loop(), asyncio.Event()
+        closing = threading.Thread(target=self._provider.shutdown, name="traces-close", daemon=True)
+        closing.start()
+        deadline = time.monotonic() + CLOSE_S
+        while closing.is_alive() and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(CLOSE_POLL_S)
 
-        def shut_down() -> None:
-            self._provider.shutdown()
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(is_closed.set)
-
-        threading.Thread(target=shut_down, name="traces-close", daemon=True).start()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_S):
-                await is_closed.wait()
-
-    def _make_spans(self, trace: CallTrace, ended: RequestLog) -> None:
+    def make_spans(self, trace: CallTrace, ended: RequestLog) -> None:
         now, span = time.monotonic(), trace.span
         span.set_attributes(spans.of_end(ended))
         for state in trace.states:
@@ -116,9 +101,8 @@ class Tracer:
 
     def _make_child(self, trace: CallTrace, phase: spans.Phase) -> None:
         start_ns = trace.wall_ns(phase.start)
-        child = self._tracer.start_span(
-            phase.name, trace.context, SpanKind.INTERNAL, phase.facts, start_time=start_ns
-        )
+        about = phase.name, trace.context, SpanKind.INTERNAL, phase.facts
+        child = self._tracer.start_span(*about, start_time=start_ns)
         for at, event in phase.events:
             child.add_event("shape", event, trace.wall_ns(at))
         if phase.status is not None:
@@ -154,17 +138,18 @@ class CallTrace:
             state.journey = Journey(now)
 
     def end(self, ended: RequestLog) -> None:
-        self._tracer.end(self, ended)
+        """Make the spans of the call, which is over. An error here costs the trace and not the call."""
+        try:
+            self._tracer.make_spans(self, ended)
+        except Exception:
+            log.exception("a trace is lost")
 
     def wall_ns(self, at: float) -> int:
         return self._ahead_ns + round(at * 1e9)
 
 
 class Exporter(SpanExporter):
-    """Writes one log line when the collector takes no more spans, and one when it does again.
-
-    The library itself would write several a second. `num_sent`: spans that the collector took.
-    """
+    """Counts sent spans, and logs once when the collector takes no more, and when it does again."""
 
     def __init__(self, url: str) -> None:
         self.num_sent = 0

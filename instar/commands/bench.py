@@ -6,13 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
-from instar.parser import (
-    CommandParser,
-    at_least_one,
-    number_above_zero,
-    one_of,
-    subcommands,
-)
+from instar.parser import CommandParser, at_least_one, number_above_zero, one_of, subcommands
 from instar.replay.record import record
 from instar.replay.run import plot, replay
 from instar.replay.schemas import FORMATS
@@ -33,7 +27,6 @@ docs/replay.md says what is measured, and how.
 
 
 def add_to(parser: CommandParser) -> None:
-    parser.description = DESCRIPTION
     command = subcommands(parser, json=False)
     _add_replay_flags(command("replay", "send a trace's requests at their arrival times", replay))
     _add_record_flags(command("record", "write the requests of a running service to a file", record))
@@ -43,18 +36,13 @@ def add_to(parser: CommandParser) -> None:
 
 
 def _add_replay_flags(parser: CommandParser) -> None:
-    parser.add_argument(
-        "trace", nargs="?", metavar="TRACE", help="a file, or gamma:RATE:CV:SECONDS[:PROMPT:OUTPUT]"
-    )
-    parser.add_argument("--model", metavar="NAME", help="[the first one served]")
-    parser.add_argument(
-        "--format", type=one_of(FORMATS), default="auto", metavar="F", help=", ".join(FORMATS)
-    )
-    parser.add_argument(
-        "--window", type=window, default=(0.0, None), metavar="START:LENGTH", help="seconds of the trace"
-    )
-    parser.add_argument("--limit", type=at_least_one, metavar="N", help="the first N requests only")
+    help_ = "a file, or gamma:RATE:CV:SECONDS[:PROMPT:OUTPUT]"
+    parser.add_argument("trace", nargs="?", metavar="TRACE", help=help_)
     for flag, type_, default, metavar, help_ in (
+        ("--model", str, None, "NAME", "[the first one served]"),
+        ("--format", one_of(FORMATS), "auto", "F", ", ".join(FORMATS)),
+        ("--window", window, (0.0, None), "START:LENGTH", "seconds of the trace"),
+        ("--limit", at_least_one, None, "N", "the first N requests only"),
         ("--scale", number_above_zero, 1.0, "X", "factor of the arrival rate [1]"),
         ("--scale-lengths", number_above_zero, 1.0, "X", "factor of all lengths [1]"),
         ("--slo-ttft", number_above_zero, None, "S", "limit of the time to first token [slo.ttft_s]"),

@@ -23,18 +23,14 @@ Completes a text with the running service. Without TEXT, reads it from standard 
 
 
 def add_to(parser: CommandParser) -> None:
-    parser.description = DESCRIPTION
     add_client_flags(parser, json=False)
-    parser.add_argument(
-        "text", nargs="*", metavar="TEXT", help="[standard input]; words are joined by spaces"
-    )
-    parser.add_argument("--model", metavar="NAME", help="[the first one served]")
-    parser.add_argument(
-        "--max-tokens", type=at_least_one, default=64, metavar="N", help="length of the completion [64]"
-    )
-    parser.add_argument(
-        "--temperature", type=temperature, default=0.0, metavar="T", help="0 to 2 [0: greedy]"
-    )
+    parser.add_argument("text", nargs="*", metavar="TEXT", help="words, joined by spaces [standard input]")
+    for flag, type_, default, metavar, help_ in (
+        ("--model", str, None, "NAME", "[the first one served]"),
+        ("--max-tokens", at_least_one, 64, "N", "length of the completion [64]"),
+        ("--temperature", temperature, 0.0, "T", "0 to 2 [0: greedy]"),
+    ):
+        parser.add_argument(flag, type=type_, default=default, metavar=metavar, help=help_)
     parser.set_defaults(run=run)
 
 

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 import httpx
 
-from instar.client import admin_client, ask_json, follow, get_json
+from instar.client import admin_client, admin_path, ask_json, follow, get_json
 from instar.commands.intent import add_intent_flags, intent
-from instar.commands.model import model_path, until_measured
-from instar.output.deployments import deployment_path, in_words
-from instar.output.tables import write_json, write_text
+from instar.commands.model import until_measured
+from instar.output.deployments import in_words
+from instar.output.tables import write_found
 from instar.parser import CommandParser, add_client_flags, number_above_zero
 
 SETTLED: Final = ("serving", "failed", "retired")
@@ -36,12 +36,10 @@ A deployment without room stays queued until there is some. `instar deployments`
 
 
 def add_to(parser: CommandParser) -> None:
-    parser.description = DESCRIPTION
     add_client_flags(parser)
     add_intent_flags(parser)
-    parser.add_argument(
-        "--wait", type=number_above_zero, metavar="S", help="seconds to wait [600; without room 20]"
-    )
+    help_ = "seconds to wait [600; without room 20]"
+    parser.add_argument("--wait", type=number_above_zero, metavar="S", help=help_)
     parser.add_argument("--detach", action="store_true", help="return at once")
     parser.set_defaults(run=run)
 
@@ -53,22 +51,18 @@ def run(args: argparse.Namespace) -> int:
         found = ask_json(client, "POST", "/admin/deployments", body)
         if not args.detach:
             found = _until_serving(client, found, args.wait)
-    is_good = args.detach or found["state"] == "serving"
-    if args.json:
-        return write_json(found, is_good=is_good)
-    write_text(in_words(found))
-    return int(not is_good)
+    return write_found(args, found, in_words, is_good=args.detach or found["state"] == "serving")
 
 
 def _until_serving(client: httpx.Client, found: dict[str, Any], within_s: float | None) -> dict[str, Any]:
     """Wait for `within_s`; with None as long as something is done for the deployment. Raises ServerError."""
-    name, path = found["id"], deployment_path(found["id"])
+    name, path = found["id"], admin_path("deployments", found["id"])
     hint = (
         f"it stays queued, and is loaded when there is room: `instar deployments {name}` shows it, "
         f"`instar retire {name}` ends it (--wait S: how long to wait for one)"
     )
     if found["state"] == "waiting" and within_s is None:  # measuring takes as long as it takes
-        until_measured(client, get_json(client, model_path(found["model"])), hint)
+        until_measured(client, get_json(client, admin_path("models", found["model"])), hint)
     stuck_s = STUCK_S if within_s is None else inf
     found = follow(client, path, found, SETTLED, within_s or WAIT_S, hint, stuck_s)
     deadline = time.monotonic() + KV_WAIT_S

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from instar.client import admin_client, get_json
-from instar.output.deployments import deployment_path, in_words, table
-from instar.output.tables import print_line, trimmed, write_json, write_text
+from instar.client import admin_client, admin_path, get_json
+from instar.output.deployments import in_words, table
+from instar.output.tables import print_line, trimmed, write_found, write_json, write_text
 from instar.parser import CommandParser, add_client_flags
 
 DESCRIPTION = """\
@@ -19,7 +19,6 @@ Shows deployments: their state, workers and KV, and why they wait.
 
 
 def add_to(parser: CommandParser) -> None:
-    parser.description = DESCRIPTION
     add_client_flags(parser)
     parser.add_argument("deployment", nargs="?", metavar="ID", help="[all that were not retired]")
     parser.add_argument("--all", action="store_true", help="show the retired, too")
@@ -29,8 +28,7 @@ def add_to(parser: CommandParser) -> None:
 def run(args: argparse.Namespace) -> int:
     with admin_client(args) as client:
         if args.deployment:
-            one = get_json(client, deployment_path(args.deployment))
-            return write_json(one) if args.json else write_text(in_words(one))
+            return write_found(args, get_json(client, admin_path("deployments", args.deployment)), in_words)
         found = get_json(client, "/admin/deployments", "deployments")["deployments"]
     shown = [one for one in found if args.all or one["state"] != "retired"]
     if args.json:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import time
 from typing import Any, Final
-from urllib.parse import quote
 
 import httpx
 
-from instar.client import admin_client, ask_json, get_json
+from instar.client import admin_client, admin_path, ask_json, get_json
 from instar.output.progress import progress_line
-from instar.output.tables import plural, write_json, write_text
+from instar.output.tables import plural, write_found
 from instar.parser import CommandParser, add_client_flags, number_from_zero
 
 POLL_S: Final = 0.25
@@ -30,16 +29,10 @@ worker: requests wait for one to join (gateway.queue_timeout_s).
 
 
 def add_to(parser: CommandParser) -> None:
-    parser.description = DESCRIPTION
     add_client_flags(parser)
     parser.add_argument("worker", metavar="WORKER", help="as `instar status` shows it")
-    parser.add_argument(
-        "--wait",
-        type=number_from_zero,
-        default=60.0,
-        metavar="S",
-        help="seconds to wait for it to leave [60]",
-    )
+    help_ = "seconds to wait for it to leave [60]"
+    parser.add_argument("--wait", type=number_from_zero, default=60.0, metavar="S", help=help_)
     parser.add_argument("--detach", action="store_true", help="return at once")
     parser.add_argument("--force", action="store_true", help="also drain the last worker that serves a model")
     parser.set_defaults(run=run)
@@ -49,18 +42,16 @@ def run(args: argparse.Namespace) -> int:
     """Return 0 when the worker has left or was asked to (--detach), 1 when it has not in time."""
     with admin_client(args) as client:
         force = "?force=true" if args.force else ""
-        answer = ask_json(client, "POST", f"/admin/workers/{quote(args.worker, safe='')}/drain{force}")
+        answer = ask_json(client, "POST", f"{admin_path('workers', args.worker)}/drain{force}")
         if args.detach:
-            return write_json(answer) if args.json else write_text(f"{args.worker} is draining\n")
+            return write_found(args, answer, lambda _: f"{args.worker} is draining\n")
         seconds = _until_gone(client, answer, args.wait)
-    if args.json:
-        state = "draining" if seconds is None else "left"
-        write_json({"worker": args.worker, "state": state, "seconds": seconds})
-    elif seconds is None:
-        write_text(f"{args.worker} is still draining after {args.wait:g} s; `instar status` shows it\n")
+    if seconds is None:
+        state, text = "draining", f"is still draining after {args.wait:g} s; `instar status` shows it"
     else:
-        write_text(f"{args.worker} has left after {seconds:.1f} s\n")
-    return int(seconds is None)
+        state, text = "left", f"has left after {seconds:.1f} s"
+    found = {"worker": args.worker, "state": state, "seconds": seconds}
+    return write_found(args, found, lambda _: f"{args.worker} {text}\n", is_good=seconds is not None)
 
 
 def _until_gone(client: httpx.Client, ordered: dict[str, Any], within_s: float) -> float | None:

@@ -4,51 +4,16 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from typing import Any
 
 from bus.precisions import PRECISIONS
 from instar.parser import CommandParser, at_least_one, either, number_above_zero, one_of
 
+Fields = dict[str, tuple[Callable[[str], Any], str, str]]  # type, metavar and help
+
 OBJECTIVES = ("latency", "cost", "memory", "gpu_hours")
 COSTS = ("memory_seconds", "memory", "gpu_hours")
-
-
-def add_intent_flags(parser: CommandParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a registered model: `instar model list`")
-    wanted = parser.add_argument_group("intent")
-    fixed = parser.add_argument_group("fixed, otherwise chosen")
-    flags = [
-        wanted.add_argument(
-            "--minimise", type=one_of(OBJECTIVES), metavar="WHAT", help=f"{either(OBJECTIVES)} [cost]"
-        ),
-        wanted.add_argument(
-            "--cost", type=one_of(COSTS), metavar="C", help=f"unit of cost: {either(COSTS)} [memory_seconds]"
-        ),
-        wanted.add_argument(
-            "--max-latency", dest="max_latency_s", type=number_above_zero, metavar="S", help="of a request"
-        ),
-        wanted.add_argument(
-            "--max-cost", type=number_above_zero, metavar="X", help="of a request, in its unit"
-        ),
-        wanted.add_argument(
-            "--max-loss",
-            type=_share,
-            metavar="L",
-            help="of perplexity: 1%% or 0.01 [1%%]; an unknown loss exceeds it",
-        ),
-        wanted.add_argument("--prompt-tokens", type=at_least_one, metavar="N", help="of a request [256]"),
-        wanted.add_argument("--output-tokens", type=at_least_one, metavar="N", help="of a request [64]"),
-        wanted.add_argument("--batch-size", type=at_least_one, metavar="N", help="concurrent requests [1]"),
-        fixed.add_argument("--tp", type=at_least_one, metavar="N", help="workers that share each layer"),
-        fixed.add_argument("--pp", type=at_least_one, metavar="N", help="stages, of --tp workers each"),
-        fixed.add_argument("--precision", type=one_of(PRECISIONS), metavar="P", help=either(PRECISIONS)),
-    ]
-    parser.set_defaults(intent_fields=[flag.dest for flag in flags])
-
-
-def intent(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields that were given."""
-    return {name: value for name in args.intent_fields if (value := getattr(args, name)) is not None}
 
 
 def _share(text: str) -> float:
@@ -60,3 +25,34 @@ def _share(text: str) -> float:
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} must be a share, as 1% or 0.01")
     return value
+
+
+WANTED: Fields = {
+    "minimise": (one_of(OBJECTIVES), "WHAT", f"{either(OBJECTIVES)} [cost]"),
+    "cost": (one_of(COSTS), "C", f"unit of cost: {either(COSTS)} [memory_seconds]"),
+    "max_latency_s": (number_above_zero, "S", "of a request"),
+    "max_cost": (number_above_zero, "X", "of a request, in its unit"),
+    "max_loss": (_share, "L", "of perplexity: 1%% or 0.01 [1%%]; an unknown loss exceeds it"),
+    "prompt_tokens": (at_least_one, "N", "of a request [256]"),
+    "output_tokens": (at_least_one, "N", "of a request [64]"),
+    "batch_size": (at_least_one, "N", "concurrent requests [1]"),
+}
+FIXED: Fields = {
+    "tp": (at_least_one, "N", "workers that share each layer"),
+    "pp": (at_least_one, "N", "stages, of --tp workers each"),
+    "precision": (one_of(PRECISIONS), "P", either(PRECISIONS)),
+}
+
+
+def add_intent_flags(parser: CommandParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a registered model: `instar model list`")
+    for title, fields in (("intent", WANTED), ("fixed, otherwise chosen", FIXED)):
+        group = parser.add_argument_group(title)
+        for name, (type_, metavar, help_) in fields.items():
+            flag = f"--{name.removesuffix('_s').replace('_', '-')}"
+            group.add_argument(flag, dest=name, type=type_, metavar=metavar, help=help_)
+
+
+def intent(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields that were given."""
+    return {name: value for name in (*WANTED, *FIXED) if (value := getattr(args, name)) is not None}

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote
 
 import httpx
 
-from instar.client import admin_client, ask_json, follow, get_json
-from instar.output.tables import MIB, make_table, trimmed, with_reason, write_json, write_text
+from instar.client import admin_client, admin_path, ask_json, follow, get_json
+from instar.output.tables import MIB, make_table, trimmed, with_reason, write_found, write_json, write_text
 from instar.parser import CommandParser, subcommands
 
 MEASURED: Final = ("profiled", "failed")
@@ -29,18 +28,16 @@ Registers models with a running service, which measures a few of their layers on
 
 
 def add_to(parser: CommandParser) -> None:
-    parser.description = DESCRIPTION
     command = subcommands(parser)
     add = command("add", "register a model folder, and measure it", _add)
     add.add_argument("folder", type=Path, metavar="DIR", help="as `instar serve` takes it")
     add.add_argument("--name", metavar="NAME", help="[the folder's]")
     add.add_argument("--detach", action="store_true", help="do not wait until it is measured")
     command("list", "list the registered models", _list)
-    for name, help_, run in (
-        ("show", "show a model and its measurements", _show),
-        ("remove", "remove a model", _remove),
-    ):
-        command(name, help_, run).add_argument("model", metavar="MODEL", help="its name")
+    show = command("show", "show a model and its measurements", _show)
+    remove = command("remove", "remove a model", _remove)
+    for one in (show, remove):
+        one.add_argument("model", metavar="MODEL", help="its name")
 
 
 def _add(args: argparse.Namespace) -> int:
@@ -49,17 +46,13 @@ def _add(args: argparse.Namespace) -> int:
         card = ask_json(client, "POST", "/admin/models", body | ({"name": args.name} if args.name else {}))
         if not args.detach:
             card = until_measured(client, card)
-    is_good = card["state"] != "failed"
-    if args.json:
-        return write_json(card, is_good=is_good)
-    write_text(_heading(card))
-    return int(not is_good)
+    return write_found(args, card, _heading, is_good=card["state"] != "failed")
 
 
 def until_measured(client: httpx.Client, card: dict[str, Any], hint: str = "") -> dict[str, Any]:
     """Wait until the model is measured or cannot be. Raises ServerError."""
     hint = hint or f"the measurement continues: `instar model show {card['name']}`"
-    return follow(client, model_path(card["name"]), card, MEASURED, MEASURE_S, hint)
+    return follow(client, admin_path("models", card["name"]), card, MEASURED, MEASURE_S, hint)
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -80,22 +73,18 @@ def _list(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     with admin_client(args) as client:
-        card = get_json(client, model_path(args.model))
-    return write_json(card) if args.json else write_text(in_words(card))
+        return write_found(args, get_json(client, admin_path("models", args.model)), in_words)
 
 
 def _remove(args: argparse.Namespace) -> int:
     with admin_client(args) as client:
-        card = ask_json(client, "DELETE", model_path(args.model))
-    if args.json:
-        return write_json(card)
-    was_measured = card["state"] != "profiling"
-    rest = "its measurements stay in its folder" if was_measured else "its measurement is cancelled"
-    return write_text(f"removed {card['name']}; {rest}\n")
+        return write_found(args, ask_json(client, "DELETE", admin_path("models", args.model)), _removed)
 
 
-def model_path(name: str) -> str:
-    return f"/admin/models/{quote(name, safe='')}"
+def _removed(card: dict[str, Any]) -> str:
+    is_cancelled = card["state"] == "profiling"
+    rest = "its measurement is cancelled" if is_cancelled else "its measurements stay in its folder"
+    return f"removed {card['name']}; {rest}\n"
 
 
 def in_words(card: dict[str, Any]) -> str:
@@ -122,11 +111,11 @@ def _profile_lines(profile: dict[str, Any]) -> list[str]:
         f"    prompts of {_listed(profile['prompt_tokens'])} tokens in batches of "
         f"{_listed(profile['batch_sizes'])}; precisions: {_listed(profile['precisions'])}",
         f"    tensor-parallel degrees that its weights can be cut to: {_listed(profile['degrees'])}",
-        f"    between two workers: {links or 'nothing, there was no second one'}",
+        f"    between two workers: {links or 'not measured; no other worker of its kind was free then'}",
     ]
     if losses:
-        shown = ", ".join(f"{name} {loss:.1%}" for name, loss in losses.items())
-        lines.append(f"    loss of perplexity: {shown}")
+        shown = [f"{name} {loss:.1%}" for name, loss in losses.items()]
+        lines.append(f"    loss of perplexity: {_listed(shown)}")
     if unknown:
         lines.append(
             f"    loss of perplexity by {_listed(unknown)}: unknown; run `instar profile --precision P` on "

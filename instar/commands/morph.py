@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 from urllib.parse import quote
 
 import httpx
 
 from bus.messages import PARTS
-from bus.morphs import ENTRIES
+from bus.morphs import MORPHS, MorphEntry
 from bus.policy import FIELDS
 from bus.precisions import PRECISIONS
 from instar.client import admin_client, ask_json, get_json
@@ -23,7 +23,6 @@ from instar.output.progress import progress_line
 from instar.output.tables import write_json, write_text
 from instar.parser import (
     CommandParser,
-    Run,
     at_least_one,
     either,
     number_from_zero,
@@ -60,50 +59,10 @@ returns layers and splits groups that were ordered by hand; with mode=manual it 
 def add_to(parser: CommandParser) -> None:
     parser.description = DESCRIPTION
     command = subcommands(parser)
-    swap = command("swap", ENTRIES["swap"].summary, _order(_swap))
-    _add_instance(swap)
-    which = swap.add_mutually_exclusive_group(required=True)
-    which.add_argument(
-        "--layers", type=layer_numbers, metavar="LIST", help=f"{_help('swap', 'layers')}, as 0,4-6"
-    )
-    which.add_argument(
-        "--count",
-        type=at_least_one,
-        metavar="N",
-        help=_help("swap", "count"),
-    )
-    swap.add_argument(
-        "--precision", required=True, type=one_of(PRECISIONS), metavar="P", help=either(PRECISIONS)
-    )
-    swap.add_argument(
-        "--part", action="append", type=one_of(PARTS), metavar="PART", help=f"{either(PARTS)} [both]"
-    )
-    _add_wait(swap)
-
-    resize = command("resize", ENTRIES["resize"].summary, _order(_resize))
-    _add_instance(resize)
-    resize.add_argument("blocks", type=_blocks, metavar="BLOCKS", help=_help("resize", "blocks"))
-    _add_wait(resize)
-
-    tp = command("tp", ENTRIES["transform"].summary, _order(_transform))
-    tp.add_argument("tp", type=at_least_one, metavar="DEGREE", help=_help("transform", "tp"))
-    which = tp.add_mutually_exclusive_group()
-    which.add_argument(
-        "--workers",
-        type=_names,
-        metavar="LIST",
-        help=f"{_help('transform', 'workers')}, as w0,w1 [the least loaded]",
-    )
-    which.add_argument("--instance", metavar="INSTANCE", help="one that takes part [of the only model]")
-    tp.add_argument("--model", metavar="NAME", help=_help("transform", "model"))
-    tp.add_argument(
-        "--layers-per-step",
-        type=at_least_one,
-        metavar="N",
-        help=_help("transform", "layers_per_step"),
-    )
-    _add_wait(tp)
-
+    for entry in MORPHS:
+        if entry.order:
+            name = COMMANDS.get(entry.name, entry.name)
+            _add_fields(command(name, entry.summary, partial(_run_order, entry)), entry)
     policy = command("policy", "show the policy, or change its fields", _policy)
     policy.add_argument("fields", nargs="*", metavar="FIELD=VALUE", help="without any: shows all fields")
     policy.epilog = policy_fields()
@@ -111,33 +70,40 @@ def add_to(parser: CommandParser) -> None:
         command(name, help_, run).add_argument("morph", metavar="ID", help="as `instar status` shows it")
 
 
-def _help(kind: str, name: str) -> str:
-    """Return the words for one field of an order."""
-    return next(one.summary for one in ENTRIES[kind].fields if one.name == name)
-
-
-def _add_instance(parser: CommandParser) -> None:
-    parser.add_argument("instance", nargs="?", metavar="INSTANCE", help="[the only one]")
-    parser.add_argument("--instance", dest="named", metavar="INSTANCE", help="the same as a flag")
-
-
-def _add_wait(parser: CommandParser) -> None:
-    help_ = f"{_help('swap', 'wait_s')} [0]"
-    parser.add_argument("--wait", type=number_from_zero, default=0.0, metavar="S", help=help_)
+def _add_fields(parser: CommandParser, entry: MorphEntry) -> None:
+    """Declare an argument for each field of an order, and what all orders have."""
+    if entry.target == "instance":
+        parser.add_argument("instance", nargs="?", metavar="INSTANCE", help="[the only one]")
+        parser.add_argument("--instance", dest="named", metavar="INSTANCE", help="the same as a flag")
+    which: argparse._ActionsContainer = parser
+    if ALTERNATIVES & {one.name for one in entry.fields}:
+        which = parser.add_mutually_exclusive_group(required=entry.target == "instance")
+    for one in entry.fields:
+        flag = FLAGS.get(one.name, f"--{one.name.replace('_', '-')}")
+        options = {"help": "{}", **ARGUMENTS[one.type]}
+        options["help"] = options["help"].format(one.summary)
+        if flag.startswith("-"):
+            options |= {"dest": one.name, "required": one.is_required and one.name not in ALTERNATIVES}
+        (which if one.name in ALTERNATIVES else parser).add_argument(flag, **options)
+        if one.name == "workers":
+            which.add_argument(
+                "--instance", metavar="INSTANCE", help="one that takes part [of the only model]"
+            )
     parser.add_argument("--detach", action="store_true", help="return at once instead of when it has ended")
 
 
 def policy_fields() -> str:
     """Return the fields of the policy, each with its meaning, limits, default and effects of modes."""
     lines = ["fields:"]
+    width = max(len(one.name) for one in FIELDS) + 2
     for one in FIELDS:
         default = f"{one.default:g}" if isinstance(one.default, float) else one.default
         unit = f" {one.unit}" if one.unit not in one.summary.split() and one.unit else ""
-        lines.append(f"  {one.name:20}{one.summary}: {one.limits}{unit} [{default}]")
+        lines.append(f"  {one.name:{width}}{one.summary}: {one.limits}{unit} [{default}]")
         notes = [f"0: {one.zero}"] if one.zero else []
         notes += [f"{name}: {text}" for name, text in one.choices.items() if text]
         notes += [f"with mode={mode} {effect.summary}" for mode, effect in one.by_mode.items()]
-        lines += [f"{'':22}{note}" for note in notes]
+        lines += [f"{'':{width + 2}}{note}" for note in notes]
     return "\n".join(lines)
 
 
@@ -173,51 +139,58 @@ def _names(text: str) -> list[str]:
     return names
 
 
+# How a field of each type is read; {} is its summary.
+ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
+    "blocks": {"type": _blocks, "metavar": "BLOCKS"},
+    "degree": {"type": at_least_one, "metavar": "DEGREE"},
+    "integer": {"type": at_least_one, "metavar": "N"},
+    "layers": {"type": layer_numbers, "metavar": "LIST", "help": "{}, as 0,4-6"},
+    "number": {"type": number_from_zero, "metavar": "S", "default": 0.0, "help": "{} [0]"},
+    "parts": {
+        "action": "append",
+        "type": one_of(PARTS),
+        "metavar": "PART",
+        "help": f"{either(PARTS)} [both]",
+    },
+    "precision": {"type": one_of(PRECISIONS), "metavar": "P", "help": either(PRECISIONS)},
+    "text": {"metavar": "NAME"},
+    "workers": {"type": _names, "metavar": "LIST", "help": "{}, as w0,w1 [the least loaded]"},
+}
+FLAGS: Final = {"blocks": "blocks", "tp": "tp", "parts": "--part", "wait_s": "--wait"}  # else as the field
+ALTERNATIVES: Final = {"layers", "count", "workers"}  # of which an order takes one
+COMMANDS: Final = {"transform": "tp"}  # else as the kind of morph
+
+
 # --------------------------------------------------------------------------- orders
 
-Order = Callable[[httpx.Client, argparse.Namespace], tuple[str, dict[str, Any]]]  # path and body
+
+def _run_order(entry: MorphEntry, args: argparse.Namespace) -> int:
+    """Post the order of a morph and wait for its end."""
+    with admin_client(args) as client:
+        path, body = _order(client, entry, args)
+        given = {name: value for name, value in body.items() if value is not None}
+        morph = ask_json(client, "POST", path, given)
+        morph = morph if args.detach else _until_end(client, morph)
+        is_done = morph["state"] in DONE
+        if args.json:
+            return write_json(morph, is_good=is_done)
+        state = _state(client)
+    mode = (state.get("policy") or {}).get("mode", MANUAL)
+    write_text(in_words(morph, _page_bytes(state, morph)))
+    if is_done and mode != MANUAL:
+        write_text(f"  the policy (mode {mode}) may undo this; `instar morph policy mode=manual` keeps it\n")
+    return int(not is_done)
 
 
-def _order(order: Order) -> Run:
-    """Return a command that posts what `order` makes and waits for the morph's end."""
-
-    def run(args: argparse.Namespace) -> int:
-        with admin_client(args) as client:
-            path, body = order(client, args)
-            given = {name: value for name, value in body.items() if value is not None}
-            morph = ask_json(client, "POST", path, given | {"wait_s": args.wait})
-            morph = morph if args.detach else _until_end(client, morph)
-            is_done = morph["state"] in DONE
-            if args.json:
-                return write_json(morph, is_good=is_done)
-            state = _state(client)
-        mode = (state.get("policy") or {}).get("mode", MANUAL)
-        write_text(in_words(morph, _page_bytes(state, morph)))
-        if is_done and mode != MANUAL:
-            write_text(
-                f"  the policy (mode {mode}) may undo this; `instar morph policy mode=manual` keeps it\n"
-            )
-        return int(not is_done)
-
-    return run
-
-
-def _swap(client: httpx.Client, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    body = {"precision": args.precision, "layers": args.layers, "count": args.count, "parts": args.part}
-    return _instance_path(client, args, "swap"), body
-
-
-def _resize(client: httpx.Client, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    return _instance_path(client, args, "resize"), {"blocks": args.blocks}
-
-
-def _transform(client: httpx.Client, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    workers, model = args.workers, args.model
-    if not workers:
+def _order(client: httpx.Client, entry: MorphEntry, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """Return the path and the body of an order."""
+    body = {one.name: getattr(args, one.name) for one in entry.fields}
+    if entry.target == "instance":
+        return _instance_path(client, args, entry.name), body
+    if not args.workers:
         state = get_json(client, "/admin/state", "workers", "instances")
-        workers, model = workers_for(state, args.tp, args.instance, model)
-    body = {"workers": workers, "tp": args.tp, "model": model, "layers_per_step": args.layers_per_step}
-    return "/admin/instances/transform", body
+        body["workers"], body["model"] = workers_for(state, args.tp, args.instance, args.model)
+    return f"/admin/instances/{entry.name}", body
 
 
 def _instance_path(client: httpx.Client, args: argparse.Namespace, morph: str) -> str:

@@ -1,7 +1,4 @@
-"""The workers of `instar morph tp` where they are not named.
-
-They are a group to split, or the least loaded instances of one host. The gateway judges the order.
-"""
+"""The workers of `instar morph tp` where none are named: a group to split, or the least loaded ones."""
 
 from __future__ import annotations
 
@@ -11,12 +8,13 @@ from typing import Any
 from instar.errors import InputError
 from instar.output.tables import plural
 
-Instance = Mapping[str, Any]  # as /admin/state returns it
+State = Mapping[str, Any]  # as /admin/state returns it
+Instance = Mapping[str, Any]  # one of its instances
 SERVING = "serving"
 
 
 def workers_for(
-    state: Mapping[str, Any], tp: int, instance: str | None = None, model: str | None = None
+    state: State, tp: int, instance: str | None = None, model: str | None = None
 ) -> tuple[list[str], str]:
     """Return the workers and their model. `instance` takes part; `model` limits the choice.
 
@@ -29,23 +27,20 @@ def workers_for(
         raise InputError(f"{problem}{''.join(others)}") from None
 
 
-def _choose(
-    state: Mapping[str, Any], tp: int, instance: str | None, model: str | None
-) -> tuple[list[str], str]:
+def _choose(state: State, tp: int, instance: str | None, model: str | None) -> tuple[list[str], str]:
     serving = [one for one in state["instances"] if one["state"] == SERVING]
-    candidates = [one for one in serving if model in (None, one["model"])]
-    if not candidates:
-        raise InputError(f"no instance of {model or 'any model'} serves{_others(serving)}")
+    of_model = [one for one in serving if model in (None, one["model"])]
+    candidates = [one for one in of_model if one.get("pp", 1) == 1]
     named = [one for one in candidates if instance in (None, one["id"])]
-    _check_stages(named)
-    candidates = [one for one in candidates if one.get("pp", 1) == 1]
     if not named:
-        raise InputError(f"no instance {instance} serves{_others(candidates)}")
-    named = [one for one in named if one in candidates]
+        raise InputError(_nothing_to_change(of_model, serving, instance, model))
     _check_models(named, serving, tp)
     if instance is None and all(one["tp"] == tp for one in candidates):
         return list(candidates[0]["workers"]), candidates[0]["model"]
-    _check_degree(candidates, tp)
+    allowed = sorted({degree for one in candidates for degree in one.get("degrees") or ()})
+    if allowed and tp not in allowed:
+        degrees = ", ".join(map(str, allowed))
+        raise InputError(f"{candidates[0]['model']} cannot be served at tp {tp}; allowed is: {degrees}")
     first = named[0] if instance else _most_likely(candidates, tp)
     if first["tp"] >= tp:
         return list(first["workers"]), first["model"]
@@ -53,13 +48,19 @@ def _choose(
     return _joined(candidates, hosts, tp, first), first["model"]
 
 
-def _check_stages(named: Sequence[Instance]) -> None:
-    """Raise InputError if all have pipeline stages: those keep their shape."""
-    if named and all(one.get("pp", 1) > 1 for one in named):
-        raise InputError(
-            f"{named[0]['id']} has stages and keeps the shape it was deployed in: retire it "
-            f"(`instar deployments` shows its id), and deploy {named[0]['model']} in another"
-        )
+def _nothing_to_change(
+    of_model: Sequence[Instance], serving: Sequence[Instance], instance: str | None, model: str | None
+) -> str:
+    """Return why no instance can change its degree: those with pipeline stages keep their shape."""
+    if not of_model:
+        return f"no instance of {model or 'any model'} serves{_others(serving)}"
+    for one in of_model:
+        if instance in (None, one["id"]):
+            return (
+                f"{one['id']} has stages and keeps the shape it was deployed in: retire it "
+                f"(`instar deployments` shows its id), and deploy {one['model']} in another"
+            )
+    return f"no instance {instance} serves{_others([one for one in of_model if one.get('pp', 1) == 1])}"
 
 
 def _check_models(named: Sequence[Instance], serving: Sequence[Instance], tp: int) -> None:
@@ -81,14 +82,6 @@ def _check_models(named: Sequence[Instance], serving: Sequence[Instance], tp: in
         )
 
 
-def _check_degree(candidates: Sequence[Instance], tp: int) -> None:
-    """Raise InputError for a degree that the model's weights do not allow."""
-    allowed = sorted({degree for one in candidates for degree in one.get("degrees") or ()})
-    if allowed and tp not in allowed:
-        degrees = ", ".join(map(str, allowed))
-        raise InputError(f"{candidates[0]['model']} cannot be served at tp {tp}; allowed is: {degrees}")
-
-
 def _most_likely(serving: Sequence[Instance], tp: int) -> Instance:
     """Return the only group above `tp`, or if all are below, the least loaded of the highest degree."""
     lower = [one for one in serving if one["tp"] < tp]
@@ -97,7 +90,7 @@ def _most_likely(serving: Sequence[Instance], tp: int) -> Instance:
         return min(lower, key=lambda one: (-one["tp"], _load(one), one["id"]))
     if len(higher) == 1 and not lower:
         return higher[0]
-    raise InputError(f"say which instance (--instance); there are: {_ids(serving)}")
+    raise InputError(f"say which instance (--instance){_others(serving)}")
 
 
 def _joined(instances: Sequence[Instance], hosts: Mapping[str, str], tp: int, first: Instance) -> list[str]:
@@ -124,9 +117,6 @@ def _load(one: Instance) -> float:
     return float("inf") if None in counts else float(sum(count or 0 for count in counts))
 
 
-def _ids(instances: Sequence[Instance]) -> str:
-    return ", ".join(f"{one['id']} (tp {one['tp']})" for one in instances)
-
-
 def _others(instances: Sequence[Instance]) -> str:
-    return f"; there are: {_ids(instances)}" if instances else ""
+    listed = ", ".join(f"{one['id']} (tp {one['tp']})" for one in instances)
+    return f"; there are: {listed}" if instances else ""

@@ -9,13 +9,13 @@ from typing import Any
 from urllib.parse import urlencode
 
 from bus.precisions import ENTRIES
-from instar.client import admin_client, get_json
+from instar.client import admin_client, admin_path, get_json
 from instar.commands.intent import add_intent_flags, intent
-from instar.commands.model import model_path, until_measured
-from instar.errors import InputError
+from instar.commands.model import until_measured
 from instar.output.plan_table import Estimate, render, shape_of
 from instar.output.tables import MIB, print_line, trimmed, write_json
 from instar.parser import CommandParser, add_client_flags
+from instar.replay import plots
 
 DESCRIPTION = """\
 Shows what every way to serve a registered model would cost. Changes nothing.
@@ -31,7 +31,6 @@ Configurations are written tp2 pp1 int4: two workers share each layer, in one st
 
 
 def add_to(parser: CommandParser) -> None:
-    parser.description = DESCRIPTION
     add_client_flags(parser)
     add_intent_flags(parser)
     parser.add_argument("--all", action="store_true", help="show all rows instead of the ten best")
@@ -41,7 +40,7 @@ def add_to(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 1 if no configuration meets the intent."""
-    path = model_path(args.model)
+    path = admin_path("models", args.model)
     with admin_client(args) as client:
         card = until_measured(client, get_json(client, path))
         plan = get_json(client, f"{path}/plan?{urlencode(intent(args))}", "estimates", "intent", "unmet")
@@ -56,48 +55,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def draw(estimates: Sequence[Estimate], title: str, path: Path) -> None:
-    """Draw latency over memory, a colour for each precision, hollow where a configuration does not fit.
-
-    Raises InputError.
-    """
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise InputError(
-            "pictures need matplotlib: pip install 'instar[bench]', or leave out --plot"
-        ) from error
-    mpl.use("Agg")  # no display
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5))
+    """Draw latency over memory, hollow where a configuration does not fit. Raises InputError."""
+    figure, axes = plots.pyplot().subplots(figsize=(8, 5))
     for one in estimates:
         _point(axes, one)
     axes.set(xlabel="memory of all devices, MiB", ylabel="latency of a request, s", title=title)
     axes.grid(alpha=0.3)
-    try:
-        figure.savefig(path, dpi=110, metadata={"Software": None})
-    except (OSError, ValueError) as error:
-        raise InputError(f"--plot {path} cannot be written: {error}") from error
-    finally:
-        plt.close(figure)
+    plots.save(figure, path)
 
 
 def _point(axes: Any, one: Estimate) -> None:
     memory, latency = one["memory_bytes"]["value"] / MIB, one["latency_s"]
-    colour = ENTRIES[one["configuration"]["precision"]].colour
-    below, above = (max(0.0, latency["value"] - latency["low"]), max(0.0, latency["high"] - latency["value"]))
-    axes.errorbar(
-        memory,
-        latency["value"],
-        yerr=[[below], [above]],
-        fmt="o",
-        color=colour,
-        markerfacecolor="white" if one["refusal"] else colour,
-    )
-    axes.annotate(
-        shape_of(one["configuration"]),
-        (memory, latency["value"]),
-        fontsize=7,
-        xytext=(4, 4),
-        textcoords="offset points",
-    )
+    value, colour = latency["value"], ENTRIES[one["configuration"]["precision"]].colour
+    spread = [[max(0.0, value - latency["low"])], [max(0.0, latency["high"] - value)]]
+    fill = "white" if one["refusal"] else colour
+    axes.errorbar(memory, value, yerr=spread, fmt="o", color=colour, markerfacecolor=fill)
+    offset = {"xytext": (4, 4), "textcoords": "offset points"}
+    axes.annotate(shape_of(one["configuration"]), (memory, value), fontsize=7, **offset)

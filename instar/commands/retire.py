@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from instar.client import admin_client, ask_json, follow
-from instar.output.deployments import deployment_path, in_words
-from instar.output.tables import write_json, write_text
+from instar.client import admin_client, admin_path, ask_json, follow
+from instar.output.deployments import in_words
+from instar.output.tables import write_found
 from instar.parser import CommandParser, add_client_flags, number_above_zero
 
 OVER: Final = ("retired", "failed")
@@ -20,7 +20,6 @@ Ends a deployment: it takes no new requests, finishes the running ones, and retu
 
 
 def add_to(parser: CommandParser) -> None:
-    parser.description = DESCRIPTION
     add_client_flags(parser)
     parser.add_argument("deployment", metavar="ID", help="as `instar deployments` shows it")
     help_ = "seconds to wait for its requests to end [600]"
@@ -32,12 +31,9 @@ def add_to(parser: CommandParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return 1 if the deployment has not ended within the wait."""
     with admin_client(args) as client:
-        found = ask_json(client, "DELETE", deployment_path(args.deployment))  # or the one that replaced it
+        # The answer may be the deployment that replaced this one.
+        found = ask_json(client, "DELETE", admin_path("deployments", args.deployment))
         if not args.detach:
             hint = f"it continues to retire: `instar deployments {found['id']}` shows it"
-            found = follow(client, deployment_path(found["id"]), found, OVER, args.wait, hint)
-    is_good = args.detach or found["state"] in OVER
-    if args.json:
-        return write_json(found, is_good=is_good)
-    write_text(in_words(found))
-    return int(not is_good)
+            found = follow(client, admin_path("deployments", found["id"]), found, OVER, args.wait, hint)
+    return write_found(args, found, in_words, is_good=args.detach or found["state"] in OVER)

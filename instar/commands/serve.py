@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from bus.settings import Settings
@@ -16,7 +16,7 @@ from instar.parser import CommandParser
 from instar.running import announced, url_of
 from instar.serve.preflight import listening_problem, settings_problem
 from instar.serve.process import Backoff, Console, Program
-from instar.serve.programs import DEMO_MODEL, available_cpus, count_gpus, plan_programs, with_values
+from instar.serve.programs import DEMO_MODEL, count_gpus, plan_programs, with_values
 from instar.serve.readiness import ServiceWatcher
 from instar.serve.redis_server import RedisServer, free_port, plan_redis, wait_until_listening
 from instar.serve.supervisor import Supervisor
@@ -39,57 +39,42 @@ Other commands find the service of this machine. If several run, --url or INSTAR
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """A setting as a flag, under vLLM's name where the meaning is the same.
-
-    The value stays text: the settings know its type and say what they accept.
-    """
-
-    option: str
-    setting: str
-    metavar: str
-    help: str
-    is_repeatable: bool = False
-
-    @property
-    def dest(self) -> str:
-        return self.option.removeprefix("--").replace("-", "_")
-
-
+# Settings as flags, under vLLM's names where the meaning is the same. The settings parse the values.
 FLAGS = (
-    Flag("--host", "gateway.host", "ADDRESS", "[127.0.0.1]; beyond this machine needs --api-key"),
-    Flag("--port", "gateway.port", "N", "[8000]; 0 takes a free one"),
-    Flag("--api-key", "gateway.api_keys", "KEY", "require this key on /v1; may be repeated", True),
-    Flag("--workers", "serve.workers", "N", "worker processes, one per GPU [1]"),
-    Flag("--model", "worker.models", "DIR", "the same as MODEL; may be repeated", True),
-    Flag("--load-format", "worker.load_format", "FORMAT", "safetensors, or dummy for random weights"),
-    Flag("--dtype", "worker.dtype", "TYPE", "auto, float32, bfloat16 or float16"),
-    Flag("--device", "worker.device", "NAME", "cpu, cuda, cuda:1, ... [a GPU if there is one]"),
-    Flag("--memory-mb", "worker.memory_mb", "MB", "weights and KV cache of a worker"),
-    Flag("--max-model-len", "worker.max_model_len", "TOKENS", "longest prompt and answer together"),
-    Flag("--max-num-seqs", "worker.max_num_seqs", "N", "sequences in one step; also limits the KV cache"),
-    Flag("--max-num-batched-tokens", "worker.max_num_batched_tokens", "N", "tokens in one step"),
-    Flag("--redis-url", "redis.url", "URL", "use a running Redis instead of starting one"),
-    Flag("--log-level", "log.level", "LEVEL", "debug, info, warning or error"),
+    ("--host", "gateway.host", "ADDRESS", "[127.0.0.1]; beyond this machine needs --api-key"),
+    ("--port", "gateway.port", "N", "[8000]; 0 takes a free one"),
+    ("--api-key", "gateway.api_keys", "KEY", "require this key on /v1; may be repeated"),
+    ("--workers", "serve.workers", "N", "worker processes, one per GPU [1]"),
+    ("--model", "worker.models", "DIR", "the same as MODEL; may be repeated"),
+    ("--load-format", "worker.load_format", "FORMAT", "safetensors, or dummy for random weights"),
+    ("--dtype", "worker.dtype", "TYPE", "auto, float32, bfloat16 or float16"),
+    ("--device", "worker.device", "NAME", "cpu, cuda, cuda:1, ... [a GPU if there is one]"),
+    ("--memory-mb", "worker.memory_mb", "MB", "weights and KV cache of a worker"),
+    ("--max-model-len", "worker.max_model_len", "TOKENS", "longest prompt and answer together"),
+    ("--max-num-seqs", "worker.max_num_seqs", "N", "sequences in one step; also limits the KV cache"),
+    ("--max-num-batched-tokens", "worker.max_num_batched_tokens", "N", "tokens in one step"),
+    ("--redis-url", "redis.url", "URL", "use a running Redis instead of starting one"),
+    ("--log-level", "log.level", "LEVEL", "debug, info, warning or error"),
 )
+REPEATABLE = ("--api-key", "--model")
 
 
 def add_to(parser: CommandParser) -> None:
-    parser.description = DESCRIPTION
-    parser.add_argument(
-        "models", nargs="*", metavar="MODEL", help="model folder or NAME=DIR [the demo model]"
-    )
-    for flag in FLAGS:
-        action = "append" if flag.is_repeatable else "store"
-        parser.add_argument(flag.option, dest=flag.dest, metavar=flag.metavar, help=flag.help, action=action)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="folder or NAME=DIR [the demo model]")
+    for flag, _, metavar, help_ in FLAGS:
+        action = "append" if flag in REPEATABLE else "store"
+        parser.add_argument(flag, metavar=metavar, help=help_, action=action)
     parser.set_defaults(run=lambda args: serve(settings_of(args, given_flags(args))))
 
 
 def given_flags(args: argparse.Namespace) -> Layer:
     """Return the settings that flags and MODELs give."""
-    values = {flag: getattr(args, flag.dest) for flag in FLAGS}
-    layer = {flag.setting: Given(value, flag.option) for flag, value in values.items() if value is not None}
+    values = vars(args)
+    layer = {
+        setting: Given(value, flag)
+        for flag, setting, *_ in FLAGS
+        if (value := values[flag.removeprefix("--").replace("-", "_")]) is not None
+    }
     if args.models:
         layer["worker.models"] = Given([*args.models, *(args.model or [])], "MODEL")
     return layer
@@ -100,7 +85,8 @@ def serve(settings: Settings) -> int:
     console = Console()
     settings = ready_to_start(settings)
     redis = None if settings.redis.url else plan_redis(settings.redis.maxmemory_mb)
-    programs = plan_programs(settings, redis, os.environ, available_cpus(), count_gpus())
+    num_cpus = len(os.sched_getaffinity(0))
+    programs = plan_programs(settings, redis, os.environ, num_cpus, count_gpus())
     console.say(f"Starting {', '.join(program.name for program in programs)} (Ctrl-C stops them all)")
     with announced(url_of(settings.gateway)):
         return asyncio.run(_supervise(settings, programs, redis, console))
@@ -126,15 +112,11 @@ def ready_to_start(settings: Settings) -> Settings:
 async def _redis_problem(settings: Settings) -> str:
     from bus.client import RedisProblem, connect
 
-    bus = None
     try:
-        bus = connect(settings.redis, source="serve")
-        await bus.start(2.0)
+        async with contextlib.aclosing(connect(settings.redis, source="serve")) as bus:
+            await bus.start(2.0)
     except RedisProblem as problem:
         return str(problem)
-    finally:
-        if bus is not None:
-            await bus.aclose()
     return ""
 
 

@@ -32,7 +32,6 @@ HEADER = """\
 
 
 def add_to(parser: CommandParser) -> None:
-    parser.description = DESCRIPTION
     parser.add_argument("--example", action="store_true", help="print a settings file with every default")
     parser.set_defaults(run=run)
 
@@ -69,23 +68,16 @@ def listing(path: Path | None) -> str:
         shown = '"(not shown)"' if is_secret(field) and value else json.dumps(value)
         origin = next((layer[name].origin for layer in reversed(layers) if name in layer), None)
         lines.append(f"{name} = {shown}" + (f"  [{origin}]" if origin else ""))
-    return (
-        "\n".join(lines)
-        + f"\n\nset one with a variable such as {variable_of('gateway.port')}, or in instar.toml\n"
-    )
+    lines.append(f"\nset one with a variable such as {variable_of('gateway.port')}, or in instar.toml\n")
+    return "\n".join(lines)
 
 
 def _limits(field: FieldInfo) -> str:
     """Return the allowed values where the type alone does not say: `1..64`, `> 0`, `"a" | "b"`."""
     if typing.get_origin(field.annotation) is Literal:
         return " | ".join(json.dumps(choice) for choice in typing.get_args(field.annotation))
-    limits = {
-        name: value
-        for rule in field.metadata
-        for name in ("ge", "gt", "le")
-        if (value := getattr(rule, name, None)) is not None
-    }
+    signs = {"ge": ">=", "gt": ">", "le": "<="}
+    limits = {name: getattr(rule, name) for rule in field.metadata for name in signs if hasattr(rule, name)}
     if {"ge", "le"} <= limits.keys():
         return f"{limits['ge']}..{limits['le']}"
-    signs = {"ge": ">=", "gt": ">", "le": "<="}
     return ", ".join(f"{signs[name]} {value}" for name, value in limits.items() if (name, value) != ("ge", 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.padding import Padding
@@ -15,6 +15,8 @@ from instar.output.deployments import deployment_line
 from instar.output.tables import ABSENT, MIB, make_table, print_line, trimmed, write_json
 from instar.parser import CommandParser, add_client_flags
 
+T = TypeVar("T")
+
 ENDED_SHOWN = 3  # morphs
 FULL = {"attention": "full", "ffn": "full"}
 
@@ -22,14 +24,15 @@ DESCRIPTION = """\
 Shows the state of a running service.
 
   instar status                     the service on this machine
+  instar status --verbose           with the kernels that each model's products run on
   instar status --json              the same for programs
   instar status --url http://host:8000
 """
 
 
 def add_to(parser: CommandParser) -> None:
-    parser.description = DESCRIPTION
     add_client_flags(parser)
+    parser.add_argument("--verbose", action="store_true", help="show the kernels of products too")
     parser.set_defaults(run=run)
 
 
@@ -38,27 +41,26 @@ def run(args: argparse.Namespace) -> int:
         state = get_json(client, "/admin/state", "workers", "instances")
     if args.json:
         return write_json(state)
-    show(state, Console())
+    show(state, Console(), is_verbose=args.verbose)
     return 0
 
 
-def show(state: dict[str, Any], console: Console) -> None:
+def show(state: dict[str, Any], console: Console, *, is_verbose: bool = False) -> None:
     """Print the state in 80 columns. Long names wrap and are not cut."""
+    deployments = [one for one in state.get("deployments") or [] if one["state"] != "retired"]
+    instances = state["instances"]
+    lines: list[Any] = [*shape_lines(instances), *(product_lines(instances) if is_verbose else [])]
+    lines += map(deployment_line, deployments)
+    for morph in shown_morphs(state.get("morphs") or []):
+        heading, *reasons = morph_lines(morph)
+        lines += [heading, *(Padding(reason, (0, 0, 0, 2), expand=False) for reason in reasons)]
+    lines += [policy_text(state.get("policy") or {}), as_of_text(state.get("metrics") or {})]
     with trimmed(console):
-        console.print(workers_table(state["workers"]))
-        console.print()
-        console.print(instances_table(state["instances"]))
-        console.print()
-        for line in shape_lines(state["instances"]):
+        for table in (workers_table(state["workers"]), instances_table(instances)):
+            console.print(table)
+            console.print()
+        for line in lines:
             print_line(console, line)
-        for one in state.get("deployments") or []:
-            if one["state"] != "retired":
-                print_line(console, deployment_line(one))
-        for morph in shown_morphs(state.get("morphs") or []):
-            for indent, line in enumerate(morph_lines(morph)):
-                print_line(console, Padding(line, (0, 0, 0, 2 * indent), expand=False))
-        print_line(console, policy_text(state.get("policy") or {}))
-        print_line(console, as_of_text(state.get("metrics") or {}))
 
 
 def workers_table(workers: list[dict[str, Any]]) -> Table:
@@ -116,6 +118,11 @@ def shape_lines(instances: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def product_lines(instances: list[dict[str, Any]]) -> list[str]:
+    """Return the kernels that dense products run on, by their numbers of tokens."""
+    return [f"{instance['id']}: {line}" for instance in instances for line in instance.get("products") or []]
+
+
 def _stage(stage: dict[str, Any]) -> str:
     first, last = stage["first"], stage["end"] - 1
     layers = f"layers {first} to {last}" if last > first else f"layer {first}"
@@ -124,30 +131,31 @@ def _stage(stage: dict[str, Any]) -> str:
 
 def layers_text(layers: Sequence[Mapping[str, str]]) -> str:
     """Return `5 full, 3 int4 ffn (5-7)`. The most frequent shape goes without numbers."""
-    numbers: dict[str, list[int]] = {}
-    for number, layer in enumerate(layers):
-        numbers.setdefault(_layer_shape(layer), []).append(number)
-    shapes = sorted(numbers, key=lambda shape: -len(numbers[shape]))
+    groups = sorted(_grouped(map(_layer_shape, layers)).items(), key=lambda group: -len(group[1]))
     return ", ".join(
-        f"{len(numbers[shape])} {shape}" + (f" ({ranges_text(numbers[shape])})" if place else "")
-        for place, shape in enumerate(shapes)
+        f"{len(numbers)} {shape}" + (f" ({ranges_text(numbers)})" if place else "")
+        for place, (shape, numbers) in enumerate(groups)
     )
 
 
 def degrees_text(degrees: Sequence[int]) -> str:
     """Return `0-1 at tp1, 2 at tp2` for [1, 1, 2]."""
-    numbers: dict[int, list[int]] = {}
-    for number, degree in enumerate(degrees):
-        numbers.setdefault(degree, []).append(number)
-    return ", ".join(f"{ranges_text(layers)} at tp{degree}" for degree, layers in numbers.items())
+    return ", ".join(f"{ranges_text(layers)} at tp{degree}" for degree, layers in _grouped(degrees).items())
+
+
+def _grouped(values: Iterable[T]) -> dict[T, list[int]]:
+    """Return the positions of each value."""
+    found: dict[T, list[int]] = {}
+    for position, value in enumerate(values):
+        found.setdefault(value, []).append(position)
+    return found
 
 
 def _layer_shape(layer: Mapping[str, str]) -> str:
     attention, ffn = layer.get("attention", "?"), layer.get("ffn", "?")
     if attention == ffn:
         return ffn
-    below = [f"{half} {part}" for part, half in (("attention", attention), ("ffn", ffn)) if half != "full"]
-    return " + ".join(below)
+    return " + ".join(f"{half} {part}" for part, half in layer.items() if half != "full")
 
 
 def ranges_text(numbers: Iterable[int]) -> str:
@@ -163,9 +171,8 @@ def ranges_text(numbers: Iterable[int]) -> str:
 
 def shown_morphs(morphs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return all morphs that run and the last that ended, the latest first."""
-    running = [morph for morph in morphs if morph["state"] == "running"]
-    ended = [morph for morph in morphs if morph["state"] != "running"]
-    return running[::-1] + ended[: -ENDED_SHOWN - 1 : -1]
+    ended = [morph for morph in reversed(morphs) if morph["state"] != "running"]
+    return [morph for morph in reversed(morphs) if morph["state"] == "running"] + ended[:ENDED_SHOWN]
 
 
 def morph_lines(morph: dict[str, Any]) -> list[str]:

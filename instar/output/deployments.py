@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import quote
 
 from rich.table import Table
 
 from instar.output.plan_table import batch_of, marked, shape_of
 from instar.output.tables import ABSENT, MIB, make_table, with_reason
-
-
-def deployment_path(deployment: str) -> str:
-    return f"/admin/deployments/{quote(deployment, safe='')}"
 
 
 def in_words(found: dict[str, Any]) -> str:

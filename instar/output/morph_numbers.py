@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from instar.output.tables import MIB
+from instar.output.tables import MIB, short
 
 Numbers = Mapping[str, Any]
 
@@ -62,15 +62,11 @@ def _named(name: str, value: Any, page_bytes: int | None) -> str:
 def _value(name: str, value: Any, page_bytes: int | None) -> str:
     """Return the value with the unit that its name says."""
     if name.endswith("_bytes_per_s"):
-        return f"{_short(value / MIB)} MiB/s"
+        return f"{short(value / MIB)} MiB/s"
     if name.endswith("_seconds"):
-        return f"{_short(value)} s"
+        return f"{short(value)} s"
     if name.endswith("_bytes") or name.startswith("bytes_"):
-        return f"{_short(value / MIB)} MiB"
+        return f"{short(value / MIB)} MiB"
     if name.startswith("pages_") and name != "pages_per_layer":
-        return f"{_short(value * page_bytes / MIB)} MiB" if page_bytes else f"{value} pages"
-    return _short(value)
-
-
-def _short(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:.0f}"
+        return f"{short(value * page_bytes / MIB)} MiB" if page_bytes else f"{value} pages"
+    return short(value)

@@ -9,7 +9,7 @@ from typing import Any, Final
 from rich.console import RenderableType
 from rich.table import Table
 
-from instar.output.tables import ABSENT, MIB, make_table, plural
+from instar.output.tables import ABSENT, MIB, make_table, plural, short
 
 MARKS: Final = {"measured": "", "extrapolated": "~", "assumed": "?"}
 SHOWN: Final = 10  # rows without --all
@@ -26,13 +26,8 @@ def shape_of(configuration: Mapping[str, Any]) -> str:
     return f"tp{configuration['tp']} pp{configuration['pp']} {configuration['precision']}"
 
 
-def render(
-    plan: Mapping[str, Any], card: Mapping[str, Any], *, shows_all: bool = False
-) -> Iterator[RenderableType]:
-    """Yield the table of the best rows that agree with what the intent fixes, and notes on it.
-
-    Configurations that do not fit come last. `card` is the model's.
-    """
+def render(plan: Mapping[str, Any], card: Mapping[str, Any], *, shows_all: bool) -> Iterator[RenderableType]:
+    """Yield the best rows that agree with what the intent fixes, and notes. `card` is the model's."""
     estimates, intent = plan["estimates"], plan["intent"]
     shown = estimates if shows_all else [one for one in estimates if _is_as_fixed(one, intent)][:SHOWN]
     yield plan_table(shown, intent)
@@ -44,7 +39,7 @@ def render(
         "fair share of the free pages for KV"
     )
     yield from wide_lines(shown, card)
-    yield from reason_lines(shown)
+    yield from (f"({number}) {reason}" for reason, number in reasons_of(shown).items())
     if plan["unmet"]:
         yield plan["unmet"]
 
@@ -62,11 +57,11 @@ def plan_table(estimates: Sequence[Estimate], intent: Mapping[str, Any]) -> Tabl
         table.add_row(
             shape_of(one["configuration"]),
             marked(one["memory_bytes"], 1 / MIB),
-            f"{marked(one['latency_s'])} {spread(one['latency_s'])}{'!' * is_wide(one)}".rstrip(),
+            marked_latency(one),
             marked(one["cost"], scale),
             marked(one["gpu_hours"], 1e6),
-            _loss(one.get("loss")),
-            f"no ({reasons.index(refusal) + 1})" if refusal else "yes",
+            f"{loss['value']:.1%}{MARKS[loss['basis']]}" if (loss := one.get("loss")) else ABSENT,
+            f"no ({reasons[refusal]})" if refusal else "yes",
         )
     return table
 
@@ -82,61 +77,39 @@ def _is_as_fixed(estimate: Estimate, intent: Mapping[str, Any]) -> bool:
     return all(intent.get(name) in (None, shape[name]) for name in ("tp", "pp", "precision"))
 
 
-def reasons_of(estimates: Sequence[Estimate]) -> list[str]:
-    """Return each reason once."""
-    return list(dict.fromkeys(one["refusal"] for one in estimates if one["refusal"]))
-
-
-def reason_lines(estimates: Sequence[Estimate]) -> list[str]:
-    return [f"({number}) {reason}" for number, reason in enumerate(reasons_of(estimates), start=1)]
+def reasons_of(estimates: Sequence[Estimate]) -> dict[str, int]:
+    """Return the number of each reason, from 1."""
+    refusals = dict.fromkeys(one["refusal"] for one in estimates if one["refusal"])
+    return {reason: number for number, reason in enumerate(refusals, start=1)}
 
 
 def marked(quantity: Mapping[str, Any], scale: float = 1.0) -> str:
-    return f"{_short(quantity['value'] * scale)}{MARKS[quantity['basis']]}"
+    return f"{short(quantity['value'] * scale)}{MARKS[quantity['basis']]}"
 
 
-def spread(quantity: Mapping[str, Any]) -> str:
-    """Return half the distance from low to high in per cent of the value, "" where it is unknown."""
-    share = _half_width(quantity)
-    return f"±{share:.0%}" if share else ""
+def spread(quantity: Mapping[str, Any]) -> float:
+    """Return half the distance from low to high as a share of the value, 0 where it is unknown."""
+    value, width = float(quantity["value"]), float(quantity["high"] - quantity["low"])
+    return width / 2 / value if value and math.isfinite(width) else 0.0
 
 
-def is_wide(estimate: Estimate) -> bool:
-    return _half_width(estimate["latency_s"]) >= WIDE
+def marked_latency(estimate: Estimate) -> str:
+    """Return `0.12~ ±8%`, with `!` where the spread is wide."""
+    latency = estimate["latency_s"]
+    share = spread(latency)
+    return f"{marked(latency)} ±{share:.0%}{'!' * (share >= WIDE)}" if share else marked(latency)
 
 
 def wide_lines(estimates: Sequence[Estimate], card: Mapping[str, Any]) -> Iterator[str]:
     """Yield what to do about wide spreads, of measurements and of assumptions."""
-    wide = [one["latency_s"]["basis"] for one in estimates if is_wide(one)]
+    wide = [one["latency_s"]["basis"] for one in estimates if spread(one["latency_s"]) >= WIDE]
     if any(basis != "assumed" for basis in wide):
         name, folder = card["name"], card["path"]
         yield (
-            "! too wide to choose by: it was measured beside other work, or for quite different requests. To "
-            f"measure again, while the service is idle: `instar model remove {name}`, delete "
-            f"{folder}/instar/fingerprint-*.json, `instar model add {folder} --name {name}`"
+            "! the spread is too wide to choose by: the worker was busy while it was measured, or the "
+            "measured requests were quite different. To measure again, while the service is idle: "
+            f"`instar model remove {name}`, delete {folder}/instar/fingerprint-*.json, "
+            f"`instar model add {folder} --name {name}`"
         )
     if "assumed" in wide:
         yield "! with ?: an assumption without a measurement; deploy it to see"
-
-
-def _half_width(quantity: Mapping[str, Any]) -> float:
-    """Return the spread as a share of the value, 0 where it is unknown."""
-    value, low, high = (float(quantity[name]) for name in ("value", "low", "high"))
-    if not value or not math.isfinite(high - low):
-        return 0.0
-    return (high - low) / 2 / value
-
-
-def _loss(quantity: Mapping[str, Any] | None) -> str:
-    if quantity is None:
-        return ABSENT
-    return f"{quantity['value']:.1%}{MARKS[quantity['basis']]}"
-
-
-def _short(value: float) -> str:
-    """Return three digits, without an exponent up to 10 million."""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    if abs(value) >= 1000:
-        return f"{value:.0f}" if abs(value) < 1e7 else f"{value:.2g}"
-    return f"{value:.3g}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -20,10 +21,7 @@ _TRAILING: Final = re.compile(r"(?: |\x1b\[[\d;]*m)+$", re.MULTILINE)
 
 @contextmanager
 def trimmed(console: Console | None = None) -> Iterator[Console]:
-    """Print what the block prints without the blanks that rich fills lines up with. Colours stay.
-
-    The blanks would wrap on a narrower screen, and stay in files that keep the output.
-    """
+    """Print what the block prints without trailing blanks, which wrap on a narrower screen. Colours stay."""
     console = console or Console()
     with console.capture() as capture:
         yield console
@@ -54,13 +52,28 @@ def write_text(text: str) -> int:
 
 def write_json(found: Any, *, is_good: bool = True) -> int:
     """Write `found` as JSON to standard output. Returns the exit status."""
-    sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    write_text(json.dumps(found, indent=2) + "\n")
+    return int(not is_good)
+
+
+def write_found(args: Namespace, found: Any, words: Callable[[Any], str], *, is_good: bool = True) -> int:
+    """Write `found` as JSON with --json, else in `words`. Returns the exit status."""
+    if args.json:
+        return write_json(found, is_good=is_good)
+    write_text(words(found))
     return int(not is_good)
 
 
 def with_reason(text: str, reason: str | None) -> str:
     """Return `text (reason)`."""
     return f"{text} ({reason})" if reason else text
+
+
+def short(value: float) -> str:
+    """Return three digits, without an exponent from 1000 to 10 million."""
+    if 1000 <= abs(value) < 1e7:
+        return f"{value:.0f}"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.2g}"
 
 
 def plural(count: int, noun: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -40,13 +41,15 @@ def _latencies(found: dict[str, Any]) -> Table:
 
 
 def _lines(run: RunFile, found: dict[str, Any]) -> list[tuple[str, str]]:
-    slo, bad, good, through = run.slo, found["violations"], found["goodput"], found["throughput"]
+    slo, good, through = run.slo, found["goodput"], found["throughput"]
+    bad = {kind: f"{one['count']} ({one['share']:.1%})" for kind, one in found["violations"].items()}
+    short = f", {found['short']} with fewer tokens than asked for" if found["short"] else ""
     lines = [
-        ("requests", f"{found['requests']} sent, {found['served']} served{_short_text(found)}"),
+        ("requests", f"{found['requests']} sent, {found['served']} served{short}"),
         (
             "violations",
-            f"{_count(bad['ttft'])} of TTFT {slo.ttft_s:g} s, {_count(bad['tpot'])} of TPOT "
-            f"{slo.tpot_s:g} s, {_count(bad['either'])} of either; a failed request violates both",
+            f"{bad['ttft']} of TTFT {slo.ttft_s:g} s, {bad['tpot']} of TPOT {slo.tpot_s:g} s, "
+            f"{bad['either']} of either; a failed request violates both",
         ),
         (
             "goodput",
@@ -73,14 +76,6 @@ def _lines(run: RunFile, found: dict[str, Any]) -> list[tuple[str, str]]:
     return lines + [("note", note) for note in run.about.get("notes", [])]
 
 
-def _short_text(found: dict[str, Any]) -> str:
-    return f", {found['short']} with fewer tokens than asked for" if found["short"] else ""
-
-
-def _count(found: dict[str, float]) -> str:
-    return f"{found['count']} ({found['share']:.1%})"
-
-
 def errors_text(errors: dict[str, int]) -> str:
     """Return the kinds of errors, the most frequent first."""
     return ", ".join(f"{count} x {kind}" for kind, count in errors.items()) or "none"
@@ -105,62 +100,49 @@ def precision_text(tokens: dict[str, int]) -> str:
 
 def tokens_by_precision(counted: dict[str, float]) -> str:
     """Return `full 91.0%, int4 9.0%` by the server's counters, "" if nothing was counted."""
-    found: dict[str, float] = {}
+    found = defaultdict[str, float](float)
     for name, value in counted.items():
         if precision := _PRECISION.search(name):
-            found[precision[1]] = found.get(precision[1], 0.0) + value
+            found[precision[1]] += value
     total = sum(found.values())
     return ", ".join(f"{name} {value / total:.1%}" for name, value in found.items()) if total else ""
 
 
 def observed_lines(observed: dict[str, Any]) -> list[tuple[str, str]]:
     """Return a line for each instance and one for the morphs, [] if nothing was observed."""
-    if not observed.get("samples"):
-        return []
-    lines = []
-    names = sorted({name for sample in observed["samples"] for name in sample["instances"]})
-    for name in names:
-        shapes = [one["instances"][name] for one in observed["samples"] if name in one["instances"]]
-        lines.append((name, _instance_text(shapes)))
-    lines.append(("morphs", morphs_text(observed["morphs"])))
-    return lines
+    shapes = defaultdict[str, list[dict[str, Any]]](list)
+    for sample in observed.get("samples", []):
+        for name, shape in sample["instances"].items():
+            shapes[name].append(shape)
+    lines = [(name, _instance_text(shapes[name])) for name in sorted(shapes)]
+    return [*lines, ("morphs", morphs_text(observed["morphs"]))] if observed.get("samples") else []
 
 
 def _instance_text(shapes: Sequence[dict[str, Any]]) -> str:
-    texts = []
-    if blocks := _all_of(shapes, "kv_blocks"):
-        texts.append(f"KV {_range(blocks)} blocks")
-    if used := _all_of(shapes, "kv_used"):
-        texts.append(f"at most {max(used)} in use")
-    if below := _all_of(shapes, "layers_below_full"):
-        texts.append(f"{_range(below)} layers below full")
-    texts.append(f"tp {_range(_all_of(shapes, 'tp') or [1])}")
-    if delays := _all_of(shapes, "queue_delay_s"):
-        texts.append(f"queueing up to {max(delays):.2f} s")
-    return ", ".join(texts)
-
-
-def _all_of(shapes: Sequence[dict[str, Any]], key: str) -> list[Any]:
-    return [shape[key] for shape in shapes if shape[key] is not None]
+    words: dict[str, Callable[[list[Any]], str]] = {
+        "kv_blocks": lambda blocks: f"KV {_range(blocks)} blocks",
+        "kv_used": lambda used: f"at most {max(used)} in use",
+        "layers_below_full": lambda below: f"{_range(below)} layers below full",
+        "tp": lambda degrees: f"tp {_range(degrees)}",
+        "queue_delay_s": lambda delays: f"queueing up to {max(delays):.2f} s",
+    }
+    reported = {key: [shape[key] for shape in shapes if shape[key] is not None] for key in words}
+    return ", ".join(words[key](values) for key, values in reported.items() if values)
 
 
 def _range(values: Sequence[int]) -> str:
-    low, high = min(values), max(values)
-    return f"{low}" if low == high else f"{low} to {high}"
+    return " to ".join(map(str, sorted({min(values), max(values)})))
 
 
 def morphs_text(morphs: Sequence[dict[str, Any]]) -> str:
     """Return `4 swap applied, 1 resize deferred`."""
-    kinds = [f"{one['kind']} {one['state']}" for one in morphs]
-    return ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds))) or "none"
+    kinds = Counter(f"{one['kind']} {one['state']}" for one in morphs)
+    return ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds)) or "none"
 
 
 def seconds_text(value: float) -> str:
     """Return three significant digits: 0.00123, 0.123, 12.3."""
     return f"{value:.5f}" if value < 0.01 else f"{value:.3f}" if value < 10 else f"{value:.1f}"
-
-
-# --------------------------------------------------------------------------- comparing
 
 
 def comparison(runs: Sequence[RunFile]) -> Table:
@@ -191,16 +173,13 @@ _ROWS: Final[dict[str, Callable[[dict[str, Any]], str]]] = {
     "goodput, requests/s": lambda found: f"{found['goodput']['requests_per_s']:.2f}",
     "goodput, tokens/s": lambda found: f"{found['goodput']['tokens_per_s']:.1f}",
     "output tokens/s": lambda found: f"{found['throughput']['output_tokens_per_s']:.1f}",
-    "tokens at full precision": lambda found: _full_text(found["tokens_by_layers_below_full"]),
+    "tokens at full precision": lambda found: (
+        f"{share_at_full(tokens):.1%}" if (tokens := found["tokens_by_layers_below_full"]) else ABSENT
+    ),
     "lateness p99, ms": lambda found: (
         ABSENT if found["lateness_s"] is None else f"{found['lateness_s']['p99'] * 1e3:.2f}"
     ),
 }
-
-
-def _full_text(tokens: dict[str, int]) -> str:
-    share = share_at_full(tokens)
-    return ABSENT if share is None else f"{share:.1%}"
 
 
 def differing_loads(runs: Sequence[RunFile]) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from instar.errors import InputError
+from instar.output.tables import MIB
 from instar.replay.outcomes import RequestOutcome
 from instar.replay.statistics import Slo, summary
 
@@ -18,11 +20,10 @@ NAME: Final = "run.json"
 VERSION: Final = 1
 ROW_BYTES: Final = 600  # of a request with its precisions
 SAMPLE_BYTES: Final = 2000  # one each second, of some instances
-PICTURE_BYTES: Final = 4 << 20
+PICTURE_BYTES: Final = 4 * MIB
 
 
-@dataclass(slots=True)
-class RunFile:
+class RunFile(msgspec.Struct):
     """A run: `about` has settings, trace and server; `observed` samples, morphs and counters.
 
     `observed` is {} if the server is not Instar. `events_per_s` counts the events of all streams in each
@@ -31,11 +32,11 @@ class RunFile:
 
     about: dict[str, Any]
     slo: Slo
-    outcomes: list[RequestOutcome] = field(repr=False)
-    observed: dict[str, Any] = field(default_factory=dict, repr=False)
-    events_per_s: list[int] = field(default_factory=list, repr=False)
-    said: dict[str, str] = field(default_factory=dict, repr=False)
-    folder: Path | None = None
+    outcomes: list[RequestOutcome] = msgspec.field(name="requests")
+    observed: dict[str, Any] = {}
+    events_per_s: list[int] = []
+    said: dict[str, str] = {}
+    folder: str = ""
 
     @property
     def name(self) -> str:
@@ -43,56 +44,38 @@ class RunFile:
 
     @property
     def summary(self) -> dict[str, Any]:
-        return summary(self.outcomes, self.slo, tells_queue=bool(self.observed))
+        return summary(self.outcomes, self.slo, has_queue_times=bool(self.observed))
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "version": VERSION,
-            "about": self.about,
-            "slo": {"ttft_s": self.slo.ttft_s, "tpot_s": self.slo.tpot_s},
-            "summary": self.summary,
-            "observed": self.observed,
-            "events_per_s": self.events_per_s,
-            "said": self.said,
-            "requests": [one.as_json() for one in self.outcomes],
-        }
+        kept: dict[str, Any] = msgspec.to_builtins(self)
+        del kept["folder"]
+        return {"version": VERSION, "summary": self.summary} | kept
 
 
 def prepare(folder: Path, num_requests: int, seconds: float, *, draws: bool) -> None:
-    """Make the folder, so that a run is not lost at its end.
-
-    Raises InputError if it holds a run, cannot be written, or has no room for the file and the picture.
-    """
+    """Make the folder. Raises InputError if it holds a run, cannot be written, or has too little room."""
     needed = num_requests * ROW_BYTES + int(seconds + 1) * SAMPLE_BYTES + draws * PICTURE_BYTES
-    trial = folder / f".{NAME}.trial"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / NAME).exists():
             raise InputError(f"--out {folder}: holds a run already; name another folder, or remove {NAME}")
-        trial.write_bytes(b"x")
-        trial.unlink()
+        tempfile.TemporaryFile(dir=folder).close()
         free = shutil.disk_usage(folder).free
     except FileExistsError as error:
         raise InputError(f"--out {folder}: is a file; name a folder") from error
     except OSError as error:
         raise InputError(f"--out {folder}: cannot be written: {error.strerror}") from error
     if free < needed:
-        raise InputError(
-            f"--out {folder}: {_mib(free)} MiB are free on its disk, the run may need {_mib(needed)}"
-        )
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 20):.3g}"
+        sizes = f"{free / MIB:.3g} MiB are free on its disk, the run may need {needed / MIB:.3g}"
+        raise InputError(f"--out {folder}: {sizes}")
 
 
 def write(folder: Path, run: RunFile) -> Path:
     """Write the whole file or none. Raises InputError."""
     path, parts = folder / NAME, folder / f".{NAME}.part"
     try:
-        with parts.open("w", encoding="utf-8") as file:
-            json.dump(run.as_json(), file, separators=(",", ":"))
-            file.write("\n")
+        with parts.open("wb") as file:
+            file.write(msgspec.json.encode(run.as_json()) + b"\n")
             file.flush()
             os.fsync(file.fileno())
         parts.replace(path)
@@ -106,38 +89,28 @@ def read(folder: Path) -> RunFile:
     """Read the run of a folder, or the file itself. Raises InputError."""
     path = folder / NAME if folder.is_dir() else folder
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = msgspec.json.decode(path.read_bytes())
+        if not isinstance(found, dict) or "version" not in found:
+            raise InputError(f"{path}: is not a run of `instar bench replay`: it has no version")
+        if found["version"] != VERSION:
+            raise InputError(f"{path}: has version {found['version']}; this program reads {VERSION}")
+        run = msgspec.convert(found | {"folder": str(folder)}, RunFile)
     except FileNotFoundError as error:
-        raise InputError(
-            f"{folder}: there is no run in it ({NAME} of `instar bench replay --out`)"
-        ) from error
+        raise InputError(f"{folder}: there is no run in it ({NAME} of `bench replay --out`)") from error
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except msgspec.ValidationError as error:
+        raise InputError(f"{path}: is not a run of `instar bench replay`: {error}") from error
+    except msgspec.DecodeError as error:
         raise InputError(f"{path}: is not JSON: {error}") from error
-    if not isinstance(found, dict) or "version" not in found:
-        raise InputError(f"{path}: is not a run of `instar bench replay`: it has no version")
-    if found["version"] != VERSION:
-        raise InputError(f"{path}: has version {found['version']}; this program reads {VERSION}")
-    try:
-        if not found["requests"]:
-            raise InputError(f"{path}: has no request")
-        return RunFile(
-            found["about"],
-            Slo(**found["slo"]),
-            [RequestOutcome.of(row) for row in found["requests"]],
-            found["observed"],
-            found["events_per_s"],
-            found.get("said", {}),
-            folder,
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: is not a run of `instar bench replay`: {error!r}") from error
+    if not run.outcomes:
+        raise InputError(f"{path}: has no request")
+    return run
 
 
 def with_unique_names(runs: Sequence[RunFile]) -> list[RunFile]:
     """Return the runs. Those of one name get the paths of their folders, or numbers."""
-    by_path = _renamed(runs, lambda run, _: str(run.folder or run.name))
+    by_path = _renamed(runs, lambda run, _: run.folder or run.name)
     return _renamed(by_path, lambda run, nth: f"{run.name} ({nth})")
 
 
@@ -145,7 +118,7 @@ def _renamed(runs: Sequence[RunFile], rename: Callable[[RunFile, int], str]) -> 
     """Rename runs that share a name, by the run and its number among them, from 1."""
     names = [run.name for run in runs]
     return [
-        replace(run, about=run.about | {"name": rename(run, names[: i + 1].count(run.name))})
+        msgspec.structs.replace(run, about=run.about | {"name": rename(run, names[: i + 1].count(run.name))})
         if names.count(run.name) > 1
         else run
         for i, run in enumerate(runs)

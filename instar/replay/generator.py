@@ -1,7 +1,4 @@
-"""The open loop: each request is sent when it is due, whatever the outcome of those before it.
-
-No request is retried. A run reports how late this process itself sent.
-"""
+"""The open loop: each request is sent once, when it is due, whatever becomes of those before it."""
 
 from __future__ import annotations
 
@@ -15,16 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from instar.replay.outcomes import (
-    INTERRUPTED,
-    NOT_SENT,
-    UNFINISHED,
-    RequestOutcome,
-    conclude_refusal,
-    conclude_stream,
-)
+from instar.replay.outcomes import INTERRUPTED, NOT_SENT, UNFINISHED, RequestOutcome, conclude
 from instar.replay.requests import COMPLETIONS, message_of
-from instar.replay.traces import Arrival
+from instar.replay.schemas import Arrival
 from instar.replay.wire import Exchange, ServerAddress, connect
 
 LEAD_S: Final = 1.0  # from the opening of a connection to its request
@@ -43,9 +33,7 @@ class RunState:
     num_served: int = 0
     events_in: Counter[int] = field(default_factory=Counter)  # second of the run -> events of all streams
     errors: Counter[str] = field(default_factory=Counter)
-    said: dict[str, str] = field(
-        default_factory=dict
-    )  # the server's message of the first error of a kind, or ""
+    said: dict[str, str] = field(default_factory=dict)  # the server's message of the first error of a kind
 
     @property
     def now_s(self) -> float:
@@ -71,17 +59,14 @@ class Generator:
         drain_s: float,
         name: str,
     ) -> None:
-        self.run = RunState(
-            [
-                RequestOutcome(number, one.at_s, one.prompt_tokens, one.output_tokens)
-                for number, one in enumerate(arrivals)
-            ]
-        )
+        due = enumerate(arrivals)
+        outcomes = [RequestOutcome(i, one.at_s, one.prompt_tokens, one.output_tokens) for i, one in due]
+        self.run = RunState(outcomes)
         self._server = server
         self._bodies = bodies
         self._drain_s = drain_s
         self._name = name
-        self._open: dict[asyncio.Task[None], Exchange] = {}
+        self._open: set[asyncio.Task[None]] = set()
         self._why_given_up = ""
 
     async def replay(self) -> None:
@@ -89,7 +74,7 @@ class Generator:
 
         When cancelled it stops at once. In each case every request has its outcome.
         """
-        with _frozen_garbage(), _priority():
+        with _undisturbed():
             self.run.began = time.perf_counter() + min(LEAD_S, 0.2)
             self.run.began_at = time.time() + min(LEAD_S, 0.2)
             try:
@@ -102,12 +87,11 @@ class Generator:
     async def _send_all(self) -> None:
         for outcome in self.run.outcomes:
             await self._sleep_until(outcome.due_s - LEAD_S)
-            exchange = self._exchange_for(outcome)
-            task = asyncio.create_task(self._serve(outcome, exchange))
-            self._open[task] = exchange
-            task.add_done_callback(self._open.pop)
+            task = asyncio.create_task(self._serve(outcome))
+            self._open.add(task)
+            task.add_done_callback(self._open.discard)
         if self._open:
-            await asyncio.wait(list(self._open), timeout=LEAD_S + self._drain_s)
+            await asyncio.wait(self._open.copy(), timeout=LEAD_S + self._drain_s)
 
     def _exchange_for(self, _: RequestOutcome) -> Exchange:
         return Exchange(self.run.count_events)
@@ -122,12 +106,9 @@ class Generator:
             if outcome.sent_s is None and not outcome.error:  # no connection was made
                 outcome.error = NOT_SENT if why == INTERRUPTED else why
 
-    async def _serve(self, outcome: RequestOutcome, exchange: Exchange) -> None:
-        """Send one request and wait for its end.
-
-        If its connection cannot be opened ahead, it is opened when the request is due.
-        """
-        body = self._bodies[outcome.number]
+    async def _serve(self, outcome: RequestOutcome) -> None:
+        """Send one request and wait for its end. A connection that fails ahead is opened when it is due."""
+        exchange, body = self._exchange_for(outcome), self._bodies[outcome.number]
         head = self._server.head("POST", COMPLETIONS, len(body), f"{self._name}-{outcome.number}")
         self._bodies[outcome.number] = b""
         try:
@@ -165,15 +146,13 @@ class Generator:
             outcome.first_s, outcome.last_s = exchange.first - run.began, exchange.last - run.began
         if problem:
             self._fail(outcome, problem)
-        elif exchange.status == 200:
-            conclude_stream(outcome, tail)
-        else:
-            conclude_refusal(outcome, tail)
-        if not problem and outcome.error:
+            return
+        conclude(outcome, tail)
+        if outcome.error:
             if outcome.error not in run.said:
                 run.said[outcome.error] = message_of(tail)
             self._fail(outcome, outcome.error)
-        elif not problem:
+        else:
             run.num_served += 1
 
     def _fail(self, outcome: RequestOutcome, error: str) -> None:
@@ -187,29 +166,18 @@ class Generator:
 
 
 @contextlib.contextmanager
-def _frozen_garbage() -> Iterator[None]:
-    """Keep the prompts out of garbage collection, which would take longer than a request may be late."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+def _undisturbed() -> Iterator[None]:
+    """Keep the prompts out of garbage collection, and raise this thread's priority where that is allowed.
 
-
-@contextlib.contextmanager
-def _priority() -> Iterator[None]:
-    """Raise this thread's priority: beside the server that it keeps busy, a generator sends late otherwise.
-
-    It takes a few per cent of a core, and does not help on a machine that is full (bench/LOG.md).
+    Both delay requests otherwise. The priority takes a few per cent of a core from the server, and does not
+    help on a machine that is full (bench/LOG.md).
     """
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    try:
-        os.setpriority(os.PRIO_PROCESS, 0, min(before, NICENESS))
-    except OSError:  # only root may
+    with contextlib.ExitStack() as stack:
+        gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)
+        before = os.getpriority(os.PRIO_PROCESS, 0)
+        with contextlib.suppress(OSError):  # only root may
+            os.setpriority(os.PRIO_PROCESS, 0, min(before, NICENESS))
+            stack.callback(os.setpriority, os.PRIO_PROCESS, 0, before)
         yield
-        return
-    try:
-        yield
-    finally:
-        os.setpriority(os.PRIO_PROCESS, 0, before)

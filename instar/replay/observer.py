@@ -1,8 +1,4 @@
-"""KV, layers, degrees and morphs of an Instar server during a replay, once a second.
-
-A connection of its own asks for the state. An answer that does not come in time is a missing sample and does
-not stop the run.
-"""
+"""KV, layers, degrees and morphs of an Instar server during a replay, sampled once a second."""
 
 from __future__ import annotations
 
@@ -92,12 +88,8 @@ class Observer:
         self.counted = {name: _grown(after[name], self._before.get(name, 0.0)) for name in sorted(after)}
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "samples": self.samples,
-            "missed": self.num_missed,
-            "morphs": list(self.morphs.values()),
-            "counted": self.counted,
-        }
+        morphs = list(self.morphs.values())
+        return {"samples": self.samples, "missed": self.num_missed, "morphs": morphs, "counted": self.counted}
 
     async def _counters(self) -> dict[str, float]:
         """Return the counters, {} if they cannot be read."""
@@ -124,8 +116,8 @@ def _state(answer: bytes) -> dict[str, Any] | None:
 
 def _shape(one: dict[str, Any], queue_delay_s: float | None) -> dict[str, Any]:
     kv = one.get("kv") or {}
-    numbers = {name: one.get(name) for name in ("running", "waiting", "layers_below_full")}
     sizes = {"kv_blocks": kv.get("blocks"), "kv_used": kv.get("used"), "tp": one.get("tp", 1)}
+    numbers = {name: one.get(name) for name in ("running", "waiting", "layers_below_full")}
     return sizes | numbers | {"queue_delay_s": queue_delay_s}
 
 

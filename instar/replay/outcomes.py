@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 import msgspec
@@ -42,17 +42,13 @@ class RequestOutcome:
     output_tokens: int | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)  # (tokens, layers below full)
 
-    @classmethod
-    def of(cls, row: dict[str, Any]) -> RequestOutcome:
-        """Return the outcome of a row of run.json."""
-        return cls(**{**row, "spans": [(tokens, below) for tokens, below in row["spans"]]})
-
-    def as_json(self) -> dict[str, Any]:
-        rounded = {
-            name: round(value, DIGITS) if isinstance(value, float) else value
-            for name, value in asdict(self).items()
-        }
-        return rounded | {"spans": [list(span) for span in self.spans]}
+    def rounded(self) -> RequestOutcome:
+        """Return the outcome as run.json keeps it, with times in whole microseconds."""
+        times: dict[str, Any] = {}
+        for one in fields(self):
+            if isinstance(value := getattr(self, one.name), float):
+                times[one.name] = round(value, DIGITS)
+        return replace(self, **times)
 
     @property
     def counts(self) -> bool:
@@ -90,16 +86,13 @@ class RequestOutcome:
         return None if self.opened_s is None else self.opened_s - self.due_s
 
 
-def conclude_stream(outcome: RequestOutcome, tail: bytes) -> None:
-    """Read the last events of a 200's stream into `outcome`."""
-    for line in tail.splitlines():
-        if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
-            continue
-        try:
-            event = msgspec.json.decode(line[5:])
-        except msgspec.DecodeError:
-            continue  # the first may be incomplete
-        if isinstance(event, dict):
+def conclude(outcome: RequestOutcome, answer: bytes) -> None:
+    """Read the end of the answer into `outcome`: a stream's last events, or the code of a refusal."""
+    if outcome.status != 200:
+        outcome.error = f"{outcome.status} {error_code(_decoded(answer))}".strip()
+        return
+    for line in answer.splitlines():  # the first may be incomplete
+        if line.startswith(b"data:") and isinstance(event := _decoded(line[5:]), dict):
             _take_event(outcome, event)
     if not outcome.error and not outcome.finish:
         outcome.error = CUT
@@ -119,13 +112,12 @@ def _take_event(outcome: RequestOutcome, event: dict[str, Any]) -> None:
             outcome.spans.append((span["end"] - span["start"], span["layers_below_full"]))
 
 
-def conclude_refusal(outcome: RequestOutcome, body: bytes) -> None:
-    """Set the error to the status, with the code of an error in OpenAI's shape."""
+def _decoded(text: bytes) -> Any:
+    """Return the JSON value, None for other text."""
     try:
-        code = error_code(msgspec.json.decode(body))
+        return msgspec.json.decode(text)
     except msgspec.DecodeError:
-        code = ""
-    outcome.error = f"{outcome.status} {code}".strip()
+        return None
 
 
 def error_code(body: Any) -> str:

@@ -1,17 +1,13 @@
-"""Pictures of one run or of several, from run.json alone. Needs matplotlib.
-
-requests due, and failed   | output events over time
-TTFT over time             | its distribution
-TPOT over time             | its distribution
-KV blocks, all and in use  | layers below full, and degree
-"""
+"""Pictures of one run or of several, from run.json alone. Needs matplotlib."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from operator import attrgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
 
 from instar.errors import InputError
@@ -23,32 +19,30 @@ COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E
 GREY: Final = "#999999"
 BINS: Final = 90  # a bar of at least a second each
 SHORTEST_S: Final = 1e-3  # lower end of logarithmic axes: two tokens may come in one read
-MISSING: Final = "pictures need matplotlib: pip install 'instar[bench]'"
 
 Times = Callable[[RequestOutcome], float | None]
 
 
-def has_matplotlib() -> bool:
+def pyplot() -> Any:
+    """Return matplotlib's pyplot, without a display. Raises InputError if it is not installed."""
     try:
         import matplotlib as mpl
-    except ImportError:
-        return False
-    mpl.use("Agg")  # no display
-    return True
+    except ImportError as error:
+        raise InputError("pictures need matplotlib: pip install 'instar[bench]'") from error
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def draw(runs: Sequence[RunFile], path: Path) -> None:
     """Write a PNG. Raises InputError."""
-    if not has_matplotlib():
-        raise InputError(MISSING)
-    from matplotlib import pyplot as plt
-
-    figure, panels = plt.subplots(4, 2, figsize=(13, 14))
+    figure, panels = pyplot().subplots(4, 2, figsize=(13, 14))
     degrees = panels[3][1].twinx()
     ends_s = max(_end_s(run) for run in runs)
     bin_s = max(1, math.ceil(ends_s / BINS))
     _due(panels[0][0], runs, bin_s)
-    for run, colour in zip(runs, COLOURS * len(runs), strict=False):
+    for run, colour in zip(runs, cycle(COLOURS)):
         _failed(panels[0][0], run, colour, bin_s)
         _tokens(panels[0][1], run, colour, bin_s)
         for row, times in ((1, attrgetter("ttft_s")), (2, attrgetter("tpot_s"))):
@@ -58,14 +52,11 @@ def draw(runs: Sequence[RunFile], path: Path) -> None:
         _shape(panels[3][1], degrees, run, colour)
     _finish(panels, degrees, runs, ends_s)
     _head(figure, runs)
-    try:
-        _save(figure, path)
-    finally:
-        plt.close(figure)
+    save(figure, path)
 
 
-def _save(figure: Any, path: Path) -> None:
-    """Write the whole picture or none, with the same bytes for the same run. Raises InputError."""
+def save(figure: Any, path: Path) -> None:
+    """Write the whole picture or none, with the same bytes for the same data. Raises InputError."""
     parts = path.with_name(f".{path.name}.part")
     try:
         figure.savefig(parts, format="png", dpi=110, metadata={"Software": None})
@@ -73,6 +64,7 @@ def _save(figure: Any, path: Path) -> None:
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
     finally:
+        pyplot().close(figure)
         parts.unlink(missing_ok=True)
 
 
@@ -80,26 +72,20 @@ def _end_s(run: RunFile) -> float:
     return max(max(one.due_s, one.last_s or one.ended_s or 0.0) for one in run.outcomes)
 
 
-# ------------------------------------------------------------------------------------- what is drawn
-
-
 def _due(axes: Any, runs: Sequence[RunFile], bin_s: int) -> None:
     """Draw the arrivals of the first run, and of others with a different load."""
     _rate(axes, [one.due_s for one in runs[0].outcomes], bin_s, "due", color=GREY, alpha=0.5)
-    for run, colour in zip(runs[1:], (COLOURS * len(runs))[1:], strict=False):
+    for run, colour in zip(runs, cycle(COLOURS)):
         if run.about.get("arrivals_sha256") != runs[0].about.get("arrivals_sha256"):
-            due = [one.due_s for one in run.outcomes]
-            _rate(
-                axes, due, bin_s, f"due in {_plain(run.name)}", color=colour, histtype="step", linestyle=":"
-            )
+            due, style = [one.due_s for one in run.outcomes], {"histtype": "step", "linestyle": ":"}
+            _rate(axes, due, bin_s, f"due in {_plain(run.name)}", color=colour, **style)
 
 
 def _failed(axes: Any, run: RunFile, colour: str, bin_s: int) -> None:
     failed = [one.due_s for one in run.outcomes if one.error and one.counts]
     if failed:
-        _rate(
-            axes, failed, bin_s, f"failed in {_plain(run.name)}", color=colour, histtype="step", linewidth=1.5
-        )
+        style = {"histtype": "step", "linewidth": 1.5}
+        _rate(axes, failed, bin_s, f"failed in {_plain(run.name)}", color=colour, **style)
 
 
 def _rate(axes: Any, at_s: Sequence[float], bin_s: int, label: str, **style: Any) -> None:
@@ -110,9 +96,8 @@ def _rate(axes: Any, at_s: Sequence[float], bin_s: int, label: str, **style: Any
 
 def _tokens(axes: Any, run: RunFile, colour: str, bin_s: int) -> None:
     events = run.events_per_s
-    means = [
-        sum(events[at : at + bin_s]) / len(events[at : at + bin_s]) for at in range(0, len(events), bin_s)
-    ]
+    bins = [events[at : at + bin_s] for at in range(0, len(events), bin_s)]
+    means = [fmean(one) for one in bins]
     middles = [(at + 0.5) * bin_s for at in range(len(means))]
     axes.plot(middles, means, color=colour, linewidth=1.2, marker="." if len(means) < 40 else None)
 
@@ -155,13 +140,9 @@ def _shape(axes: Any, degrees: Any, run: RunFile, colour: str) -> None:
 def _sums(run: RunFile, *keys: str) -> tuple[list[float], ...]:
     """Return the seconds, and for each key the sums over the instances."""
     samples = run.observed.get("samples", [])
-    sums = [
-        [sum(one[key] or 0 for one in sample["instances"].values()) for sample in samples] for key in keys
-    ]
+    instances = [sample["instances"].values() for sample in samples]
+    sums = [[sum(one[key] or 0 for one in each) for each in instances] for key in keys]
     return ([sample["at_s"] for sample in samples], *sums)
-
-
-# ------------------------------------------------------------------------------------- axes and legends
 
 
 def _finish(panels: Any, degrees: Any, runs: Sequence[RunFile], ends_s: float) -> None:
@@ -192,27 +173,21 @@ def _finish(panels: Any, degrees: Any, runs: Sequence[RunFile], ends_s: float) -
         _key(panels[3][1], "degree", linestyle=":")
     else:
         for axes in panels[3]:
-            axes.text(
-                0.5, 0.5, "not reported by this server", color=GREY, ha="center", transform=axes.transAxes
-            )
+            place = {"ha": "center", "transform": axes.transAxes}
+            axes.text(0.5, 0.5, "not reported by this server", color=GREY, **place)
     for row, column in ((0, 0), (0, 1), (1, 0), (2, 0), (3, 0), (3, 1)):
         panels[row][column].set(xlabel="seconds", xlim=(0, 1.02 * ends_s))
     for axes in panels.flat:
         axes.grid(alpha=0.3)
         if axes.get_yscale() == "linear":
             axes.set_ylim(bottom=0)
-        _legend(axes)
+        if axes.get_legend_handles_labels()[1]:  # styles; the heading has the colours of the runs
+            axes.legend(fontsize=8, loc="best", framealpha=0.8)
 
 
 def _key(axes: Any, label: str, **style: Any) -> None:
     """Add a style to the legend, in neutral colour."""
     axes.plot([], [], color="#555555", label=label, **style)
-
-
-def _legend(axes: Any) -> None:
-    """Draw the legend of styles; the heading has the colours of the runs."""
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(fontsize=8, loc="best", framealpha=0.8)
 
 
 def _head(figure: Any, runs: Sequence[RunFile]) -> None:
@@ -223,10 +198,9 @@ def _head(figure: Any, runs: Sequence[RunFile]) -> None:
     heading = _plain(f"{about['source']} against {about['url']} ({about['model']})")
     figure.suptitle(heading, fontsize=11, y=0.995)
     if len(runs) > 1:
-        lines = [Line2D([], [], color=colour, linewidth=3) for colour in COLOURS]
         names = [_plain(run.name) for run in runs]
-        handles = (lines * len(runs))[: len(runs)]
-        figure.legend(handles, names, loc="upper center", ncol=min(6, len(runs)), bbox_to_anchor=(0.5, 0.98))
+        lines = [Line2D([], [], color=colour, linewidth=3) for _, colour in zip(names, cycle(COLOURS))]
+        figure.legend(lines, names, loc="upper center", ncol=min(6, len(runs)), bbox_to_anchor=(0.5, 0.98))
     figure.tight_layout(rect=(0, 0, 1, 0.965 if len(runs) > 1 else 0.985))
 
 

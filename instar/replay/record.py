@@ -1,7 +1,4 @@
-"""`instar bench record`: the requests of a running service, one line of JSON each, as they end.
-
-`at` is when a request arrived; a replay sorts by it. The trial requests of a replay are left out.
-"""
+"""`instar bench record`: the requests of a running service, one line of JSON each, as they end."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, TextIO
@@ -30,7 +28,7 @@ SILENCE_S: Final = 30.0  # longer than between two comments of a live stream
 def record(args: argparse.Namespace) -> int:
     """Return 1 if the service ended the stream."""
     ends = time.monotonic() + args.seconds if args.seconds else None
-    counts = _Counts()
+    counts = Counter[str]()
     with admin_client(args) as client:
         try:
             with _open(args.out, is_private=args.with_prompts) as file:
@@ -38,27 +36,19 @@ def record(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             has_ended = False
         except OSError as error:
-            raise InputError(f"{args.out}: {error.strerror}, after {counts.requests} requests") from error
-    sys.stderr.write(f"{counts.requests} requests in {args.out}\n")
-    if counts.trials:
-        sys.stderr.write(f"{counts.trials} trial requests of a replay are left out\n")
-    if counts.lost:
-        sys.stderr.write(f"{counts.lost} more came faster than they could be written, and are missing\n")
+            raise InputError(f"{args.out}: {error.strerror}, after {counts['request']} requests") from error
+    sys.stderr.write(f"{counts['request']} requests in {args.out}\n")
+    if counts["trial"]:
+        sys.stderr.write(f"{counts['trial']} trial requests of a replay are left out\n")
+    if counts["lost"]:
+        sys.stderr.write(f"{counts['lost']} more came faster than they could be written, and are missing\n")
     if has_ended:
         sys.stderr.write(f"{args.prog}: the service ended the stream\n")
     return int(has_ended)
 
 
-class _Counts:
-    def __init__(self) -> None:
-        self.requests = self.trials = self.lost = 0
-
-
 def _open(path: Path, *, is_private: bool) -> TextIO:
-    """Create a file, readable only by its owner if `is_private`.
-
-    Raises InputError if it exists, cannot be written, or its disk has no room.
-    """
+    """Create a file. Raises InputError if it exists, cannot be written, or its disk has no room."""
     try:
         if not path.exists() and (free := shutil.disk_usage(path.parent).free) < MIN_FREE_BYTES:
             raise InputError(
@@ -72,30 +62,26 @@ def _open(path: Path, *, is_private: bool) -> TextIO:
         raise InputError(f"--out {path}: cannot be written: {error.strerror}") from error
 
 
-def _write(file: TextIO, events: Iterator[tuple[str, str]], counts: _Counts, limit: int | None) -> bool:
-    """Write requests. Returns True if the server ended the stream."""
+def _write(file: TextIO, events: Iterator[tuple[str, str]], counts: Counter[str], limit: int | None) -> bool:
+    """Write requests until `limit`. Returns True if the server ended the stream."""
     for kind, data in events:
         if (kind, data) == STOP:
             return False
         if kind == "lost":
-            counts.lost += int(data)
-            continue
-        if str(json.loads(data).get("id", "")).startswith(TRIAL):
-            counts.trials += 1
-            continue
-        file.write(data + "\n")
-        file.flush()
-        counts.requests += 1
-        if counts.requests == limit:
-            return False
+            counts["lost"] += int(data)
+        elif str(json.loads(data).get("id", "")).startswith(TRIAL):
+            counts["trial"] += 1
+        else:
+            file.write(data + "\n")
+            file.flush()
+            counts["request"] += 1
+            if counts["request"] == limit:
+                return False
     return True
 
 
 def _events(client: httpx.Client, has_prompts: bool, ends: float | None) -> Iterator[tuple[str, str]]:
-    """Yield (kind, data) of each event, and STOP at the time to stop, which each line checks.
-
-    Raises ServerError.
-    """
+    """Yield (kind, data) of each event, and STOP once `ends` has passed. Raises ServerError."""
     params = {"prompts": "true"} if has_prompts else {}
     try:
         for event in stream_events(client, "GET", PATH, params=params, timeout=SILENCE_S):

@@ -1,7 +1,4 @@
-"""The bodies of a run's requests: prompts of an exact length, in a dialect that the server accepts.
-
-They are made before the first is due, since making a long prompt takes longer than a request may be late.
-"""
+"""The bodies of a run's requests: prompts of an exact length, in a dialect that the server accepts."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from instar.errors import InputError, ServerError
-from instar.replay.traces import Arrival
+from instar.replay.schemas import Arrival
 from instar.replay.wire import ServerAddress, fetch
 
 COMPLETIONS: Final = "/v1/completions"
@@ -32,24 +29,18 @@ WORDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The fields that a server accepts.
+    """The fields that a server accepts."""
 
-    With `token_ids` prompts have exact lengths, else they are text of as many words. With `ignore_eos`
-    outputs have exact lengths. With `precision` the server reports the precision of each token.
-    """
-
-    token_ids: bool = True
-    ignore_eos: bool = True
-    precision: bool = True
+    token_ids: bool = True  # prompts of exact lengths, else text of as many words
+    ignore_eos: bool = True  # outputs of exact lengths
+    precision: bool = True  # the server reports that of each token
 
     def body(self, model: str, prompt: str, output_tokens: int) -> bytes:
         """Return a request for `prompt`, which is JSON."""
         fields: dict[str, Any] = {"model": model, "max_tokens": output_tokens, "temperature": 0}
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
-        if self.ignore_eos:
-            fields["ignore_eos"] = True
-        if self.precision:
-            fields["return_precision"] = True
+        fields |= {"ignore_eos": True} if self.ignore_eos else {}
+        fields |= {"return_precision": True} if self.precision else {}
         return f'{json.dumps(fields)[:-1]}, "prompt": {prompt}}}'.encode()
 
     def prompt(self, arrival: Arrival, rng: random.Random, ids: Sequence[str]) -> str:
@@ -63,12 +54,8 @@ class Dialect:
     @property
     def in_words(self) -> str:
         prompts = "token ids" if self.token_ids else "words: their lengths are near the trace's"
-        outputs = (
-            "have exact lengths"
-            if self.ignore_eos
-            else "end with the model's EOS: at most the trace's length"
-        )
-        return f"prompts as {prompts}; outputs {outputs}"
+        ends = "have exact" if self.ignore_eos else "end with the model's EOS: at most the trace's"
+        return f"prompts as {prompts}; outputs {ends} lengths"
 
 
 # The best first. A server refuses unknown fields with 400 or 422.
@@ -93,32 +80,28 @@ def bodies(
 
 
 async def find_dialect(server: ServerAddress, model: str, ids: range = IDS) -> tuple[Dialect, str]:
-    """Return the best dialect that the server accepts, found by requests for one token, and its refusal.
+    """Return the best dialect that the server accepts, and why a busy one refused the trial of one token.
 
-    A server that is too busy for a trial gets the load all the same. Raises ServerError if the server refuses
-    every dialect.
+    Raises ServerError if the server refuses every dialect.
     """
     arrival, rng = Arrival(0.0, 1, 1), random.Random(0)
     refusal = ""
     for number, dialect in enumerate(DIALECTS):
         body = dialect.body(model, dialect.prompt(arrival, rng, [str(ids[0])]), 1)
-        request_id = f"{TRIAL}-{number}"
-        status, answer = await fetch(server, "POST", COMPLETIONS, body, within_s=120, request_id=request_id)
+        trial = f"{TRIAL}-{number}"
+        status, answer = await fetch(server, "POST", COMPLETIONS, body, within_s=120, request_id=trial)
         if status == 200:
             return dialect, ""
         refusal = f"{status}: {message_of(answer)}"
         if status not in (400, 422):
             break
     if status in (401, 403, 404, 405, 400, 422):
-        raise ServerError(f"{server.name.decode()}{server.path}{COMPLETIONS} refuses a request: {refusal}")
+        raise ServerError(f"{server.name}{server.path}{COMPLETIONS} refuses a request: {refusal}")
     return DIALECTS[0], refusal
 
 
 def message_of(answer: bytes) -> str:
-    """Return the message of an error in OpenAI's shape, as an answer or in a stream, on one short line.
-
-    Of another answer it is the beginning; of a stream without an error nothing.
-    """
+    """Return an error's message on one line; another answer's beginning, "" for a stream without an error."""
     events = [line[5:] for line in answer.splitlines() if line.startswith(b"data:")]
     for text in events[::-1] or [answer]:
         try:
@@ -141,7 +124,7 @@ async def models_of(server: ServerAddress) -> list[dict[str, Any]]:
         status, answer = await fetch(server, "GET", "/v1/models")
     except ServerError as problem:
         raise ServerError(
-            f"no server answers at {server.name.decode()} ({problem}); start one with `instar serve`, or "
+            f"no server answers at {server.name} ({problem}); start one with `instar serve`, or "
             "name its address with --url"
         ) from problem
     if status != 200:

@@ -8,23 +8,20 @@ import json
 import sys
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
-
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from bus.settings import GatewaySettings, Settings
 from instar.client import settings_of
 from instar.errors import InputError, ServerError
+from instar.output.progress import progress_line
 from instar.output.tables import trimmed
 from instar.replay import files, plots
 from instar.replay.card import card, comparison, differing_loads
 from instar.replay.files import RunFile
 from instar.replay.generator import Generator, RunState
 from instar.replay.observer import Observer
-from instar.replay.outcomes import RequestOutcome
 from instar.replay.requests import IDS, Dialect, bodies, find_dialect, models_of
 from instar.replay.statistics import Slo
 from instar.replay.traces import Shaping, Workload, load
@@ -54,7 +51,7 @@ def replay(args: argparse.Namespace) -> int:
     shaping = Shaping(start_s, length_s, args.keep_zero, args.limit, args.scale, args.scale_lengths)
     workload = load(args.trace, args.format, shaping, args.seed)
     draws = args.out is not None and not args.no_plot
-    if draws and not plots.has_matplotlib():
+    if draws and find_spec("matplotlib") is None:
         draws = False
         _note(
             "no picture: matplotlib is not installed (pip install 'instar[bench]'). `instar bench plot` "
@@ -120,7 +117,7 @@ async def run_of(settings: Settings, args: argparse.Namespace, workload: Workloa
     """Send the workload. Ctrl-C ends it early with what there is. Raises CommandError."""
     url, is_own = locate(settings.gateway, args.url)
     own = settings.gateway if is_own else GatewaySettings()
-    server = ServerAddress.at(url, args.api_key or next(iter(own.api_keys), ""))
+    server = ServerAddress.at(url, args.api_key or next(iter(own.api_keys), None))
     models = await models_of(server)
     model = args.model or (models[0]["id"] if models else None)
     if model is None:
@@ -145,9 +142,7 @@ async def run_of(settings: Settings, args: argparse.Namespace, workload: Workloa
     was_interrupted = await _send(generator, None if why_not_observed else observer, workload)
     state = generator.run
     if was_interrupted:
-        notes.append(
-            f"interrupted after {state.now_s:.1f} s; requests that ran then or were not due are left out"
-        )
+        notes.append(f"interrupted after {state.now_s:.1f} s; requests that had not ended are left out")
     about = {
         "name": args.out.name if args.out else Path(workload.source).stem,
         "source": workload.source,
@@ -168,11 +163,11 @@ async def run_of(settings: Settings, args: argparse.Namespace, workload: Workloa
     return RunFile(
         about,
         Slo(args.slo_ttft or settings.slo.ttft_s, args.slo_tpot or settings.slo.tpot_s),
-        [RequestOutcome.of(one.as_json()) for one in state.outcomes],  # rounded, as the file has them
+        [one.rounded() for one in state.outcomes],
         {} if why_not_observed else observer.as_json(),
         state.events_per_s,
         {kind: message for kind, message in state.said.items() if message},
-        args.out,
+        str(args.out or ""),
     )
 
 
@@ -200,9 +195,9 @@ async def _send(generator: Generator, observer: Observer | None, workload: Workl
     beside = [asyncio.create_task(show_progress(run, workload))]
     if observer is not None:
         beside.append(asyncio.create_task(observer.follow(lambda: run.now_s)))
-    was_interrupted = False
     try:
         await generator.replay()
+        was_interrupted = False
     except asyncio.CancelledError:  # Ctrl-C
         was_interrupted = True
         if task := asyncio.current_task():
@@ -216,28 +211,24 @@ async def _send(generator: Generator, observer: Observer | None, workload: Workl
 
 
 async def show_progress(run: RunState, workload: Workload) -> None:
-    """Show the progress until cancelled."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    """Show the progress until cancelled: on a terminal one line, elsewhere a line now and then."""
+    with progress_line("") as line:
         while True:
-            await asyncio.sleep(ELSEWHERE_S)
-            console.print(progress_text(run, workload), highlight=False, soft_wrap=True)
-    with Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False) as live:
-        while True:
-            live.update(Text(progress_text(run, workload)), refresh=True)
-            await asyncio.sleep(TERMINAL_S)
+            await asyncio.sleep(TERMINAL_S if line.is_watched else ELSEWHERE_S)
+            if line.is_watched:
+                line.show(progress_text(run, workload))
+            else:
+                line.end(progress_text(run, workload))
 
 
 def progress_text(run: RunState, workload: Workload) -> str:
     ends_s = workload.arrivals[-1].at_s
     at_s = max(run.now_s, 0.0)
     where = f"{at_s:.0f} of {ends_s:.0f} s" if at_s <= ends_s else f"{at_s - ends_s:.0f} s after the last"
-    tokens = run.events_in[int(run.now_s) - 1]
-    text = (
-        f"{where}: {run.num_sent} of {len(workload.arrivals)} sent, {run.num_open} open, "
-        f"{run.num_served} served, {tokens} tokens/s"
+    return (
+        f"{where}: {run.num_sent} of {len(workload.arrivals)} sent, {run.num_open} open, {run.num_served} "
+        f"served, {run.events_in[int(run.now_s) - 1]} tokens/s{failures_text(run.errors)}"
     )
-    return text + failures_text(run.errors)
 
 
 def failures_text(errors: Mapping[str, int]) -> str:

@@ -1,8 +1,4 @@
-"""The numbers of a run, from the rows of its file alone.
-
-Rates are over the time from the beginning to the server's last answer. A request that failed violates each
-SLO. Percentiles are linear between the nearest two ranks.
-"""
+"""The numbers of a run, from the rows of its file alone, as docs/replay.md defines them."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ class Slo:
     tpot_s: float
 
     def is_met(self, outcome: RequestOutcome) -> bool:
-        return outcome.is_served and not self.misses_ttft(outcome) and not self.misses_tpot(outcome)
+        return not (self.misses_ttft(outcome) or self.misses_tpot(outcome))
 
     def misses_ttft(self, outcome: RequestOutcome) -> bool:
         """Return True also for a failed request."""
@@ -55,11 +51,8 @@ def distribution(values: Iterable[float | None]) -> dict[str, float] | None:
     return {"count": len(found), "mean": mean} | shown | {"max": _round(found[-1])}
 
 
-def summary(outcomes: Sequence[RequestOutcome], slo: Slo, *, tells_queue: bool) -> dict[str, Any]:
-    """Return all numbers of a run.
-
-    `tells_queue` is True if the server answers when a worker begins, which separates queueing from prefill.
-    """
+def summary(outcomes: Sequence[RequestOutcome], slo: Slo, *, has_queue_times: bool) -> dict[str, Any]:
+    """Return all numbers of a run. `has_queue_times`: the head of an answer comes when a worker begins."""
     sent = [one for one in outcomes if one.counts]
     served = [one for one in sent if one.is_served]
     good = [one for one in served if slo.is_met(one)]
@@ -73,7 +66,7 @@ def summary(outcomes: Sequence[RequestOutcome], slo: Slo, *, tells_queue: bool) 
         "ttft_s": distribution(one.ttft_s for one in served),
         "tpot_s": distribution(one.tpot_s for one in served),
         "e2e_s": distribution(one.e2e_s for one in served),
-        "queue_s": distribution(one.queue_s for one in served) if tells_queue else None,
+        "queue_s": distribution(one.queue_s for one in served) if has_queue_times else None,
         "violations": {
             "ttft": _share(sum(map(slo.misses_ttft, sent)), len(sent)),
             "tpot": _share(sum(map(slo.misses_tpot, sent)), len(sent)),
@@ -97,16 +90,16 @@ def summary(outcomes: Sequence[RequestOutcome], slo: Slo, *, tells_queue: bool) 
 
 def tokens_by_layers(outcomes: Iterable[RequestOutcome]) -> dict[str, int]:
     """Return output tokens by the number of layers below full precision, {} if the server does not report."""
-    found: Counter[int] = Counter()
+    found = Counter[int]()
     for one in outcomes:
         for tokens, below in one.spans:
             found[below] += tokens
     return {str(below): found[below] for below in sorted(found)}
 
 
-def share_at_full(tokens: dict[str, int]) -> float | None:
-    """Return the share of tokens with all layers at full precision, None if it was not reported."""
-    return tokens.get("0", 0) / sum(tokens.values()) if tokens else None
+def share_at_full(tokens: dict[str, int]) -> float:
+    """Return the share of tokens, of which there are some, with all layers at full precision."""
+    return tokens.get("0", 0) / sum(tokens.values())
 
 
 def _prompt_tokens(one: RequestOutcome) -> int:
@@ -114,10 +107,8 @@ def _prompt_tokens(one: RequestOutcome) -> int:
 
 
 def _rates(outcomes: Sequence[RequestOutcome], seconds: float) -> dict[str, float]:
-    return {
-        "requests_per_s": _per(len(outcomes), seconds),
-        "tokens_per_s": _per(sum(one.num_output for one in outcomes), seconds),
-    }
+    tokens = sum(one.num_output for one in outcomes)
+    return {"requests_per_s": _per(len(outcomes), seconds), "tokens_per_s": _per(tokens, seconds)}
 
 
 def _share(count: int, of: int) -> dict[str, float]:

@@ -1,8 +1,7 @@
 """One HTTP/1.1 request on a connection of its own, read as cheaply as possible.
 
-A replay may share its machine with the server it measures, so it only counts the events of a stream while
-they come, and reads them at the end. Each connection is opened before its request is due and used once: a
-kept connection may be dead at the moment of sending, and would need a retry.
+The events of a stream are only counted while they come: a replay may share its machine with the server. Each
+connection is used once: a kept one may be dead at the moment of sending, and would need a retry.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ EVENT: Final = b'"choices"'  # once in each event; within its text the quotes wo
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where requests go. `path` is the part before /v1."""
+    """The address of a server. `path` is the part before /v1."""
 
     host: str
     port: int
     path: str
     tls: ssl.SSLContext | None
-    name: bytes
+    name: str
     key: str = ""
 
     @classmethod
@@ -44,19 +43,16 @@ class ServerAddress:
         tls = ssl.create_default_context() if found.scheme == "https" else None
         path = found.path.rstrip("/").removesuffix("/v1")
         default = 443 if tls else 80
-        return cls(found.hostname or "", found.port or default, path, tls, found.netloc.encode(), key or "")
+        return cls(found.hostname or "", found.port or default, path, tls, found.netloc, key or "")
 
     def head(self, method: str, path: str, length: int | None = None, request_id: str = "") -> bytes:
         """Return the head of a request, with the `length` of a JSON body if it has one."""
-        lines = [b"%b %b HTTP/1.1" % (method.encode(), (self.path + path).encode()), b"host: " + self.name]
-        lines.append(b"connection: close")
-        if self.key:
-            lines.append(b"authorization: Bearer " + self.key.encode())
-        if request_id:
-            lines.append(b"x-request-id: " + request_id.encode())
+        lines = [f"{method} {self.path}{path} HTTP/1.1", f"host: {self.name}", "connection: close"]
+        lines += [f"authorization: Bearer {self.key}"] if self.key else []
+        lines += [f"x-request-id: {request_id}"] if request_id else []
         if length is not None:
-            lines += [b"content-type: application/json", b"content-length: %d" % length]
-        return b"\r\n".join(lines) + b"\r\n\r\n"
+            lines += ["content-type: application/json", f"content-length: {length}"]
+        return "".join(f"{line}\r\n" for line in [*lines, ""]).encode()
 
 
 class Exchange(asyncio.Protocol):
@@ -66,7 +62,7 @@ class Exchange(asyncio.Protocol):
     """
 
     def __init__(
-        self, on_events: Callable[[int, float], None] | None = None, kept_bytes: int = KEPT_BYTES
+        self, on_events: Callable[[int, float], None] = lambda num, at: None, kept_bytes: int = KEPT_BYTES
     ) -> None:
         """`on_events` is called with the number of events of each read, and its time."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -98,7 +94,7 @@ class Exchange(asyncio.Protocol):
             self._transport.abort()
         self._end("")
 
-    # ------------------------------------------------------------------------- called by asyncio
+    # Called by asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
@@ -123,7 +119,7 @@ class Exchange(asyncio.Protocol):
             self.problem = self.problem or problem
             self.ended.set_result(None)
 
-    # ------------------------------------------------------------------------- called by httptools
+    # Called by httptools.
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
@@ -148,14 +144,11 @@ class Exchange(asyncio.Protocol):
         if not num:
             return
         now = self._now
-        if self.num_events:
-            self.longest_pause = max(self.longest_pause, now - self.last)
-        else:
-            self.first = now
+        self.first = self.first or now
+        self.longest_pause = max(self.longest_pause, now - (self.last or now))
         self.last = now
         self.num_events += num
-        if self._on_events is not None:
-            self._on_events(num, now)
+        self._on_events(num, now)
 
 
 async def connect(server: ServerAddress, exchange: Exchange) -> str:

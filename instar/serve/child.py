@@ -23,19 +23,20 @@ class Child(asyncio.SubprocessProtocol):
     end. What it started itself and left behind is killed after it.
     """
 
+    transport: asyncio.SubprocessTransport
+
     def __init__(self, on_line: Callable[[str], None]) -> None:
         loop = asyncio.get_running_loop()
         self._on_line = on_line
         self._buffer = b""
         self._exited: asyncio.Future[int] = loop.create_future()
         self._silent: asyncio.Future[None] = loop.create_future()
-        self._transport: asyncio.SubprocessTransport | None = None
 
     @classmethod
     async def start(
         cls, argv: Sequence[str], env: Mapping[str, str], stdin: bytes, on_line: Callable[[str], None]
     ) -> Child:
-        _, child = await asyncio.get_running_loop().subprocess_exec(
+        transport, child = await asyncio.get_running_loop().subprocess_exec(
             lambda: cls(on_line),
             *(sys.executable, "-I", "-S", str(PDEATHSIG), str(os.getpid()), *argv),
             env=dict(env),
@@ -44,42 +45,34 @@ class Child(asyncio.SubprocessProtocol):
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
         )
-        child._feed(stdin)
+        if stdin:
+            pipe = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
+            pipe.write(stdin)
+            pipe.write_eof()
         return child
 
     async def wait(self) -> int:
         """Return the exit status, negative for a signal, after the last line."""
         status = await asyncio.shield(self._exited)
-        self._signal_group(Signals.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.transport.get_pid(), Signals.SIGKILL)
         await asyncio.wait({self._silent}, timeout=LAST_LINES_S)
-        if self._transport is not None:
-            self._transport.close()
+        self.transport.close()
         return status
 
     def signal(self, number: Signals) -> None:
-        if self._transport is not None and not self._exited.done():
+        if self.is_running:
             with contextlib.suppress(ProcessLookupError):
-                self._transport.send_signal(number)
+                self.transport.send_signal(number)
 
     @property
     def is_running(self) -> bool:
         return not self._exited.done()
 
-    def _feed(self, stdin: bytes) -> None:
-        if stdin and self._transport is not None:
-            pipe = cast(asyncio.WriteTransport, self._transport.get_pipe_transport(0))
-            pipe.write(stdin)
-            pipe.write_eof()
-
-    def _signal_group(self, number: Signals) -> None:
-        if self._transport is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._transport.get_pid(), number)
-
-    # ----------------------------------------------------------------- called by asyncio
+    # The rest is called by asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.SubprocessTransport, transport)
+        self.transport = cast(asyncio.SubprocessTransport, transport)
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
@@ -90,14 +83,11 @@ class Child(asyncio.SubprocessProtocol):
             self._on_line(line.decode("utf-8", "replace").rstrip())
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
-        if fd != 1:
-            return
-        if self._buffer:
-            self.pipe_data_received(fd, b"\n")
-        if not self._silent.done():
+        if fd == 1 and not self._silent.done():
+            if self._buffer:
+                self.pipe_data_received(fd, b"\n")
             self._silent.set_result(None)
 
     def process_exited(self) -> None:
-        assert self._transport is not None
-        status = self._transport.get_returncode()
+        status = self.transport.get_returncode()
         self._exited.set_result(-Signals.SIGKILL if status is None else status)

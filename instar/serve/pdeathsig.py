@@ -1,8 +1,7 @@
 """Run a program that the kernel kills when its parent dies: `python pdeathsig.py PARENT_PID PROGRAM ARG ...`.
 
-So a supervisor ended with kill -9 leaves no worker behind that holds a GPU. A process of its own does this,
-since code between fork and exec of a process with threads may deadlock. Linux only. Standard library only: it
-runs with -I -S.
+A process of its own does this, since code between fork and exec of a process with threads may deadlock. Linux
+only; it runs with -I -S, so imports the standard library only.
 """
 
 import ctypes

@@ -1,7 +1,6 @@
 """Checks of the settings before anything starts, without the seconds that importing torch takes.
 
-Each function returns what is wrong and what to change, "" if nothing is. The processes check again: they know
-shapes and memory, and may run without `instar serve`.
+Each function returns what is wrong and what to change, "" if nothing is. The processes check again.
 """
 
 from __future__ import annotations
@@ -109,15 +108,12 @@ def listening_problem(host: str, port: int) -> str:
         return f"{host!r} is not an address of this machine ({error.strerror}); gateway.host may be 127.0.0.1"
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
+            other = port + 1 if port < 65535 else port - 1
             return (
                 f"{place} is in use: end the program that listens there (`ss -ltnp` names it), or use "
-                f"another port: `instar serve --port {_another(port)}` or INSTAR_PORT={_another(port)}"
+                f"another port: `instar serve --port {other}` or INSTAR_PORT={other}"
             )
         if error.errno == errno.EACCES:
             return f"{place} may only be opened by root; use one above 1023: `instar serve --port 8000`"
         return f"{place} cannot be opened: {error.strerror}; gateway.host may be 127.0.0.1"
     return ""
-
-
-def _another(port: int) -> int:
-    return port + 1 if port < 65535 else port - 1

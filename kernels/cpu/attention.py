@@ -16,7 +16,7 @@ import math
 import numpy as np
 import torch
 
-from kernels import reference
+from kernels import calls
 from kernels.cpu.attention_call import FEW, LAYOUT, ROWS, SPAN, aligned, unpack
 from kernels.cpu.attention_few import attend_few
 from kernels.cpu.attention_many import attend_many
@@ -60,6 +60,13 @@ def work_items(plan: AttentionPlan, group: int) -> torch.Tensor:
     return items
 
 
+def rework(plan: AttentionPlan, like: AttentionPlan) -> None:
+    """Write the work items of `like` to those of `plan`, which has as many."""
+    for key, items in plan.derived.items():
+        if isinstance(key, tuple) and key[0] == "cpu" and isinstance(items, torch.Tensor):
+            items.copy_(work_items(like, key[1]))
+
+
 def paged_attention(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -71,7 +78,7 @@ def paged_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     size, num_kv_heads, head_dim = q.element_size(), kv.shape[1], q.shape[2]
     if q.dtype not in KINDS or kv.dtype != q.dtype or head_dim % LANES:
-        return reference.paged_attention(q, kv, plan, scale, out, sliding_window)
+        return calls.paged_attention.reference(q, kv, plan, scale, out, sliding_window)
     group = q.shape[1] // num_kv_heads
     items = work_items(plan, group)
     ATTEND(

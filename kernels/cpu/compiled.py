@@ -27,15 +27,23 @@ def _first_writable(*folders: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix="instar-kernels-"))
 
 
-def _cache_folder() -> str:
-    """Return a folder for this state of the sources.
+def _sources_digest() -> str:
+    """Return a digest of this package's sources.
 
     Numba compares only the file of the function that it loads: after an edit of a helper in another file, or
     of the table of precisions, it would run the old code.
     """
     paths = [*sorted(HERE.glob("*.py")), HERE.parent / "packing.py"]
     sources = b"".join(path.read_bytes() for path in paths) + repr(CODE_BITS).encode()
-    name = f"kernels-{hashlib.sha256(sources).hexdigest()[:12]}"
+    return hashlib.sha256(sources).hexdigest()[:12]
+
+
+SOURCES_DIGEST = _sources_digest()
+
+
+def _cache_folder() -> str:
+    """Return a folder for this state of the sources."""
+    name = f"kernels-{SOURCES_DIGEST}"
     users = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     return str(_first_writable(HERE / "__pycache__" / name, users / "instar" / name))
 

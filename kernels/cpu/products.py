@@ -1,11 +1,11 @@
-"""Products with weights [N, K] for some dozens of tokens, where MKL leaves a quarter of the cores idle.
+"""Products with dense weights: which kernel runs, and that for some dozens of tokens.
 
-MKL packs the weights, and some dozens of tokens are too few to repay it. Here a lane is a token: x is
-transposed once per thread, and the weights are read once, in place, each element broadcast. On one core with
-64 tokens this reaches 141 GFLOP/s of a measured peak of 176, MKL 116. With fewer tokens the limit is memory
-bandwidth, which MKL's vector products reach; more tokens repay the packing. Weights [K, N] stay with MKL,
-which multiplies them at 155 GFLOP/s (bench/LOG.md). float32 only: torch has special instructions for short
-floats.
+A few tokens run on `kernels.cpu.products_few`. For some dozens of tokens with weights [N, K], MKL leaves a
+quarter of the cores idle: it packs the weights, and so few tokens do not repay it. Here a lane is a token: x
+is transposed once per thread, and the weights are read once, in place, each element broadcast. On one core
+with 64 tokens this reaches 141 GFLOP/s of a measured peak of 176, MKL 116. More tokens repay the packing.
+Such a number of tokens with weights [K, N] stays with MKL, which multiplies them at 155 GFLOP/s
+(bench/LOG.md). float32 only: torch has special instructions for short floats.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 # Functions of the compiler carry no annotations: numba infers their types, one compilation per dtype.
@@ -15,15 +15,16 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kernels import batched, reference
+from kernels import batched, calls
 from kernels.cpu.attention_call import aligned
+from kernels.cpu.choice import TABLE, Form, KernelName
 from kernels.cpu.compiled import compiled
-from kernels.cpu.simd import LANES, address_of, read_i64, vsplat, vstore
+from kernels.cpu.products_few import can_multiply, few, few_t
+from kernels.cpu.simd import KINDS, LANES, address_of, read_i64, vsplat, vstore
 from kernels.cpu.team import Kernel, next_item
 from kernels.cpu.tile import tile, transpose
 
 F32 = np.float32
-TOKENS = range(12, 97)  # numbers of tokens for which this is faster than MKL
 ITEM_OUTPUTS = 48  # of one work item: whole tiles of any height below, and whole vectors
 
 
@@ -115,22 +116,58 @@ MULTIPLY = Kernel(_multiply, "q" * 10)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    if not _is_ours(x, weight):
-        return reference.linear(x, weight, bias)
+    name = _pick("linear", x, weight)
+    if name == "few":
+        return few(x, weight[None], bias)[:, 0]
+    if name == "torch":
+        return calls.linear.reference(x, weight, bias)
     out = _product(x, weight[None])[:, 0]
     return out if bias is None else out.add_(bias)
 
 
 def stacked_linear(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    if _is_ours(x, weights):
+    name = _pick("linear", x, weights)
+    if name == "few":
+        return few(x, weights)
+    if name == "lanes":
         return _product(x, weights)
     # torch's batched product of short floats runs word by word: a decode in bfloat16 took 26 times as long.
-    return (batched if x.dtype == torch.float32 else reference).stacked_linear(x, weights)
+    plain = batched.stacked_linear if x.dtype == torch.float32 else calls.stacked_linear.reference
+    return plain(x, weights)
 
 
-def _is_ours(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    tokens, inputs = x.shape
-    if tokens not in TOKENS or inputs % LANES or weight.shape[-2] % LANES:
+def linear_t(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return few_t(x, weight) if _pick("linear_t", x, weight) == "few" else calls.linear_t.reference(x, weight)
+
+
+_DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in KINDS}
+
+
+def _pick(form: Form, x: torch.Tensor, weight: torch.Tensor) -> KernelName:
+    """Return the kernel for this call: that of the table, if it can run here."""
+    *_, outputs, inputs = weight.shape if form == "linear" else weight.shape[::-1]
+    name = TABLE.pick(form, _DTYPES.get(x.dtype, ""), outputs, inputs, x.shape[0])
+    return name if can_run(name, x, weight) else "torch"
+
+
+def can_run(name: KernelName, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return True if the kernel takes x and the weight as they lie; the number of tokens is the table's."""
+    if name == "few":
+        return can_multiply(x, weight)
+    return name == "torch" or _has_lanes(x, weight)
+
+
+def multiply(name: KernelName, form: Form, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply x by one weight with this kernel, which can run it."""
+    if name == "torch":
+        return (calls.linear if form == "linear" else calls.linear_t).reference(x, weight)
+    if form == "linear_t":
+        return few_t(x, weight)
+    return (few if name == "few" else _product)(x, weight[None])[:, 0]
+
+
+def _has_lanes(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    if x.shape[1] % LANES or weight.shape[-2] % LANES:
         return False
     is_dense: bool = x.dtype == weight.dtype == torch.float32 and x.stride(1) == weight.stride(-1) == 1
     return is_dense

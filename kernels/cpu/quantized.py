@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels import reference
+from kernels import calls
 from kernels.cpu.attention_call import aligned
 from kernels.cpu.codes import make_levels
 from kernels.cpu.compiled import compiled
@@ -167,8 +167,9 @@ MANY_TOKENS = Kernel(_multiply_many, LAYOUT + "q" * 5)
 def quantized_linear(
     x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
+    weight.check_operands(x, bias)
     if weight.unit_outputs < ROWS or not x.shape[0]:
-        return reference.quantized_linear(x, weight, bias)
+        return calls.quantized_linear.reference(x, weight, bias)
     x32 = x.float() if weight.input_scale is None else x.float() * weight.input_scale
     x32 = x32 if x32.stride(1) == 1 else x32.contiguous()
     tokens, w = x.shape[0], words_of(weight)

@@ -14,7 +14,7 @@ import math
 import numpy as np
 import torch
 
-from kernels import reference
+from kernels import calls
 from kernels.cpu.compiled import compiled
 from kernels.cpu.simd import (
     KINDS,
@@ -118,7 +118,7 @@ ADD_RMS_NORM = Kernel(_add_rms_norm, "q" * 10 + "d")
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     width = x.shape[-1]
     if x.dim() > 3 or x.dim() < 2 or not _is_vectors(width, x, weight):
-        return reference.rms_norm(x, weight, eps)
+        return calls.rms_norm.reference(x, weight, eps)
     out = _new(x)
     rows, size, step = x.numel() // width, x.element_size(), _rows_per_item(width)
     inner_rows, inner = (x.shape[1], x.stride(1) * size) if x.dim() == 3 else (1, 0)
@@ -134,7 +134,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     width = x.shape[-1]
     if x.dim() != 2 or not _is_vectors(width, x, residual, weight):
-        return reference.add_rms_norm(x, residual, weight, eps)
+        return calls.add_rms_norm.reference(x, residual, weight, eps)
     out = _new(x)
     rows, size, step = x.shape[0], x.element_size(), _rows_per_item(width)
     ADD_RMS_NORM(
@@ -188,7 +188,7 @@ ROTARY = Kernel(_rotary, "q" * 15)
 def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
     head_dim, size = q.shape[2], q.element_size()
     if head_dim % (2 * LANES) or cos_sin.dtype != torch.float32 or not _is_vectors(head_dim, q, k):
-        return reference.rotary(q, k, positions, cos_sin)
+        return calls.rotary.reference(q, k, positions, cos_sin)
     step = _rows_per_item((q.shape[1] + k.shape[1]) * head_dim)
     return ROTARY(
         q.dtype,
@@ -230,7 +230,7 @@ SILU_MUL = Kernel(_silu_mul, "q" * 9)
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     width = gate.shape[-1]
     if gate.dim() != 2 or not _is_vectors(width, gate, up):
-        return reference.silu_mul(gate, up)
+        return calls.silu_mul.reference(gate, up)
     out = _new(gate)
     rows, size, step = gate.shape[0], gate.element_size(), _rows_per_item(2 * width)
     SILU_MUL(
@@ -281,7 +281,7 @@ STORE_KV = Kernel(_store_kv, "q" * 18)
 def store_kv(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     head_dim, size = k.shape[2], k.element_size()
     if not _is_vectors(head_dim, k, v, kv):
-        return reference.store_kv(k, v, kv, slot_mapping)
+        return calls.store_kv.reference(k, v, kv, slot_mapping)
     step = _rows_per_item(2 * k.shape[1] * head_dim)
     return STORE_KV(
         k.dtype,

@@ -19,6 +19,7 @@ uint16      bfloat16    a shift: bfloat16 is the upper half of a float32
 from __future__ import annotations
 
 import operator
+import platform
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
 LANES = 16
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
 KINDS = {torch.float32: types.float32, torch.float16: types.int16, torch.bfloat16: types.uint16}
 
 F32, F64, F16 = ir.FloatType(), ir.DoubleType(), ir.HalfType()
@@ -97,6 +99,16 @@ def store(builder: Any, kind: Any, address: Any, value: Any) -> Any:
         value = builder.fptrunc(value, wide(F16))
     elif kind == types.uint16:
         value = _rounded_to_bf16(builder, value)
+    return builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=kind.bitwidth // 8)
+
+
+def store_scalar(builder: Any, kind: Any, address: Any, value: Any) -> Any:
+    """Round one float32 to `kind` and write it at byte address."""
+    if kind == types.int16:
+        value = builder.fptrunc(value, F16)
+    elif kind == types.uint16:
+        rounded = _rounded_to_bf16(builder, splat(builder, value))
+        value = builder.extract_element(rounded, ir.Constant(I32, 0))
     return builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=kind.bitwidth // 8)
 
 
@@ -292,6 +304,79 @@ def fetch_add(typingctx: Any, address: Any, count: Any) -> Any:
         return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "monotonic")
 
     return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic
+def arrive(typingctx: Any, address: Any) -> Any:
+    """Add 1 to the int64 at a byte address; return the sum (acquire and release)."""
+
+    def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
+        one = ir.Constant(I64, 1)
+        before = builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), one, "acq_rel")
+        return builder.add(before, one)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def announce(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write an int64 behind all that was written before (release)."""
+
+    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
+        builder.store_atomic(args[1], builder.inttoptr(args[0], I64.as_pointer()), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
+def heard(typingctx: Any, address: Any) -> Any:
+    """Read an int64 and let the processor rest a moment; what was written before it is seen (acquire)."""
+
+    def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
+        if IS_X86:
+            call(builder, "llvm.x86.sse2.pause", ir.VoidType())
+        return builder.load_atomic(builder.inttoptr(args[0], I64.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def cycles(typingctx: Any) -> Any:
+    """Read the processor's cycle counter."""
+    return types.int64(), lambda _c, b, _s, _a: call(b, "llvm.readcyclecounter", I64)
+
+
+@intrinsic
+def write_i64(typingctx: Any, address: Any, value: Any) -> Any:
+    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
+        builder.store(args[1], builder.inttoptr(args[0], I64.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
+def call_with(typingctx: Any, function: Any, argument: Any) -> Any:
+    """Call the C function void(void *) at an address."""
+
+    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [I64])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
+def call_for_int(typingctx: Any, function: Any) -> Any:
+    """Call the C function int(void) at an address."""
+
+    def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
+        kind = ir.FunctionType(I32, [])
+        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), []), I64)
+
+    return types.int64(types.int64), emit
 
 
 @intrinsic

@@ -16,10 +16,12 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from numba import types
@@ -39,6 +41,26 @@ def next_item(params: int) -> int:
     return item if item < read_i64(params + 8) else -1
 
 
+_recorder: ContextVar[CallRecorder | None] = ContextVar("recorder of kernel calls", default=None)
+
+
+class CallRecorder(Protocol):
+    """Takes the calls of kernels in place of running them."""
+
+    def add(self, name: str, address: int, params: Any, items: int) -> None:
+        """Take the call of the C function at `address` with `params`, for `items` work items."""
+
+
+@contextmanager
+def recorded_by(recorder: CallRecorder) -> Iterator[None]:
+    """Give the kernel calls inside, in this thread, to `recorder`; nothing of them runs."""
+    before = _recorder.set(recorder)
+    try:
+        yield
+    finally:
+        _recorder.reset(before)
+
+
 def _loaded_openmp() -> str | None:
     for line in Path("/proc/self/maps").read_text().splitlines():
         if _OPENMP.search(line):
@@ -47,7 +69,7 @@ def _loaded_openmp() -> str | None:
 
 
 @cache
-def _gomp_parallel() -> Launch | None:
+def gomp_parallel() -> Launch | None:
     """Return GOMP_parallel(function, data, num_threads, flags) of torch's runtime; None if it has none."""
     path = _loaded_openmp()
     launch = getattr(ctypes.CDLL(path), "GOMP_parallel", None) if path else None
@@ -57,6 +79,16 @@ def _gomp_parallel() -> Launch | None:
     launch.restype = None
     found: Launch = launch
     return found
+
+
+@cache
+def function_address(name: str) -> int:
+    """Return the address of a function of torch's OpenMP runtime or of the C library; 0 if there is none."""
+    for library in (_loaded_openmp(), None):
+        found = getattr(ctypes.CDLL(library), name, None)
+        if found:
+            return ctypes.cast(found, ctypes.c_void_p).value or 0
+    return 0
 
 
 class Kernel:
@@ -83,7 +115,10 @@ class Kernel:
         address, alone = self._compiled.get(dtype) or self.compile(dtype)
         params = self._words()
         self._layout.pack_into(params, 0, 0, items, *words)
-        launch = _gomp_parallel() if items > 1 else None
+        if recorder := _recorder.get():
+            recorder.add(self._function.__name__, address, params, items)
+            return
+        launch = gomp_parallel() if items > 1 else None
         threads = min(items, torch.get_num_threads()) if launch else 1
         if launch and threads > 1:
             launch(address, params, threads, 0)

@@ -1,7 +1,6 @@
 """Paged attention for GPUs: the launches and grids for the sequences of a step.
 
-Compiled once per dtype, head dimension, group and block size; lengths, windows and strides are run-time
-values (`attention_kernels`).
+Compiled once per dtype, head dimension, group and block size (`attention_kernels`).
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.gpu.attention_kernels import chunk_kernel, decode_kernel, join_kernel
 from kernels.plan import AttentionPlan
@@ -26,89 +26,80 @@ KEYS_PER_SPLIT = 256  # fewer are not worth joining
 
 
 def paged_attention(
-    q: torch.Tensor,
-    kv: torch.Tensor,
+    q: Tensor,
+    kv: Tensor,
     plan: AttentionPlan,
     scale: float,
-    out: torch.Tensor | None = None,
+    out: Tensor | None = None,
     sliding_window: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if q.shape[0] == 0:
         return out
-    shapes = {
+    num_seqs, window = plan.context_lens.shape[0], sliding_window or 2**30
+    table = plan.block_table
+    step = (plan.cu_seqlens_q, plan.context_lens, table, table.stride(0), scale * math.log2(math.e), window)
+    sizes = {
         "GROUP": q.shape[1] // kv.shape[1],
         "BLOCK_TOKENS": kv.shape[3],
         "HEAD_DIM": q.shape[2],
         "BLOCK_DIM": max(LEAST_ROWS, triton.next_power_of_2(q.shape[2])),
+        "BLOCK_N": TILES[q.dtype][1],
         "OPERAND": operand(q),
     }
-    scale *= math.log2(math.e)
-    window = sliding_window or 2**30
-    if q.shape[0] > plan.context_lens.shape[0]:
-        _attend_chunks(q, kv, plan, scale, out, window, shapes)
-    if plan.max_q_len == 1 or plan.context_lens.shape[0] > 1:  # one long sequence alone: no decode
-        _attend_decodes(q, kv, plan, scale, out, window, shapes)
+    if q.shape[0] > num_seqs:
+        _attend_chunks(q, kv, out, num_seqs, step, sizes)
+    if plan.max_q_len == 1 or num_seqs > 1:  # one long sequence alone: no decode
+        keys = min(plan.max_context_len, window)
+        splits = num_splits(num_seqs * kv.shape[1], keys, num_processors(q.device))
+        _attend_decodes(q, kv, out, num_seqs, splits, step, sizes)
     return out
 
 
 def _attend_chunks(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    out: torch.Tensor,
-    window: int,
-    shapes: dict[str, Any],
+    q: Tensor, kv: Tensor, out: Tensor, num_seqs: int, step: tuple[Any, ...], sizes: dict[str, Any]
 ) -> None:
-    num_seqs, group = plan.context_lens.shape[0], shapes["GROUP"]
-    block_rows = max(TILES[q.dtype][0], triton.next_power_of_2(group))
-    block_q = block_rows // group
+    block_rows = max(TILES[q.dtype][0], triton.next_power_of_2(sizes["GROUP"]))
+    block_q = block_rows // sizes["GROUP"]
     chunk_kernel[(q.shape[0] // block_q + num_seqs, kv.shape[1])](
-        *(q, kv, out, plan.cu_seqlens_q, plan.context_lens, plan.block_table, scale, window, num_seqs),
-        *(q.stride(0), q.stride(1), *kv.stride()[:4], out.stride(0), out.stride(1)),
-        plan.block_table.stride(0),
-        **shapes,
+        *(q, kv, out, *step, num_seqs, *q.stride()[:2], *kv.stride()[:4], *out.stride()[:2]),
+        **sizes,
         BLOCK_ROWS=block_rows,
         BLOCK_Q=block_q,
-        BLOCK_N=TILES[q.dtype][1],
         num_warps=4,
         num_stages=2,
     )
 
 
 def _attend_decodes(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    out: torch.Tensor,
-    window: int,
-    shapes: dict[str, Any],
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    num_seqs: int,
+    splits: int,
+    step: tuple[Any, ...],
+    sizes: dict[str, Any],
 ) -> None:
-    num_seqs, num_heads, head_dim = plan.context_lens.shape[0], q.shape[1], q.shape[2]
-    splits = num_splits(num_seqs * kv.shape[1], min(plan.max_context_len, window), num_processors(q.device))
+    num_heads, head_dim = q.shape[1:]
     partial = torch.empty(num_seqs, num_heads, splits, head_dim, dtype=torch.float32, device=q.device)
     state = torch.empty(num_seqs, num_heads, splits, 2, dtype=torch.float32, device=q.device)
     decode_kernel[(num_seqs, kv.shape[1], splits)](
-        *(q, kv, partial, state, plan.cu_seqlens_q, plan.context_lens, plan.block_table, scale, window),
-        *(splits, num_heads, q.stride(0), q.stride(1), *kv.stride()[:4], plan.block_table.stride(0)),
-        **shapes,
-        BLOCK_ROWS=max(LEAST_ROWS, triton.next_power_of_2(shapes["GROUP"])),
-        BLOCK_N=TILES[q.dtype][1],
+        *(q, kv, partial, state, *step, splits, num_heads, *q.stride()[:2], *kv.stride()[:4]),
+        **sizes,
+        BLOCK_ROWS=max(LEAST_ROWS, triton.next_power_of_2(sizes["GROUP"])),
         num_warps=4,
         num_stages=2,
     )
     join_kernel[(num_seqs, num_heads)](
-        *(partial, state, out, plan.cu_seqlens_q, splits, num_heads, out.stride(0), out.stride(1)),
+        *(partial, state, out, step[0], splits, num_heads, *out.stride()[:2]),
         HEAD_DIM=head_dim,
-        BLOCK_DIM=shapes["BLOCK_DIM"],
+        BLOCK_DIM=sizes["BLOCK_DIM"],
         BLOCK_SPLITS=MAX_SPLITS,
         num_warps=2,
     )
 
 
-def operand(q: torch.Tensor) -> Any:
+def operand(q: Tensor) -> Any:
     """Return the dtype that tl.dot multiplies: the tensors', but float32 for bfloat16 in the interpreter."""
     if q.dtype == torch.bfloat16 and q.device.type == "cpu":
         return tl.float32
@@ -125,6 +116,4 @@ def num_splits(programs: int, keys: int, processors: int) -> int:
 def num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 8  # the interpreter: enough that splitting is tested
-    properties: Any = torch.cuda.get_device_properties(device)
-    count: int = properties.multi_processor_count
-    return count
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,19 +1,9 @@
-"""FlashAttention's online softmax (Dao et al. 2022) over the blocks in place.
+"""FlashAttention's online softmax (Dao et al. 2022) over the blocks in place, a tile of rows to a program.
 
-A program owns one KV head and a tile of rows; row r is query r // GROUP of the tile and head r % GROUP of the
-KV head's group, so heads that share keys load them once. Two kernels run side by side in a mixed step, each
-on its own sequences:
-
-=======  =========================  =========================================================================
-chunks   grid (tiles, Hkv)          sequences with more than one new token. Tiles are numbered without asking
-                                    the device: sequence s starts at tile cu[s] // BLOCK_Q + s, which leaves
-                                    every sequence at least the tiles it needs
-decodes  grid (S, Hkv, splits)      sequences with one. A long context is split among programs, whose partial
-                                    results a third kernel joins (Flash-Decoding, Dao et al. 2023)
-=======  =========================  =========================================================================
-
-Scores are scaled by log2(e), so the softmax uses 2^x. Strides count elements. Arguments that change from step
-to step are not specialised: if one became 1 or a multiple of 16, Triton would compile again while serving.
+Row r is query r // GROUP of the tile and head r % GROUP of the KV head's group, so heads that share keys load
+them once. Scores are scaled by log2(e), so the softmax uses 2^x. Strides count elements. Arguments that
+change from step to step are not specialised: if one became 1 or a multiple of 16, Triton would compile again
+while serving.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # Functions of the compiler carry no annotations: Triton infers their types from the call.
@@ -108,6 +98,7 @@ def chunk_kernel(
     bounds_ptr,
     contexts_ptr,
     table_ptr,
+    table_stride,
     scale,
     window,
     num_seqs,
@@ -119,7 +110,6 @@ def chunk_kernel(
     token_stride,
     out_token_stride,
     out_head_stride,
-    table_stride,
     GROUP: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -129,7 +119,11 @@ def chunk_kernel(
     BLOCK_N: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
-    """Grid (T // BLOCK_Q + S, Hkv). q, out [T, Hq, D]; kv [B, Hkv, 2, bt, D]; table int32 [S, max_blocks]."""
+    """Attend from the sequences with more than one new token; grid (T // BLOCK_Q + S, Hkv).
+
+    q, out [T, Hq, D]; kv [B, Hkv, 2, bt, D]; table int32 [S, max_blocks]. Sequence s starts at tile
+    cu[s] // BLOCK_Q + s, which leaves every sequence the tiles it needs, without asking the device.
+    """
     tile = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     seq = _sequence_of(tile, bounds_ptr, num_seqs, BLOCK_Q)
@@ -169,6 +163,7 @@ def decode_kernel(
     bounds_ptr,
     contexts_ptr,
     table_ptr,
+    table_stride,
     scale,
     window,
     num_splits,
@@ -179,7 +174,6 @@ def decode_kernel(
     head_stride,
     value_stride,
     token_stride,
-    table_stride,
     GROUP: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -188,7 +182,7 @@ def decode_kernel(
     BLOCK_N: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
-    """Attend from the decodes of a step; grid (S, Hkv, splits).
+    """Attend from the sequences with one new token; grid (S, Hkv, splits of a long context).
 
     Writes partial float32 [S, Hq, splits, HEAD_DIM] and state float32 [S, Hq, splits, 2] (divisor and
     maximum). A split without keys writes divisor 0.
@@ -234,7 +228,7 @@ def join_kernel(
     BLOCK_DIM: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    """Grid (S, Hq): the splits of one decode's head become its output."""
+    """Join the splits of one decode's head (Flash-Decoding, Dao et al. 2023); grid (S, Hq)."""
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     begin = tl.load(bounds_ptr + seq)
     if tl.load(bounds_ptr + seq + 1) - begin == 1:

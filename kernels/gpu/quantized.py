@@ -1,8 +1,7 @@
 """Products with quantised weights for GPUs (W8A16, W4A16, W3A16).
 
-With up to FUSED_TOKENS most time goes into reading weights: they are decoded on the way into the tensor
-cores, which multiply in x's dtype and add in float32. With more tokens most time goes into multiplying:
-weights are decoded into a scratch of SCRATCH_BYTES, and cuBLAS multiplies.
+Up to FUSED_TOKENS, where reading weights takes most time, they are decoded on the way into the tensor cores.
+Above, they are decoded into a scratch of SCRATCH_BYTES, and cuBLAS multiplies.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from kernels.gpu.attention import num_processors, operand
 from kernels.gpu.quantized_kernels import decode_kernel, product_kernel
@@ -25,9 +25,8 @@ TILES_PER_SPLIT = 8  # fewer are not worth adding up
 SCRATCH_BYTES = 64 << 20
 
 
-def quantized_linear(
-    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    weight.check_operands(x, bias)
     if not x.shape[0]:
         return torch.empty(0, weight.num_outputs, dtype=x.dtype, device=x.device)
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -41,7 +40,7 @@ def num_splits(programs: int, tiles: int, processors: int) -> int:
     return max(1, min(processors // programs, tiles // TILES_PER_SPLIT))
 
 
-def _fused(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+def _fused(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     tokens, block_n = x.shape[0], BLOCK_N[x.dtype]
     row_blocks = triton.cdiv(weight.unit_outputs, block_n)
     programs = row_blocks * weight.num_outputs // weight.unit_outputs
@@ -71,7 +70,7 @@ def _fused(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) 
     return (total if bias is None else total.add_(bias)).to(x.dtype)
 
 
-def _through_scratch(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+def _through_scratch(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     if weight.input_scale is not None:
         x = (x.float() * weight.input_scale.float()).to(x.dtype)
     out = torch.empty(x.shape[0], weight.num_outputs, dtype=x.dtype, device=x.device)
@@ -82,7 +81,7 @@ def _through_scratch(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
     return out if bias is None else out.add_(bias)
 
 
-def _decoded(weight: QuantizedWeight, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+def _decoded(weight: QuantizedWeight, first: int, count: int, dtype: torch.dtype) -> Tensor:
     """Decode outputs [first, first + count) to [count, K] in `dtype`."""
     out = torch.empty(count, weight.num_inputs, dtype=dtype, device=weight.codes.device)
     block_n = 64

@@ -1,19 +1,8 @@
 """Packed codes to weights on a GPU, a tile of 64 inputs at a time (`kernels.packing`).
 
-A tile comes in PARTS of WIDTH inputs, those whose pieces stand at one place of the bytes of the widest plane,
-or half a tile if that is less: a part is one load and one shift for each plane, and one product. It lies
-within half a tile, so one scale and zero to an output suffice.
-
-====  =====  =====  =======
-bits  PARTS  WIDTH  planes
-====  =====  =====  =======
-8     2      32     8
-4     2      32     4
-3     4      16     2, 1
-====  =====  =====  =======
-
-Rows are outputs of a unit. Strides count elements. Arguments that change from step to step are not
-specialised.
+A tile comes in PARTS of WIDTH inputs at one place of the bytes of the widest plane: a part is one load and
+one shift for each plane, and one product. It lies within half a tile, so one scale and zero to an output
+suffice. Rows are outputs of a unit. Strides count elements.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # Functions of the compiler carry no annotations: Triton infers their types from the call.

@@ -1,7 +1,6 @@
 """Norms, rotary embedding, SwiGLU and the cache's writes for GPUs: one pass over each row.
 
-All sizes that a kernel is compiled for are powers of two made from the model's dimensions, so each kernel is
-compiled once per model and dtype, for any batch. Strides count elements.
+Each kernel is compiled once per model and dtype, for any batch. Strides count elements.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # Functions of the compiler carry no annotations: Triton infers their types from the call.
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -25,67 +25,61 @@ def _warps(elements: int) -> int:
 
 
 @triton.jit
-def _normed(x, weight_ptr, columns, width, eps, dtype: tl.constexpr):
-    """Normalise x float32 [BLOCK], zero past width; round before the weight, as Hugging Face does."""
-    factor = 1.0 / tl.sqrt(tl.sum(x * x) / width + eps)
-    weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
-    return ((x * factor).to(dtype).to(tl.float32) * weight).to(dtype)
-
-
-@triton.jit
 def _rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, outer_stride, inner_stride, inner_rows, width, eps, BLOCK: tl.constexpr
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    outer_stride,
+    inner_stride,
+    inner_rows,
+    residual_stride,
+    width,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Grid (rows,). x [rows / inner_rows, inner_rows, width] by its strides; out [rows, width] contiguous."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    source = x_ptr + row // inner_rows * outer_stride + row % inner_rows * inner_stride
-    x = tl.load(source + columns, mask=columns < width, other=0.0).to(tl.float32)
-    normed = _normed(x, weight_ptr, columns, width, eps, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * width + columns, normed, mask=columns < width)
+    """Grid (rows,). x [rows / inner_rows, inner_rows, width] by its strides; out [rows, width] contiguous.
 
-
-@triton.jit
-def _add_rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, residual_stride, width, eps, BLOCK: tl.constexpr
-):
-    """Grid (rows,). x, residual [rows, width] by their row strides; residual += x; out contiguous."""
+    With a residual [rows, width], residual += x, and that is normalised.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     dtype = out_ptr.dtype.element_ty
-    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    place = residual_ptr + row * residual_stride + columns
-    total = (tl.load(place, mask=inside, other=0.0).to(tl.float32) + x).to(dtype)
-    tl.store(place, total, mask=inside)
-    normed = _normed(total.to(tl.float32), weight_ptr, columns, width, eps, dtype)
+    source = x_ptr + row // inner_rows * outer_stride + row % inner_rows * inner_stride
+    x = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        place = residual_ptr + row * residual_stride + columns
+        total = (tl.load(place, mask=inside, other=0.0).to(tl.float32) + x).to(dtype)
+        tl.store(place, total, mask=inside)
+        x = total.to(tl.float32)
+    factor = 1.0 / tl.sqrt(tl.sum(x * x) / width + eps)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    normed = ((x * factor).to(dtype).to(tl.float32) * weight).to(dtype)  # rounded as by Hugging Face
     tl.store(out_ptr + row * width + columns, normed, mask=inside)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    width = x.shape[-1]
-    rows = x.numel() // width
-    x = x if x.dim() <= 3 else x.reshape(rows, width)
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _normed(x, None, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _normed(x, residual, weight, eps)
+
+
+def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    width = x.shape[-1]
+    x = x if x.dim() <= 3 else x.reshape(-1, width)
     inner_rows, inner = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+    residual_stride = 0 if residual is None else residual.stride(0)
     block = triton.next_power_of_2(width)
     _launch(
         _rms_norm_kernel,
-        (rows,),
-        *(x, weight, out, x.stride(0), inner, inner_rows, width, eps),
-        BLOCK=block,
-        num_warps=_warps(block),
-    )
-    return out
-
-
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block = triton.next_power_of_2(x.shape[1])
-    _launch(
-        _add_rms_norm_kernel,
-        (x.shape[0],),
-        *(x, residual, weight, out, x.stride(0), residual.stride(0), x.shape[1], eps),
+        (x.numel() // width,),
+        *(x, residual, weight, out, x.stride(0), inner, inner_rows, residual_stride, width, eps),
+        HAS_RESIDUAL=residual is not None,
         BLOCK=block,
         num_warps=_warps(block),
     )
@@ -133,13 +127,13 @@ def _rotary_kernel(
     _rotate(k_ptr + token * k_token_stride, k_head_stride, k_heads, heads, columns, cosine, sine, HALF)
 
 
-def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
     half = q.shape[2] // 2
     block_heads, block_half = triton.next_power_of_2(q.shape[1]), triton.next_power_of_2(half)
     _launch(
         _rotary_kernel,
         (q.shape[0],),
-        *(q, k, positions, cos_sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos_sin.stride(0)),
+        *(q, k, positions, cos_sin, *q.stride()[:2], *k.stride()[:2], cos_sin.stride(0)),
         *(q.shape[1], k.shape[1]),
         HALF=half,
         BLOCK_Q_HEADS=block_heads,
@@ -161,7 +155,7 @@ def _silu_mul_kernel(gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, width, B
     tl.store(out_ptr + row * width + columns, product.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     rows, width = gate.shape
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     _launch(
@@ -208,7 +202,7 @@ def _store_kv_kernel(
     tl.store(place + value_stride, value, mask=inside)
 
 
-def store_kv(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def store_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
     block_heads, block_dim = triton.next_power_of_2(k.shape[1]), triton.next_power_of_2(k.shape[2])
     _launch(
         _store_kv_kernel,
@@ -247,7 +241,7 @@ def _copy_blocks_kernel(
     tl.store(place + target, tl.load(place + source, mask=inside), mask=inside)
 
 
-def copy_blocks(kv: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
+def copy_blocks(kv: Tensor, src: Tensor, dst: Tensor) -> None:
     block_tokens, block_dim = triton.next_power_of_2(kv.shape[3]), triton.next_power_of_2(kv.shape[4])
     _launch(
         _copy_blocks_kernel,

@@ -35,7 +35,7 @@ from gateway.delivery.cluster import ReadyInstance
 from gateway.delivery.request import RequestState
 from gateway.errors import ApiError
 from instar.replay import outcomes
-from instar.replay.outcomes import UNFINISHED, conclude_stream
+from instar.replay.outcomes import UNFINISHED, conclude
 from tests.support.gateway_core import Core
 
 LOAD = Load(
@@ -208,11 +208,11 @@ def test_events_are_read_to_their_end_and_an_error_is_one() -> None:
         for text, reason in (("a", None), ("b", "length"))
     ]
     tail = "\n\n".join([*events, "data: [DONE]", ": keepalive"]).encode()
-    conclude_stream(ended, tail)
+    conclude(ended, tail)
     one = serving_load.served(arrival, ended, [2.0, 3.0], text_of(tail))
     assert (one.text, one.token_s, one.is_whole, one.error) == ("ab", [2.0, 3.0], True, "")
     lost = outcomes.RequestOutcome(0, 1.0, 90, 10, first_s=2.0, last_s=3.0, status=200)
-    conclude_stream(lost, tail + b'\n\ndata: {"error": {"message": "gone"}}')
+    conclude(lost, tail + b'\n\ndata: {"error": {"message": "gone"}}')
     assert "gone" in serving_load.served(arrival, lost, [2.0, 3.0], "").error
 
 

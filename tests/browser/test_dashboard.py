@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bus.precisions import PRECISIONS
 from tests.browser.conftest import OpenPage
 from tests.browser.fake import Fake
 from tests.browser.picture import PAGES, Instance, deployment
@@ -457,7 +458,7 @@ def test_text_stands_out_from_its_ground(fake: Fake, open_page: OpenPage, scheme
     ]
     for ink, ground in [*pairs, ("warn", "surface"), ("slo", "surface"), ("press-text", "press")]:
         assert contrast(page, ink, ground) >= 4.5, f"{ink} on {ground}, {scheme}"
-    for data in ("full", "int8", "int4", "int3", "kv-used", "s1", "s2", "mark-note"):
+    for data in (*PRECISIONS, "kv-used", "s1", "s2", "mark-note"):
         assert contrast(page, data, "surface") >= 3, f"{data}, {scheme}"
 
 

@@ -135,7 +135,7 @@ async def test_two_services_name_the_same_data_set(own_redis: Starter) -> None:
             client.flushall()
         await until("both to tell", lambda: len(told) == 2)
         await asyncio.sleep(0.2)
-        assert one.link._identity == other.link._identity
+        assert one._identity == other._identity
         assert len(told) == 2
 
 
@@ -185,7 +185,7 @@ async def test_who_tries_again_at_every_recovery_is_slowed_down(bus: Bus) -> Non
         async with asyncio.timeout(1.0):
             while True:
                 await bus.wait_up()
-                bus.link.failed(BusUnavailable("refused for now"))
+                bus.failed(BusUnavailable("refused for now"))
                 tries += 1
     assert 2 <= tries <= 6
 
@@ -339,7 +339,7 @@ async def test_entries_of_a_consumer_that_was_removed_with_them_do_not_stay_for_
         await old.open()
         await bus.publish(stream, submit("r1"), submit("r2"))
         (first_id, _), _ = await old.read()
-        await bus.link.run(lambda client: client.xgroup_delconsumer(stream, GROUP, "w0:1"))
+        await bus.run(lambda client: client.xgroup_delconsumer(stream, GROUP, "w0:1"))
         await old.ack([first_id])  # its list is gone; the entry goes all the same
         assert await bus.length(stream) == 1
     await bus.publish(stream, submit("r3"))
@@ -381,8 +381,8 @@ async def test_reaping_a_dead_incarnation_leaves_its_successor_alone(bus: Bus) -
         await old.read()
         await bus.publish(stream, submit("r2"))
         ((entry_id, _),) = await new.read()
-        assert await discard_pending(bus.link, stream, "w0:1") == 1
-        assert await discard_pending(bus.link, stream, "w0:1") == 0
+        assert await discard_pending(bus, stream, "w0:1") == 1
+        assert await discard_pending(bus, stream, "w0:1") == 0
         assert await bus.length(stream) == 1
         await new.ack([entry_id])
         assert await bus.length(stream) == 0

@@ -11,6 +11,7 @@ import pytest
 from bus.policy import FIELDS, Mode, Policy, describe
 from bus.precisions import QUANTIZED
 from instar.commands.morph import policy_fields
+from tests.support.paths import ROOT
 
 
 def test_every_field_but_the_revision_is_declared_with_its_default() -> None:
@@ -75,3 +76,10 @@ def test_the_command_line_explains_every_field() -> None:
     told = policy_fields()
     for one in FIELDS:
         assert one.name in told and one.summary in told and one.limits in told
+
+
+def test_the_page_of_morphs_has_a_row_for_every_field_with_its_default_and_limits() -> None:
+    rows = (ROOT / "docs" / "morphs.md").read_text()
+    for one in FIELDS:
+        default = f"{one.default:g}" if isinstance(one.default, float) else one.default
+        assert f"| `{one.name}` | {default} | {one.limits} |" in rows

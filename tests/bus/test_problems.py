@@ -11,7 +11,9 @@ import pytest
 from redis._parsers import BaseParser
 
 from bench.common.service import free_port
-from bus.client import (
+from bus.client import connect
+from bus.connection import public_url, translated
+from bus.errors import (
     BadRedisUrl,
     BusUnavailable,
     NotRedis,
@@ -20,9 +22,7 @@ from bus.client import (
     RedisPassword,
     RedisProblem,
     RedisTooOld,
-    connect,
 )
-from bus.connection import public_url, translated
 from bus.settings import RedisSettings
 from tests.conftest import settings_of
 from tests.support.redis_process import RedisProcess
@@ -135,7 +135,7 @@ async def test_the_right_password_is_taken_and_never_logged(
     await bus.start()
     server.kill()
     await asyncio.sleep(0.3)
-    await bus.link._check()
+    await bus._check()
     assert "lost Redis" in caplog.text
     assert "right-one" not in caplog.text
     await bus.aclose()

@@ -71,14 +71,14 @@ async def test_workers_come_in_the_order_of_their_ids(bus: Bus) -> None:
 async def test_an_unreadable_card_hides_its_worker_and_no_other(bus: Bus) -> None:
     await bus.register_worker(card("w0"), lease_s=5)
     await bus.register_worker(card("w1"), lease_s=5)
-    await bus.link.run(lambda client: client.set(bus.names.card("w0"), b"junk"))
+    await bus.run(lambda client: client.set(bus.names.card("w0"), b"junk"))
     assert [worker.card.id for worker in await bus.workers()] == ["w1"]
 
 
 async def test_scripts_work_again_after_the_server_forgot_them(bus: Bus) -> None:
     await bus.register_worker(card("w0", 5), lease_s=5)
     assert await bus.renew_lease("w0", 5, lease_s=5)
-    await bus.link.run(lambda client: client.script_flush())
+    await bus.run(lambda client: client.script_flush())
     assert await bus.renew_lease("w0", 5, lease_s=5)
 
 
@@ -107,7 +107,7 @@ async def test_a_gateways_tokens_expire_when_nobody_renews(bus: Bus) -> None:
 
 
 async def test_a_key_of_the_wrong_type_is_a_problem_that_is_named(bus: Bus) -> None:
-    await bus.link.run(lambda client: client.set(bus.names.events, b"text"))
+    await bus.run(lambda client: client.set(bus.names.events, b"text"))
     with pytest.raises(RedisProblem, match="WRONGTYPE"):
         await bus.event("k", "s", "r")
     assert bus.up
@@ -136,7 +136,7 @@ async def test_leftovers_are_found_by_their_missing_lease_and_removed_only_witho
         await bus.publish(names.requests(f"demo@{worker}"), step_output())
         await bus.publish(names.control(worker), step_output())
     await bus.publish(names.tokens("g"), step_output())
-    await bus.link.run(lambda client: client.delete(names.lease("w0")))
+    await bus.run(lambda client: client.delete(names.lease("w0")))
     orphans = await without_owner(bus)
     assert set(orphans) == {names.requests("demo@w0"), names.control("w0"), names.tokens("g")}
 
@@ -151,9 +151,9 @@ async def test_leftovers_are_found_by_their_missing_lease_and_removed_only_witho
 
 
 async def test_leftovers_of_other_clusters_on_the_same_server_are_not_seen(bus: Bus) -> None:
-    await bus.link.run(lambda client: client.xadd("elsewhere:tokens:g", {b"m": b""}))
+    await bus.run(lambda client: client.xadd("elsewhere:tokens:g", {b"m": b""}))
     assert await without_owner(bus) == {}
-    await bus.link.run(lambda client: client.delete("elsewhere:tokens:g"))
+    await bus.run(lambda client: client.delete("elsewhere:tokens:g"))
 
 
 async def test_a_policy_is_written_only_as_the_revision_after_the_stored_one(bus: Bus) -> None:
@@ -175,7 +175,7 @@ async def test_of_two_writers_of_one_revision_one_wins(bus: Bus) -> None:
 
 
 async def test_an_unreadable_policy_means_manual_and_can_be_replaced(bus: Bus) -> None:
-    await bus.link.run(lambda client: client.set(bus.names.policy, b"junk"))
+    await bus.run(lambda client: client.set(bus.names.policy, b"junk"))
     assert (await bus.read_policy()).mode == "manual"
     assert await bus.write_policy(Policy(revision=1))
     assert (await bus.read_policy()).mode == "default"

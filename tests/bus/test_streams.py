@@ -14,11 +14,11 @@ from tests.support.bus_samples import cancel, event, step_output, submit
 
 
 async def raw_add(bus: Bus, stream: str, payload: bytes) -> None:
-    await bus.link.run(lambda client: client.xadd(stream, {b"m": payload}))
+    await bus.run(lambda client: client.xadd(stream, {b"m": payload}))
 
 
 async def pending(bus: Bus, stream: str) -> int:
-    groups: Any = await bus.link.run(lambda client: client.xinfo_groups(stream))
+    groups: Any = await bus.run(lambda client: client.xinfo_groups(stream))
     return int(groups[0]["pending"])
 
 
@@ -98,7 +98,7 @@ async def test_a_group_that_was_never_made_or_was_destroyed_is_made_and_told(bus
         assert await reader.read() == []
         blocked = asyncio.create_task(reader.read())
         await asyncio.sleep(0.05)
-        await bus.link.run(lambda client: client.delete(stream))  # while it waits in Redis
+        await bus.run(lambda client: client.delete(stream))  # while it waits in Redis
         assert await blocked == []
         await bus.publish(stream, submit("r1"))
         async with asyncio.timeout(2):
@@ -147,7 +147,7 @@ async def test_bad_entries_of_a_group_are_acknowledged_too(bus: Bus) -> None:
     async with bus.group_reader(stream, "a", Submit) as reader:
         await reader.open()
         await raw_add(bus, stream, b"junk")
-        await bus.link.run(lambda client: client.xadd(stream, {b"other": b"field"}))
+        await bus.run(lambda client: client.xadd(stream, {b"other": b"field"}))
         assert await reader.read() == []
         assert await pending(bus, stream) == 0
     assert await bus.length(stream) == 0
@@ -212,7 +212,7 @@ async def test_a_new_incarnation_ends_what_earlier_ones_left_pending_and_not_wha
         assert [m.request_id for _, m in await new.read()] == ["r3"]
         assert await new.claim_all() == 0  # its own stay
         assert await pending(bus, stream) == 1
-    consumers: Any = await bus.link.run(lambda client: client.xinfo_consumers(stream, "workers"))
+    consumers: Any = await bus.run(lambda client: client.xinfo_consumers(stream, "workers"))
     assert [c["name"] for c in consumers] == [b"w0:2"]
 
 

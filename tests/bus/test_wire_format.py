@@ -63,8 +63,8 @@ def sample(kind: Any) -> Any:
         return sample(next(one for one in arguments if one is not type(None)))
     if origin is list:
         return [sample(arguments[0])]
-    if origin is tuple:
-        return (sample(arguments[0]),)
+    if origin in (tuple, frozenset):
+        return origin([sample(arguments[0])])
     if origin is dict:
         return {sample(arguments[0]): sample(arguments[1])}
     if isinstance(kind, type) and issubclass(kind, enum.Enum):

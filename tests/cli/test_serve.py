@@ -28,7 +28,6 @@ from instar.serve.process import Backoff, Console, Program, Role
 from instar.serve.programs import plan_programs, with_values
 from instar.serve.readiness import ServiceWatcher
 from instar.serve.redis_server import (
-    RedisServerNotFound,
     find_redis_server,
     free_port,
     plan_redis,
@@ -76,8 +75,7 @@ class Running:
     def pid(self, name: str) -> int:
         child = next(k for k in self.supervisor.processes if k.program.name == name)._child
         assert child is not None
-        assert child._transport is not None
-        return child._transport.get_pid()
+        return child.transport.get_pid()
 
 
 # --------------------------------------------------------------------------- what is started
@@ -173,7 +171,7 @@ def test_a_redis_that_is_too_old_is_passed_over_and_named(
     assert find_redis_server() != old
     monkeypatch.setattr("instar.serve.redis_server._package_folder", lambda name: None)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RedisServerNotFound, match=r"5\.0"):
+    with pytest.raises(InputError, match=r"5\.0"):
         find_redis_server()
 
 
@@ -345,7 +343,7 @@ sys.path.insert(0, {str(ROOT)!r})
 from instar.serve.child import Child
 async def main():
     child = await Child.start((sys.executable, "-c", "import time; time.sleep(60)"), os.environ, b"", print)
-    print(child._transport.get_pid(), flush=True)
+    print(child.transport.get_pid(), flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())"""
     supervisor = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

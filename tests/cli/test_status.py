@@ -12,6 +12,7 @@ from instar.commands.status import (
     layers_text,
     morph_lines,
     policy_text,
+    product_lines,
     ranges_text,
     shape_lines,
     show,
@@ -111,3 +112,8 @@ def test_the_policy_is_one_sentence() -> None:
     assert policy_text(policy) == (
         "policy: default, to int4 above 85% KV use or 0.1 s of waiting, back below 50% and 0.02 s"
     )
+
+
+def test_verbose_status_shows_the_kernels_of_products() -> None:
+    one = instance("a", products=["linear float32 96x64: few to 16, lanes to 96"])
+    assert product_lines([one, instance("b")]) == ["demo@a: linear float32 96x64: few to 16, lanes to 96"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bench.common.service import Service, wait_for
+from bus.precisions import QUANTIZED
 from tests.faults.morphs import (
     FULL,
     NUM_LAYERS,
@@ -99,11 +100,12 @@ def test_layers_that_may_wait_for_their_pages_come_back_when_the_streams_end(han
 @pytest.mark.slow
 def test_a_cache_cannot_grow_beyond_the_budget_and_serves_on(hand: Hand, oracle: list[str]) -> None:
     running = stream(hand.service, 400)
-    kv = hand.look()["kv"]
-    refused = hand.resize(kv["blocks"] * 20)
+    kv, most = hand.look()["kv"], hand.look()["max_blocks"]
+    impossible, refused = hand.resize(most + 1), hand.resize(most)
     with hand.service.explained():
+        assert f"could hold at most {most} KV blocks" in impossible["error"]["message"], impossible
         assert refused["state"] == "deferred", refused
-        assert refused["numbers"]["max_blocks"] < kv["blocks"] * 20
+        assert kv["blocks"] <= refused["numbers"]["max_blocks"] < most
         assert running.finished().tokens == oracle
         assert hand.look()["kv"]["blocks"] == kv["blocks"]
 
@@ -158,7 +160,7 @@ def test_a_damaged_host_image_is_found_before_it_serves(hand: Hand, oracle: list
     host_dir = hand.service.settings["WORKER__HOST_DIR"]
     running = stream(hand.service, 400)
     with one_byte_of_every_page_flipped(host_dir):
-        for precision in ("int8", "int4", "int3"):
+        for precision in QUANTIZED:
             found = hand.swap(precision, layers=[3])
             assert found["state"] == "failed" and "layer 3" in found["reason"], found
             assert found["numbers"]["halves_applied"] == 0, found
@@ -208,7 +210,7 @@ def test_of_two_swaps_of_the_same_layers_at_once_one_happens_and_the_other_is_to
     running.wait_chunks(3)
     chosen = [1, 4, 6]
     ends = at_once(
-        [lambda p=precision: hand.swap(p, layers=chosen, wait_s=20) for precision in ("int4", "int8")]
+        [lambda p=precision: hand.swap(p, layers=chosen, wait_s=60) for precision in ("int4", "int8")]
     )
     with hand.service.explained():
         assert sorted(end["state"] for end in ends) == ["applied", "conflict"], ends

@@ -78,12 +78,20 @@ class Shapes:
     # ---------------------------------------------------------------- orders
 
     def order(self, tp: int, *workers: str, **more: Any) -> Order:
-        """Begun, or refused: then AssertionError."""
+        """Begun, or refused: then AssertionError.
+
+        The members publish their cards one after the other: between them an order is to come again.
+        """
         [last] = _events(self.service, count=1) or [(b"0", None)]
         url = f"{self.service.url(self.gateway)}/admin/instances/transform"
-        answer = httpx.post(url, json={"workers": list(workers), "tp": tp} | more, timeout=20).json()
-        assert "id" in answer, answer
-        return Order(self, str(answer["id"]), last[0])
+
+        def answer() -> dict[str, Any] | None:
+            body = httpx.post(url, json={"workers": list(workers), "tp": tp} | more, timeout=20).json()
+            return None if body.get("error", {}).get("code") == "shape_changing" else dict(body)
+
+        given = wait_for("the members to show one shape", answer, 20)
+        assert "id" in given, given
+        return Order(self, str(given["id"]), last[0])
 
     def upwards(self, *workers: str, layers: int = 2) -> Order:
         """They become one, and so many layers have come to it."""

@@ -268,6 +268,8 @@ async def test_a_groups_requests_are_those_of_all_and_its_cache_is_one(
     assert 'instar_tensor_parallel_size{engine="demo@w1",model_name="demo"} 2.0' in text
     assert 'instar_kv_blocks{engine="demo@w1",model_name="demo"} 64.0' in text
     assert 'instar_kv_blocks{engine="demo@w0"' not in text
+    reported = (await http.get("/admin/state")).json()["metrics"]["instances"]
+    assert len(reported) == 2 and not any("prefix_digests" in one["last"] for one in reported)
 
 
 async def test_the_key_of_a_workers_link_is_shown_to_nobody(pair: Gate, http: httpx.AsyncClient) -> None:

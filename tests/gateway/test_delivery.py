@@ -314,7 +314,7 @@ async def test_a_gateway_that_was_paused_beyond_its_lease_submits_again(gate: Ga
     await gate.until("a run", busy(gate))
     await asyncio.sleep(0.2)
     gateway = gate.worker.submits[0].gateway
-    await gate.bus.link.run(lambda client: client.delete(gate.bus.names.gateway_lease(gateway)))
+    await gate.bus.run(lambda client: client.delete(gate.bus.names.gateway_lease(gateway)))
     await gate.until("the second attempt", partial(submitted, gate, 2))
     gate.worker.stop_at = None
     await assert_whole(gate, task)

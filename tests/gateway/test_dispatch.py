@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from gateway.delivery.dispatch import (
     SPLIT_PATIENCE_S,
     Candidate,
-    NeedsGroup,
     QueuesAhead,
     Seat,
     TooLong,
+    Wait,
     WaitForSplit,
-    YieldToLong,
     choose,
     is_long,
     member_for,
@@ -71,7 +70,7 @@ def test_of_two_groups_a_long_request_takes_the_one_that_has_to_stay() -> None:
 
 def test_a_long_request_waits_for_room_in_a_group_rather_than_in_its_queue() -> None:
     there = [one("a"), one("g", tp=4, free_tokens=499, stays=True)]
-    assert choose(there, 500) == NeedsGroup()
+    assert choose(there, 500) == Wait.GROUP
     assert choose(there, 499) == there[1]
 
 
@@ -103,9 +102,9 @@ def test_a_short_request_leaves_the_room_that_a_long_one_waits_for() -> None:
 
 def test_where_there_are_only_groups_a_short_request_goes_after_a_long_one_that_waits() -> None:
     group = one("g", tp=4, stays=True, free_tokens=509)
-    assert choose([group], 10, "", AHEAD) == YieldToLong()
+    assert choose([group], 10, "", AHEAD) == Wait.LONG
     assert choose([group], 9, "", AHEAD) == group
-    assert choose([replace(group, stays=False)], 10, "", AHEAD) == YieldToLong()
+    assert choose([replace(group, stays=False)], 10, "", AHEAD) == Wait.LONG
     assert (
         choose([group], 10, "", QueuesAhead(reserved_tokens=HIGH + 1)) == group
     )  # that one waits for another
@@ -165,12 +164,12 @@ def test_members_get_the_same_number_of_requests() -> None:
 def test_a_long_request_goes_after_a_long_one_that_came_before() -> None:
     group = one("g", tp=4, stays=True)
     assert choose([group], 500) == group
-    assert choose([group], 500, "", QueuesAhead(has_long=True)) == NeedsGroup()
+    assert choose([group], 500, "", QueuesAhead(has_long=True)) == Wait.GROUP
 
 
 def test_what_the_instances_cannot_hold_waits_for_a_larger_shape_that_can() -> None:
     there = [one("a")]
-    assert choose(there, 500, "", QueuesAhead(cluster_tokens=500)) == NeedsGroup()
+    assert choose(there, 500, "", QueuesAhead(cluster_tokens=500)) == Wait.GROUP
     assert choose(there, 501, "", QueuesAhead(cluster_tokens=500)) == TooLong(500)
 
 
@@ -213,11 +212,11 @@ def test_whatever_is_chosen_holds_it_and_respects_the_ranks(
         assert found == TooLong(max(c.max_tokens for c in there))
     elif is_long(there, num_tokens):
         roomy = [c for c in fitting if c.free_tokens is None or c.free_tokens >= num_tokens]
-        assert found in roomy if roomy else found == NeedsGroup()
+        assert found in roomy if roomy else found == Wait.GROUP
     else:
-        if isinstance(found, WaitForSplit | YieldToLong):
+        if found is Wait.LONG or isinstance(found, WaitForSplit):
             assert all(c.tp > 1 for c in fitting)
-            assert isinstance(found, YieldToLong) or found.candidate.can_split
+            assert found is Wait.LONG or found.candidate.can_split
             return
         assert isinstance(found, Candidate) and found in fitting
         if found.tp > 1 and found.can_split:
@@ -228,3 +227,26 @@ def test_whatever_is_chosen_holds_it_and_respects_the_ranks(
             assert all(c.free_tokens is not None and c.free_tokens < num_tokens for c in singles)
             if found.free_tokens is not None and found.max_tokens >= reserved:
                 assert found.free_tokens >= num_tokens + reserved
+
+
+def test_a_conversation_returns_to_the_instance_that_has_its_beginning() -> None:
+    there = [one("a", load=1), one("b", load=2, cached_tokens=1024)]
+    assert getattr(choose(there, 10), "instance", "") == "b", "two sequences of work are saved there"
+    busier = [one("a", load=1), one("b", load=3.5, cached_tokens=100_000)]
+    assert getattr(choose(busier, 10), "instance", "") == "a", "it waits there longer than it saves"
+
+
+def test_a_common_beginning_does_not_gather_all_requests_in_one_place() -> None:
+    sent = {"a": 0, "b": 0, "c": 0}
+    for _ in range(30):
+        there = [
+            one(name, num_own=count, num_own_since=count, cached_tokens=1024 * (name == "a"), load=0.0)
+            for name, count in sent.items()
+        ]
+        sent[getattr(choose(there, 10), "instance", "")] += 1
+    assert sent["a"] - min(sent.values()) <= 3, sent
+
+
+def test_a_member_of_a_group_that_has_the_beginning_takes_the_request() -> None:
+    seats = tuple(replace(seat(f"g{i}"), cached_tokens=600 * (i == 2)) for i in range(4))
+    assert member_for(one("g", tp=4, seats=seats), 10).worker == "g2"

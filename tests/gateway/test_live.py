@@ -173,13 +173,13 @@ async def test_a_state_that_did_not_change_is_not_told_again(
 async def test_a_history_that_came_late_is_told_to_those_who_are_there(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    follow, may_read = Live._follow, asyncio.Event()
+    read, may_read = Live._read_moments, asyncio.Event()
 
     async def late(self: Live) -> None:
         await may_read.wait()
-        await follow(self)
+        await read(self)
 
-    monkeypatch.setattr(Live, "_follow", late)
+    monkeypatch.setattr(Live, "_read_moments", late)
     monkeypatch.setattr(live_module, "HISTORY_WAIT_S", 0.01)
     await gate.bus.publish(gate.bus.names.moments, moment(time.time()))
     async with viewer(gate) as stream:
@@ -206,7 +206,7 @@ async def test_a_silent_feed_says_that_it_lives(gate: Gate, monkeypatch: pytest.
 
 async def test_unwatched_it_reads_nothing_and_keeps_no_moment(gate: Gate) -> None:
     def is_reading() -> bool:
-        return any("Live._follow" in repr(one.get_coro()) for one in asyncio.all_tasks())
+        return any("Live._read_moments" in repr(one.get_coro()) for one in asyncio.all_tasks())
 
     await gate.bus.publish(gate.bus.names.moments, moment(time.time()))
     for _ in range(2):
@@ -294,7 +294,7 @@ async def test_a_picture_that_cannot_be_drawn_ends_no_serving(
         await asyncio.Event().wait()
 
     monkeypatch.setattr(Live, "_watch", fail)
-    monkeypatch.setattr(Live, "_follow", wait)
+    monkeypatch.setattr(Live, "_read_moments", wait)
     monkeypatch.setattr(live_module, "HISTORY_WAIT_S", 0.01)
     running = asyncio.create_task(live.run())
     stream = live.listen()

@@ -153,17 +153,17 @@ def state(first: float = 0.0, last: float = 0.0, num_tokens: int = 0) -> Request
 def test_requests_are_judged_by_what_they_got(one: RequestState, how: str, counted: tuple[int, ...]) -> None:
     stats = GatewayStats()
     SloCounter(SLO, stats, clock=lambda: 101.0).count(one, how)
-    assert numbers(stats.of("m")) == counted
+    assert numbers(stats.models["m"]) == counted
 
 
 def test_a_client_that_left_after_waiting_too_long_counts() -> None:
     stats = GatewayStats()
     SloCounter(SLO, stats, clock=lambda: 103.0).count(state(), "abort")
-    assert numbers(stats.of("m")) == (1, 1, 0, 0)
+    assert numbers(stats.models["m"]) == (1, 1, 0, 0)
 
 
 def numbers(stats: ModelStats) -> tuple[int, ...]:
-    return stats.slo_requests, stats.slo_ttft_violations, stats.slo_tpot_violations, stats.within_slo
+    return stats.slo_requests, stats.slo_ttft_violations, stats.slo_tpot_violations, stats.requests_within_slo
 
 
 async def test_metrics_tell_how_many_were_served_in_time(gate: Gate) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bus.settings import RedisSettings
-from gateway.http.pages import FOLDER, TYPES
+from gateway.operations.public import FOLDER, TYPES
 from tests.support.gateway_harness import Gate, running
 
 pytest_plugins = ["tests.support.gateway_fixtures"]

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from bus.messages import LayerShape, RejectReason, layers_below_full
+from bus.messages import LayerShape, RejectReason, layers_below_full, lowest_half
 from bus.precisions import PRECISIONS, Precision, is_below
-from gateway.delivery.candidates import lowest_half
-from gateway.delivery.dispatch import BelowFloor, Candidate, TooLong, choose
+from gateway.delivery.dispatch import Candidate, TooLong, Wait, choose
 from gateway.delivery.request import RequestState
 from gateway.errors import ApiError
 from tests.support.gateway_core import Core, Ear
@@ -55,7 +54,7 @@ def test_an_instance_of_unknown_precision_is_asked_after_those_that_are_known() 
 
 def test_without_an_instance_that_keeps_the_floor_there_is_none_for_now() -> None:
     there = [candidate("a", "int4"), candidate("b", "full", has_refused=True)]
-    assert choose(there, 10, "full") == BelowFloor()
+    assert choose(there, 10, "full") == Wait.PRECISION
     assert choose(there, 300, "full") == TooLong(100)  # that will not change
 
 

@@ -6,14 +6,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import kernels
 from bench.kernels.checks import checks
+from kernels import calls
 from kernels.gpu.attention import MAX_SPLITS, num_splits
 from kernels.packing import CODE_BITS
+from kernels.registry import KernelCall
 
 
 @pytest.mark.parametrize("check", [pytest.param(check, id=name) for name, check in checks("cpu", "cpu")])
@@ -50,7 +53,15 @@ def test_one_number_sizes_the_team_of_products_and_kernels() -> None:
         kernels.configure(before)
 
 
-def test_warm_up_runs_every_kernel_of_a_model() -> None:
+def test_warm_up_runs_every_kernel_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = set()
+
+    def call(self: KernelCall[Any, Any], *args: Any, **kwargs: Any) -> Any:
+        called.add(self.reference.__name__)
+        return run(self, *args, **kwargs)
+
+    run = KernelCall.__call__
+    monkeypatch.setattr(KernelCall, "__call__", call)
     kernels.warm_up(
         torch.float32,
         num_heads=4,
@@ -61,6 +72,7 @@ def test_warm_up_runs_every_kernel_of_a_model() -> None:
         intermediate_size=352,
         bits=CODE_BITS,
     )
+    assert called == set(calls.__all__)
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ async def test_the_monitor_writes_them_and_goes_on_after_redis_lost_its_data(
         await bus.publish(bus.names.telemetry, telemetry(running=2))
         before = await next_moment(bus, lambda moment: "demo@w0" in moment.instances)
         assert before.instances["demo@w0"].running == 2
-        await bus.link.run(lambda client: client.flushall())
+        await bus.run(lambda client: client.flushall())
         await bus.publish(bus.names.telemetry, telemetry(running=1))
         assert (await next_moment(bus, lambda moment: bool(moment.instances))).at > before.at
 

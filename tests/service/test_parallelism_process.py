@@ -48,7 +48,7 @@ def test_a_long_request_makes_a_group_and_its_end_parts_it(service: Service) -> 
         began_s = time.monotonic()
         long = Stream(service, LONG).start().wait_chunks(1)
         waited_s = time.monotonic() - began_s
-        assert shape(service) == [2]
+        wait_for("one group, as both members show it", lambda: shape(service) == [2])
         short += [Stream(service, SHORT).start() for _ in range(2)]
         assert [stream.finished().error for stream in (long, *short)] == [None] * 5
         assert long.usage is None or long.usage.completion_tokens == 650
@@ -66,4 +66,4 @@ def test_a_long_request_makes_a_group_and_its_end_parts_it(service: Service) -> 
 def test_what_no_shape_holds_is_refused_at_once(service: Service) -> None:
     with pytest.raises(openai.BadRequestError, match="context holds 2048 tokens"):
         complete(service, max_tokens=2048)
-    assert shape(service) == [1, 1]
+    wait_for("two instances again", lambda: shape(service) == [1, 1])

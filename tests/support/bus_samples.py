@@ -54,8 +54,8 @@ def any_of(kind: Any) -> st.SearchStrategy[Any]:
         return st.one_of(*(any_of(arg) for arg in args))
     if origin is list:
         return st.lists(any_of(args[0]), max_size=3)
-    if origin is tuple:
-        return st.lists(any_of(args[0]), max_size=3).map(tuple)
+    if origin in (tuple, frozenset):
+        return st.lists(any_of(args[0]), max_size=3).map(origin)
     if origin is dict:
         return st.dictionaries(any_of(args[0]), any_of(args[1]), max_size=3)
     raise NotImplementedError(f"no strategy for {kind}")

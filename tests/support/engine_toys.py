@@ -16,6 +16,7 @@ from kernels.plan import AttentionPlan
 from worker.engine.core import EngineCore
 from worker.engine.engine import Engine
 from worker.engine.sequence import Limits
+from worker.memory import BlockAllocator, PrefixIndex
 
 VOCAB = 97
 
@@ -37,6 +38,7 @@ class ToyBlocks:
 
     capacity: int
     free_ids: list[int] = field(init=False)
+    index: PrefixIndex = field(default_factory=lambda: PrefixIndex(is_open=False))
 
     def __post_init__(self) -> None:
         self.free_ids = list(range(self.capacity))[::-1]
@@ -53,14 +55,17 @@ class ToyBlocks:
         assert 0 < n <= self.num_free
         return [self.free_ids.pop() for _ in range(n)]
 
+    def reuse(self, blocks: Any) -> None:
+        assert not blocks, "nothing is indexed"
+
     def free(self, ids: Any) -> None:
         assert not set(ids) & set(self.free_ids), "freed twice"
         self.free_ids += ids
 
 
 class ToyCache:
-    def __init__(self, num_blocks: int, block_tokens: int) -> None:
-        self.allocator = ToyBlocks(num_blocks)
+    def __init__(self, num_blocks: int, block_tokens: int, allocator: Any = ToyBlocks) -> None:
+        self.allocator = allocator(num_blocks)
         self.slots = torch.full((num_blocks * block_tokens,), -1)
         self.block_tokens = block_tokens
 
@@ -95,10 +100,16 @@ class ToyModel:
 
 
 def toy_instance(
-    num_blocks: int = 64, *, num_seqs: int = 8, tokens: int = 16, block_tokens: int = 4, model_len: int = 200
+    num_blocks: int = 64,
+    *,
+    num_seqs: int = 8,
+    tokens: int = 16,
+    block_tokens: int = 4,
+    model_len: int = 200,
+    prefix_cache: bool = False,
 ) -> EngineCore:
-    limits = Limits(num_seqs, tokens, model_len, block_tokens)
-    cache = ToyCache(num_blocks, block_tokens)
+    limits = Limits(num_seqs, tokens, model_len, block_tokens, prefix_cache)
+    cache = ToyCache(num_blocks, block_tokens, BlockAllocator if prefix_cache else ToyBlocks)
     device = torch.device("cpu")
     return EngineCore("toy@w0", ToyModel(), cache, limits, vocab_size=VOCAB, device=device)
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from bus.client import Bus, LiveWorker, WriteBatch
+from bus.batch import WriteBatch
+from bus.client import Bus, LiveWorker
 from bus.messages import (
     Cancel,
     Delta,
@@ -48,8 +49,8 @@ class DeafBatch(WriteBatch):
         self._bus = bus
         self._messages: list[Any] = []
 
-    def publish(self, stream: str, message: object, *, maxlen: int | None = None) -> None:
-        super().publish(stream, message, maxlen=maxlen)
+    def publish(self, stream: str, message: object) -> None:
+        super().publish(stream, message)
         self._messages.append(message)
 
     async def send(self) -> None:
@@ -69,15 +70,8 @@ class Ear:
     def on_admitted(self) -> None:
         pass
 
-    def on_tokens(
-        self,
-        request: GenerationRequest,
-        token_ids: list[int],
-        delta: Delta,
-        skip: int,
-        step: StepOutput | None,
-    ) -> bool:
-        self.tokens += token_ids
+    def on_tokens(self, request: GenerationRequest, delta: Delta, skip: int, step: StepOutput | None) -> bool:
+        self.tokens += delta.token_ids[skip:]
         return False
 
     def on_end(self) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench.common.engines import fill_cache, make_instance
+from bench.common.engines import Shape, fill_cache, make_instance
 from bench.common.loading import load_model
 from bench.common.oracles import make_oracle
 from bus.messages import MorphReport, Resize, SamplingParams, Swap, Transform
@@ -22,7 +23,7 @@ from bus.precisions import Precision
 from tests.support.threaded_worker import ThreadedWorker
 from worker.distributed.messages import Peer
 from worker.distributed.transport import Transport
-from worker.engine.build import Shape, make_cache, useful_pages
+from worker.engine.build import make_cache, useful_pages
 from worker.engine.core import Output
 from worker.engine.engine import Engine, StepResult
 from worker.engine.sequence import Limits, own_request
@@ -32,7 +33,7 @@ from worker.morph.reshard import make_resharder
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
 from worker.morph.verbs import NoVariants, Variants
-from worker.parallel.group_morphs import GroupMorphs
+from worker.parallel.group_morphs import use_grouping
 from worker.parallel.grouping import Grouping
 from worker.parallel.local_instance import LocalInstance
 from worker.service.engine_thread import EngineThread
@@ -60,7 +61,7 @@ def model_fixtures(**changes: Any) -> tuple[Any, Any]:
 
 
 class GroupWorker(ThreadedWorker):
-    """`reports` of morphs."""
+    """`reports` of morphs; `cached[request]`: tokens of its prompt that were found in the prefix cache."""
 
     def __init__(
         self,
@@ -75,6 +76,7 @@ class GroupWorker(ThreadedWorker):
         timeout_s: float = 20.0,
         stage_bytes: int = 1 << 14,
         host_dir: Path | None = None,
+        prefix_cache: bool = False,
     ) -> None:
         super().__init__(name)
         self.pool = PagePool(CpuBackend(page_bytes), int(megabytes * 1024 * 1024))
@@ -83,6 +85,7 @@ class GroupWorker(ThreadedWorker):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             block_tokens=BLOCK_TOKENS,
+            prefix_cache=prefix_cache,
         ).limits(self.model)
         cache = make_cache(self.pool, self.model, limits, "model")
         fill_cache(self.pool, cache, self.model, limits)
@@ -109,16 +112,13 @@ class GroupWorker(ThreadedWorker):
         )
         self.regrouped: list[tuple[tuple[str, ...], str]] = []
         self.grouping.on_regrouped = lambda members, why: self.regrouped.append((members, why))
-        self.executor = MorphManager(
-            name,
-            {self.instance.id: target},
-            step_share=1.0,
-            groups=GroupMorphs(self.grouping),
-        )
+        self.executor = MorphManager(name, {self.instance.id: target}, step_share=1.0)
+        use_grouping(self.executor, self.grouping)
         engine = Engine()
         engine.add_instance(self.instance)
         self.engine = engine
         self.fingerprints: set[str] = set()
+        self.cached: dict[str, int] = {}
         self.reports: list[MorphReport] = []
         self.thread = EngineThread(
             engine,
@@ -143,7 +143,7 @@ class GroupWorker(ThreadedWorker):
         self.tokens[name] = []
         self.thread.submit(
             self.instance.id,
-            own_request(name, prompt, sampling),
+            replace(own_request(name, prompt, sampling), cache_salt=""),
         )
 
     def wait_degree(self, tp: int) -> None:
@@ -173,6 +173,8 @@ class GroupWorker(ThreadedWorker):
             self.grouping.local.cache.check_integrity()
 
     def take(self, result: StepResult, output: Output) -> None:
+        name = output.request.request_id
+        self.cached[name] = self.cached.get(name, 0) + output.delta.cached_tokens
         if output.delta.token_ids:
             self.fingerprints.add(result.shape_id)
 

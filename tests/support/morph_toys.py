@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -26,6 +27,7 @@ from worker.memory import CpuBackend, KVCache, MappingFailed, PagePool, VirtualR
 from worker.morph.manager import MorphManager
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
+from worker.shape.copier import CopyJob, MayGoOn
 
 PAGE = 4096
 BLOCK_TOKENS = 4
@@ -64,9 +66,22 @@ class ToyVariants:
         self._may_fail("map")
         self.ranges[layer, part, precision].map(0, self.pages(layer, part, precision))
 
-    def copy_job(self, layer: int, part: Part, precision: Precision) -> ToyCopy:
+    def copy_job(self, layer: int, part: Part, precision: Precision) -> CopyJob:
         self._may_fail("copy_job")
-        return ToyCopy(self, (layer, part, precision))
+        nbytes = self.pages(layer, part, precision) * PAGE
+        return CopyJob(nbytes, nbytes, partial(self._copy, (layer, part, precision)))
+
+    def _copy(self, key: Key, may_go_on: MayGoOn) -> None:
+        view = self.view(key)
+        for start in range(0, len(view), PAGE):
+            if start + PAGE >= len(view):
+                self._may_fail("copy")
+                while not self.hold.wait(0.002):
+                    if not may_go_on():
+                        return
+            view[start : start + PAGE] = self.image(key)
+            if not may_go_on():
+                return
 
     def check(self, layer: int, part: Part, precision: Precision) -> None:
         self._may_fail("check")
@@ -105,32 +120,6 @@ class ToyVariants:
         if verb in self.fail_on or verb in self.fail_once:
             self.fail_once.discard(verb)
             raise MappingFailed(f"{verb} was told to fail")
-
-
-@dataclass
-class ToyCopy:
-    variants: ToyVariants
-    key: Key
-
-    @property
-    def nbytes(self) -> int:
-        return self.variants.pages(*self.key) * PAGE
-
-    @property
-    def read_bytes(self) -> int:
-        return self.nbytes
-
-    def __call__(self, may_go_on: Callable[[], bool], /) -> None:
-        view = self.variants.view(self.key)
-        for start in range(0, len(view), PAGE):
-            if start + PAGE >= len(view):
-                self.variants._may_fail("copy")
-                while not self.variants.hold.wait(0.002):
-                    if not may_go_on():
-                        return
-            view[start : start + PAGE] = self.variants.image(self.key)
-            if not may_go_on():
-                return
 
 
 class PagedToyModel:

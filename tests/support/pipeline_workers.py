@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -39,7 +40,7 @@ LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=256, bl
 
 
 class StageWorker(ThreadedWorker):
-    """`ended` pipelines, and why."""
+    """`ended` pipelines, and why; `cached[request]`: tokens of its prompt found in the prefix cache."""
 
     def __init__(self, name: str, *, megabytes: float = 8, timeout_s: float = 20.0) -> None:
         super().__init__(name)
@@ -49,6 +50,7 @@ class StageWorker(ThreadedWorker):
         self.engine = Engine()
         self.engine.parts = self.stages
         self.logprobs: dict[str, list[TokenLogprobs | None]] = {}
+        self.cached: dict[str, int] = {}
         self.ended: dict[str, str] = {}
         self.told_pages: PageCounts | None = None  # in the last snapshot
         self.thread = EngineThread(
@@ -77,7 +79,7 @@ class StageWorker(ThreadedWorker):
         self.tokens[name] = []
         self.thread.submit(
             instance,
-            own_request(name, prompt, params),
+            replace(own_request(name, prompt, params), cache_salt=""),
         )
 
     def is_empty(self) -> bool:
@@ -92,6 +94,7 @@ class StageWorker(ThreadedWorker):
     def take(self, result: StepResult, output: Output) -> None:
         delta, known = output.delta, self.logprobs.setdefault(output.request.request_id, [])
         known += delta.prompt_logprobs or []
+        self.cached[delta.request_id] = self.cached.get(delta.request_id, 0) + delta.cached_tokens
         known += delta.logprobs or []
 
     def _ended(self, pipeline: str, reason: str) -> None:
@@ -170,12 +173,10 @@ class Line:
             Peer(worker.name, worker.epoch, worker.transport.address, worker.transport.key)
             for worker in self.workers
         ]
-        behind = []
-        for stage, layers in enumerate(parts[1:], start=1):
-            first, *others = seats[stage * tp : (stage + 1) * tp]
-            behind.append(
-                RemoteStage(first.worker, first.epoch, first.address, first.key, *layers, tuple(others))
-            )
+        behind = [
+            RemoteStage(*layers, seats[stage * tp : (stage + 1) * tp])
+            for stage, layers in enumerate(parts[1:], start=1)
+        ]
         model, cache = self.leader.call(
             partial(load, folder, self.leader.pool, parts[0], limits, dtype, Shard(0, tp))
         )

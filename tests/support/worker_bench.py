@@ -99,7 +99,7 @@ class Bench:
         """As if it had run out. Returns the epoch that the worker takes then."""
         before = await self.epoch()
         lease = self.bus.names.lease("w0")
-        await self.bus.link.run(lambda client: client.delete(lease))
+        await self.bus.run(lambda client: client.delete(lease))
         return await self.epoch_above(before)
 
     async def epoch_above(self, before: int) -> int:

@@ -1,9 +1,7 @@
 """Decide which model gets KV pages of which. Pure.
 
-An idle model's KV is memory for a busy one: a model that misses blocks gets pages of models that have more
-than they need. Where all want more, a model keeps at least its fair share of pages, and blocks in use are
-never taken; so shares become fair as sequences end. A model that wanted more a moment ago still counts as
-wanting: without that, two models that want by turns would send the same pages back and forth.
+A model that misses blocks gets pages of models that have more than they need. A model that wants more, or did
+a moment ago, keeps at least its fair share; otherwise two models would send the same pages back and forth.
 """
 
 from __future__ import annotations
@@ -57,10 +55,7 @@ def next_move(holders: Sequence[KVHolder], spare: int) -> Move | None:
 
 
 def next_lender(holders: Sequence[KVHolder], missing: int) -> Move | None:
-    """Return which model makes room first for a model that misses `missing` pages, and how much.
-
-    None if no model can.
-    """
+    """Return the model that makes room first for one that misses `missing` pages, and how much, or None."""
     fair = fair_pages(holders, 0)
     lender = max(holders, key=lambda one: gift(one, fair), default=None)
     if lender is None or not gift(lender, fair):
@@ -77,10 +72,7 @@ def fair_pages(holders: Sequence[KVHolder], spare: int) -> Mapping[str, int]:
 
 
 def gift(holder: KVHolder, fair: Mapping[str, int]) -> int:
-    """Return the pages that a model can give.
-
-    Those beyond its need and, while it wants more itself, beyond its fair share.
-    """
+    """Return the pages beyond a model's need and, while it wants more itself, beyond its fair share."""
     kept = max(holder.needed, fair[holder.name]) if holder.is_keen else holder.needed
     return _whole(max(0, holder.pages - kept), holder)
 

@@ -1,25 +1,14 @@
-"""Load a model beside those that serve: a Deploy as it runs.
+"""Load a model beside those that serve: make room, map, copy, check, take KV, run a first request, serve.
 
-::
-
-    read, plan    loading thread    the folder, but for its weights
-    room          engine            other models' idle KV shrinks, a few pages between two steps
-    pages         engine            mapped; no step reads them yet
-    contents      loading thread    host images first, if this host has none; at a bounded share of the time
-    check         engine            products of a known input, half by half
-    KV            engine            what is free and what idle models can give, a fair share at most
-    first request engine            a step of it between two steps of the others
-    service       engine            from the next step on; the card is shown, its stream is read
-
-If it ends before that, every page goes back to where it came from.
+Contents are copied in the loading thread, the rest is done between steps. If the load ends before the model
+serves, every page goes back to where it came from.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Generator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from bus.messages import Deploy, InstanceCard, MorphOutcome, Number
 from worker.deploy.kv_sharing import KVHolder, Move, fair_pages, next_lender
@@ -28,66 +17,45 @@ from worker.deploy.model_host import PAGES_AT_ONCE, Claim, HostedModel, ModelHos
 from worker.engine.build import MIB, cache_text, canary_steps
 from worker.memory import OutOfBlocks
 from worker.model import ModelError
-from worker.morph.run import Clock, NotApplied, Patience
+from worker.morph.run import NotApplied, Run, Steps
 from worker.morph.target import Target
 from worker.morph.verbs import layer_pages
-from worker.shape.copier import Copier, Copy
+from worker.shape.copier import Copier, Copy, CopyJob
 
 log = logging.getLogger("worker")
 
-Steps = Generator[bool, None, None]
+
+def loading_job(work: Callable[[MayGoOn], None]) -> CopyJob:
+    """Return a job of unknown length for the loading thread, which touches no page of the pool."""
+
+    def run(may_go_on: MayGoOn) -> None:
+        with suppress(GivenUp):
+            work(may_go_on)
+
+    return CopyJob(0, 0, run)
 
 
-class Work:
-    """Work of unknown length for the loading thread, which touches no page of the pool."""
+class LoadRun(Run):
+    """One Deploy."""
 
-    nbytes = read_bytes = 0
-
-    def __init__(self, work: Callable[[MayGoOn], None]) -> None:
-        self._work = work
-
-    def __call__(self, may_go_on: MayGoOn) -> None:
-        try:
-            self._work(may_go_on)
-        except GivenUp:
-            return
-
-
-class LoadRun:
-    """One Deploy, as it runs."""
-
-    is_beyond_return = False
     pages_at_once = PAGES_AT_ONCE  # of each layer of its KV, between two steps
 
-    def __init__(
-        self,
-        command: Deploy,
-        host: ModelHost,
-        copier: Copier,
-        *,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        """loader: a thread of its own, so that swaps need not wait for a load."""
+    def __init__(self, command: Deploy, host: ModelHost, copier: Copier) -> None:
+        super().__init__(command.wait_s)
         self._command, self._host, self._copier = command, host, copier
-        self._patience = Patience(command.wait_s, clock)
         self._loader = ModelLoader(command, host)
         self._stage = "starting"
         self._bytes = self._total_bytes = self._pages_mapped = 0
         self._copy_s = 0.0
 
     @property
-    def deadline(self) -> float | None:
-        return self._patience.deadline
-
-    @property
     def progress(self) -> str:
         return self._loader.images_progress if self._stage == "images" else self._stage
 
     def numbers(self) -> dict[str, Number]:
-        cache = self._loader.cache
         return {
             "pages_weights": self._pages_mapped,
-            "blocks": cache.num_blocks if cache else 0,
+            "blocks": self._loader.num_blocks,
             "bytes_copied": self._bytes,
             "copy_seconds": round(self._copy_s, 6),
             "wait_seconds": round(self._patience.total_s, 6),
@@ -96,23 +64,23 @@ class LoadRun:
     def steps(self) -> Steps:
         host, name = self._host, self._command.model
         while host.busy_with:
-            yield from self._wait(NotApplied("deferred", f"morph {host.busy_with} has not ended"))
-        with ExitStack() as undo:
-            host.busy_with = self._command.id
-            undo.callback(self._over)
-            if host.listener:
-                host.listener.on_loading(name)
-            back = undo.enter_context(ExitStack())
-            back.callback(self._return_lent_pages)
-            back.callback(host.claim, self._command.instance, None)
-            back.callback(self._loader.release)
-            try:
+            yield from self._pause(NotApplied("deferred", f"morph {host.busy_with} has not ended"))
+        host.busy_with = self._command.id
+        host.post(host.listener.on_loading, name)
+        try:
+            with ExitStack() as back:
+                back.callback(self._return_lent_pages)
+                back.callback(host.claim, self._command.instance, None)
+                back.callback(self._loader.release)
                 yield from self._load()
                 yield from self._serve()
-            except ModelError as error:
-                raise NotApplied("failed", str(error)) from error
-            host.claim(self._command.instance, None)
-            back.pop_all()
+                host.claim(self._command.instance, None)
+                back.pop_all()
+        except ModelError as error:
+            raise NotApplied("failed", str(error)) from error
+        finally:
+            host.busy_with = ""
+            host.post(host.listener.on_loading, "")
         self._came()
 
     def _serve(self) -> Steps:
@@ -122,7 +90,7 @@ class LoadRun:
         log.info("%s: %s", self._command.model, cache_text(target.resizer.cache, loader.limits))
 
     def _card(self, target: Target) -> InstanceCard:
-        """Return the instance's card, as long as the worker joins no group with it."""
+        """Return the instance's card while the worker joins no group with it."""
         command, loader, host = self._command, self._loader, self._host
         model, num_layers = loader.model, loader.config.num_layers
         return InstanceCard(
@@ -145,14 +113,12 @@ class LoadRun:
             attention_pages=layer_pages(target.variants, num_layers, ["attention"]),
             deployed=command.id,
             precision=command.precision,
+            products=loader.products,
         )
 
     def _came(self) -> None:
         host = self._host
-        if host.listener:
-            host.listener.on_loaded(host.models[self._command.instance].card)
-
-    # ----------------------------------------------------------------------------- its weights
+        host.post(host.listener.on_loaded, host.models[self._command.instance].card)
 
     def _load(self) -> Steps:
         loader = self._loader
@@ -183,7 +149,7 @@ class LoadRun:
 
     def _do(self, work: Callable[[MayGoOn], None], stage: str) -> Steps:
         self._stage = stage
-        running = self._copier.start(Work(work))
+        running = self._copier.start(loading_job(work))
         try:
             while not running.is_done:
                 yield False
@@ -219,10 +185,9 @@ class LoadRun:
         return target
 
     def _fill_cache(self) -> Steps:
-        """Take the KV pages that it must have, then up to a fair share, as far as others can give it."""
+        """Take the KV pages that it must have, then up to a fair share, as far as others can give them."""
         yield from self._take_least_kv()
         host, cache = self._host, self._loader.cache
-        assert cache
         layers = cache.num_layers
         while missing := self._goal() - cache.pages_per_layer * layers:
             if host.num_spare_pages >= layers:
@@ -235,7 +200,6 @@ class LoadRun:
 
     def _take_least_kv(self) -> Steps:
         loader, cache = self._loader, self._loader.cache
-        assert cache
         self._stage = "allocating the KV cache"
         while missing := loader.least_kv_pages // cache.num_layers - cache.pages_per_layer:
             cache.grow(min(missing, self.pages_at_once))
@@ -244,9 +208,8 @@ class LoadRun:
 
     def _goal(self) -> int:
         """Pages of all its layers: its fair share, never less than it has."""
-        cache, holders = self._loader.cache, self._holders()
-        assert cache
-        share = fair_pages(holders, max(0, self._host.num_spare_pages))[self._command.instance]
+        cache = self._loader.cache
+        share = fair_pages(self._holders(), max(0, self._host.num_spare_pages))[self._command.instance]
         return max(share // cache.num_layers, cache.pages_per_layer) * cache.num_layers
 
     def _holders(self) -> list[KVHolder]:
@@ -255,12 +218,9 @@ class LoadRun:
 
     def _own_holder(self) -> KVHolder:
         cache = self._loader.cache
-        assert cache
         pages = cache.pages_per_layer * cache.num_layers
         useful = max(pages, self._loader.useful_kv_pages)
         return KVHolder(self._command.instance, cache.num_layers, pages, pages, useful, is_keen=True)
-
-    # ----------------------------------------------------------------------------- room
 
     def _make_room(self) -> Steps:
         """Wait for room for the weights, the least KV and a larger reserve."""
@@ -275,19 +235,18 @@ class LoadRun:
                 self._lend(move)
                 yield True
             else:
-                yield from self._wait(self._no_room("deferred", "and no model can give so much now"))
+                yield from self._pause(self._no_room("deferred", "and no model can give so much now"))
 
     def _claim(self) -> None:
         """Claim the pages that are not mapped yet, and a reserve for swaps."""
         loader, host = self._loader, self._host
-        assert loader.cache
         kv_pages = loader.cache.pages_per_layer * loader.cache.num_layers
         left = loader.weight_pages - self._pages_mapped + max(0, loader.least_kv_pages - kv_pages)
         host.claim(self._command.instance, Claim(left, loader.reserve_pages))
 
     def _refuse_what_never_fits(self) -> None:
         host = self._host
-        could_give = sum(one.kv_pages - _least(one) for one in host.models.values())
+        could_give = sum(one.kv_pages - one.least_kv_pages for one in host.models.values())
         if -host.num_spare_pages > could_give:
             raise self._no_room("failed", "more than idle models could give")
 
@@ -311,31 +270,11 @@ class LoadRun:
         )
 
     def _lend(self, move: Move) -> None:
-        resizer = self._host.models[move.lender].target.resizer
-        pages = min(move.pages // resizer.num_layers, PAGES_AT_ONCE)
         try:
-            resizer.lend(pages)
+            self._host.lend(move)
         except OutOfBlocks as error:
             raise NotApplied("failed", f"{move.lender} could not give its KV: {error}") from error
-
-    def _wait(self, obstacle: NotApplied) -> Steps:
-        if not self._patience.wait():
-            raise obstacle
-        yield False
-
-    # ----------------------------------------------------------------------------- the end
 
     def _return_lent_pages(self) -> None:
         while self._host.return_lent_pages():
             pass
-
-    def _over(self) -> None:
-        self._host.busy_with = ""
-        if self._host.listener:
-            self._host.listener.on_loading("")
-
-
-def _least(resident: HostedModel) -> int:
-    """KV pages that it keeps whatever happens."""
-    resizer = resident.target.resizer
-    return resizer.pages_for(resizer.min_blocks) * resizer.num_layers

@@ -1,13 +1,13 @@
-"""A model on its way into a worker that serves others: what it needs, its pages, and what they hold.
+"""A model on its way into a worker that serves others: its needs, its pages, and their contents.
 
-The engine does not know the model yet. Methods that read and compute run in the loading thread and touch no
-page of the pool. Methods that reserve and map run in the engine's thread, between steps. The loading thread
-copies contents into pages that are mapped and that no step reads.
+Methods that read and compute run in the loading thread and touch no page of the pool. Methods that reserve
+and map run in the engine's thread, between steps. The loading thread fills mapped pages that no step reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import kernels
 from bus.checkpoints import BadCheckpoint, folder_digest
 from bus.messages import PARTS, Deploy, Part
 from bus.precisions import BITS, PRECISIONS
 from worker.deploy.model_host import ModelHost
-from worker.engine.build import MIB, Shape, compile_kernels, instance_of, make_cache, useful_pages
-from worker.engine.core import EngineCore
+from worker.engine.build import MIB, compile_kernels, instance_of, make_cache, served_context, useful_pages
+from worker.engine.sequence import Limits
 from worker.memory import KVCache, VirtualRange
 from worker.memory.backend import NO_PAGE
 from worker.model import Model, ModelError, read_config
@@ -35,7 +36,7 @@ from worker.morph.target import Target
 from worker.morph.verbs import NoVariants, Variants, reserve_pages
 from worker.pipeline.split import check_degree, own_part, own_shard
 from worker.shape.copier import CopyJob
-from worker.shape.copies import SourceCopy
+from worker.shape.copies import source_copy
 from worker.shape.host_images import find_matrices
 from worker.shape.layer_order import load_order
 from worker.shape.ranges import PageMask, build_half, spans_of
@@ -43,16 +44,18 @@ from worker.shape.variants import LayerVariants
 
 MayGoOn = Callable[[], bool]
 
+log = logging.getLogger(__name__)
+
 MAP_AT_ONCE = 256  # pages: a millisecond on a CPU
 
 
 class GivenUp(Exception):
-    """Raised into what the loading thread does, when it may not go on."""
+    """Raised in the loading thread when it may not go on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of the weights that is brought in for itself."""
+    """A part of the weights that is loaded by itself."""
 
     nbytes: int
     num_pages: int
@@ -70,7 +73,8 @@ class ModelLoader:
         self.images_progress = "variants in host memory"  # with the share done, once it is known
         self.shard = own_shard(command, host.worker)
         self.variants: Variants = NoVariants()
-        self.cache: KVCache | None = None
+        self._cache: KVCache | None = None
+        self.products: list[str] = []  # the kernels of dense products, as text
         self._model: Model | None = None
 
     # ----------------------------------------------------------------------------- in the loading thread
@@ -103,10 +107,7 @@ class ModelLoader:
         self.check_unchanged(may_go_on)
 
     def check_unchanged(self, may_go_on: MayGoOn) -> None:
-        """Compare the digest again when all weights were read.
-
-        Files that are replaced meanwhile would make a model of two checkpoints.
-        """
+        """Compare the digest again: files replaced meanwhile would make a model of two checkpoints."""
         if (found := _digest(self.folder)) != self.digest:
             raise NotApplied(
                 "failed",
@@ -137,7 +138,13 @@ class ModelLoader:
         self.variants.open(Path(self.settings.host_dir), tell)
 
     def compile(self, may_go_on: MayGoOn) -> None:
-        compile_kernels(self.model, self.limits, self.pool.backend.device, bits=self.bits)
+        bits = [BITS[precision] for precision in self.variants.precisions if precision != "full"]
+        compile_kernels(self.model, self.limits, self.pool.backend.device, bits=bits)
+        self.products = kernels.choose_products(
+            self.model.dense_weights(), f"{self.digest} {self.model.dtype}"
+        )
+        for line in self.products:
+            log.info("%s: %s tokens", self.command.model, line)
 
     # ----------------------------------------------------------------------------- in the engine's thread
 
@@ -147,28 +154,35 @@ class ModelLoader:
         return self._model
 
     @property
-    def bits(self) -> list[int]:
-        return [BITS[precision] for precision in self.variants.precisions if precision != "full"]
+    def cache(self) -> KVCache:
+        assert self._cache, "its addresses were not reserved"
+        return self._cache
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks so far."""
+        return self._cache.num_blocks if self._cache else 0
 
     def reserve(self) -> None:
-        """Addresses of the weights."""
+        """Reserve addresses for the weights."""
         settings = self.settings
         self._model = reserve_model(self.config, self.plan, self.source, self.pool, self.shard)
-        self.limits = Shape(
+        self.limits = Limits(
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_model_len=self.command.max_model_len or settings.max_model_len,
+            max_model_len=served_context(self.model, self.command.max_model_len or settings.max_model_len),
             block_tokens=settings.block_tokens,
-        ).limits(self.model)
+            prefix_cache=settings.prefix_cache,
+        )
 
     def reserve_rest(self) -> None:
-        """Addresses of the variants and of the KV cache; from here on its needs are known."""
+        """Reserve addresses for the variants and the KV cache; from here on the needs are known."""
         if self.settings.variants:
             self.variants = LayerVariants(
                 self.model, self.pool, precisions=list(self._matrices), matrices=self._matrices
             )
-        self.cache = make_cache(self.pool, self.model, self.limits, self.command.model, shard=self.shard)
-        self.pieces = [*self._ends(), *self._halves()]
+        self._cache = make_cache(self.pool, self.model, self.limits, self.command.model, shard=self.shard)
+        self.pieces = list(self._pieces())
 
     @property
     def weight_pages(self) -> int:
@@ -177,14 +191,12 @@ class ModelLoader:
     @property
     def least_kv_pages(self) -> int:
         """KV pages of all layers that the model must have."""
-        assert self.cache
         longest = -(-self.limits.max_model_len // self.limits.block_tokens)
         blocks = min(self.command.blocks or longest, self.cache.max_blocks)
         return self.cache.num_layers * self.cache.pages_for(max(1, blocks))
 
     @property
     def useful_kv_pages(self) -> int:
-        assert self.cache
         return useful_pages(self.cache, self.model, self.limits)
 
     @property
@@ -193,10 +205,9 @@ class ModelLoader:
         return reserve_pages(self.variants, self.config.num_layers)
 
     def make_target(self) -> Target:
-        """Return what serves and morphs, once the layers are installed and the KV cache has pages."""
-        assert self.cache
+        """Return the instance that serves, once the layers are installed and the KV cache has pages."""
         self.model.complete()
-        instance: EngineCore = instance_of(self.command.instance, self.model, self.cache, self.limits)
+        instance = instance_of(self.command.instance, self.model, self.cache, self.limits)
         resizer = KVResizer(
             instance,
             self.cache,
@@ -207,86 +218,73 @@ class ModelLoader:
         return Target(instance, self.variants, resizer, self.order)
 
     def release(self) -> None:
-        """Every page and every address; nothing runs on them and nothing is copied any more."""
-        if self.cache:
-            self.cache.release()
-            self.cache = None
+        """Release every page and address; nothing runs on them and nothing is copied any more."""
+        if self._cache:
+            self._cache.release()
+            self._cache = None
         self.variants.release()
         self.variants = NoVariants()
         if self._model:
             self._model.release()
             self._model = None
 
-    # ----------------------------------------------------------------------------- pieces
+    def _pieces(self) -> Iterator[Piece]:
+        """Yield the embedding, the head, and the halves of all layers."""
+        places = {
+            id(plan): (layer, part)
+            for layer, halves in enumerate(self.plan.layers)
+            for part, plan in zip(PARTS, halves, strict=True)
+        }
+        for loaded, plan in zip(self.model.ranges, self.plan.ranges(), strict=True):
+            place = places.get(id(plan))
+            if place and self.settings.variants:
+                yield self._half(*place, loaded, plan)
+            else:
+                yield self._whole(loaded, plan, place)
 
-    def _ends(self) -> list[Piece]:
-        """Embedding and head."""
-        ends = [(part, plan) for part, plan in zip(self.model.ranges, self.plan.ranges(), strict=True)]
-        in_layers = {id(half) for layer in self.plan.layers for half in layer}
-        return [self._whole(loaded, plan) for loaded, plan in ends if id(plan) not in in_layers]
-
-    def _halves(self) -> list[Piece]:
-        return [
-            self._half(layer, part)
-            if self.settings.variants
-            else self._whole(*self._full(layer, part), self._install_full(layer, part))
-            for layer in range(self.config.num_layers)
-            for part in PARTS
-        ]
-
-    def _full(self, layer: int, part: Part) -> tuple[LoadedRange, RangePlan]:
-        weights = self.model.weights[layer]
-        loaded = weights.attention if part == "attention" else weights.feed_forward
-        return loaded, self.plan.layers[layer][PARTS.index(part)]
-
-    def _whole(
-        self, loaded: LoadedRange, plan: RangePlan, install: Callable[[], None] = lambda: None
-    ) -> Piece:
+    def _whole(self, loaded: LoadedRange, plan: RangePlan, place: tuple[int, Part] | None) -> Piece:
         """Return the piece of a range in full precision, the shard's part of it, from the checkpoint."""
         own = plan.at(self.shard)
         pages = own.pages(self.pool.page_bytes)
         spans = spans_of(pages, self.pool.page_bytes, plan.nbytes)
 
-        def install_it() -> None:
+        def install() -> None:
             view_mapped(loaded, own)
-            install()
+            if place:
+                half = build_half(self.model, (*place, "full"), loaded.tensors, self.shard)
+                self.model.install(place[0], half)
 
         return Piece(
             sum(end - begin for begin, end in spans),
             int(pages.sum()),
             lambda: _map_some(loaded.memory, pages),
-            lambda: SourceCopy(plan.name, plan, self.source, loaded.memory, spans, self.pool.backend.device),
-            install_it,
+            lambda: source_copy(plan.name, plan, self.source, loaded.memory, spans, self.pool.backend.device),
+            install,
         )
 
-    def _install_full(self, layer: int, part: Part) -> Callable[[], None]:
-        def install() -> None:
-            tensors = self._full(layer, part)[0].tensors
-            self.model.install(layer, build_half(self.model, (layer, part, "full"), tensors, self.shard))
-
-        return install
-
-    def _half(self, layer: int, part: Part) -> Piece:
+    def _half(self, layer: int, part: Part, loaded: LoadedRange, plan: RangePlan) -> Piece:
         """Return the piece of a half of a layer from the host's images, in the precision of the command."""
-        variants, precision = self.variants, self.command.precision
+        variants, place = self.variants, (layer, part, self.command.precision)
         assert isinstance(variants, LayerVariants)
 
         def map_it() -> bool:
-            variants.map(layer, part, precision)
+            variants.map(*place)
             return False
 
         def install() -> None:
-            if precision == "full":
-                loaded, plan = self._full(layer, part)
+            if self.command.precision == "full":
                 view_mapped(loaded, plan.at(self.shard))
-            variants.check(layer, part, precision)
-            variants.install(layer, part, precision)
+            variants.check(*place)
+            variants.install(*place)
 
-        num_pages = variants.pages(layer, part, precision)
-        job = partial(variants.copy_job, layer, part, precision)
-        place = (layer, part, precision)
         spans = variants.ranges.spans(place, variants.ranges.needed(place, self.shard))
-        return Piece(sum(end - begin for begin, end in spans), num_pages, map_it, job, install)
+        return Piece(
+            sum(end - begin for begin, end in spans),
+            variants.pages(*place),
+            map_it,
+            partial(variants.copy_job, *place),
+            install,
+        )
 
 
 def dtype_of(name: str, device: torch.device) -> torch.dtype | None:

@@ -1,26 +1,34 @@
-"""The models of one worker: what each has of the device, and who must hear that one comes or goes.
-
-The engine's thread owns it.
-"""
+"""The models of one worker: what each has of the device, and who must hear that one comes or goes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+import time
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
-from bus.messages import PARTS, InstanceCard
+from bus.messages import PARTS, InstanceCard, Retire
 from bus.settings import WorkerSettings
-from worker.deploy.kv_sharing import KVHolder
+from worker.deploy.kv_sharing import KVHolder, Move, next_move
 from worker.distributed.transport import Transport
 from worker.engine.engine import Engine
 from worker.memory import PagePool
 from worker.model import Model
+from worker.morph.manager import MorphManager
 from worker.morph.plan import Half
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
 from worker.morph.verbs import reserve_pages
 from worker.pipeline.stage_host import StageHost
+
+log = logging.getLogger(__name__)
+
+PAGES_AT_ONCE = 8  # per layer, between two steps
+# A model that lacked blocks this recently keeps its fair share: pages would otherwise move with every gap
+# between requests.
+KEEN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +53,27 @@ class HostedModel:
         return cache.pages_per_layer * cache.num_layers
 
     @property
+    def least_kv_pages(self) -> int:
+        """KV pages that the model keeps whatever happens."""
+        resizer = self.target.resizer
+        return resizer.pages_for(resizer.min_blocks) * resizer.num_layers
+
+    @property
     def idle_pages(self) -> int:
         """KV pages that are neither in use nor headroom for running sequences."""
         resizer = self.target.resizer
         return max(0, self.kv_pages - resizer.pages_for(resizer.needed_blocks()) * resizer.num_layers)
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """Free pages that a model needs while it is being loaded. `reserve_pages`: that its swaps want free."""
+class Claim(NamedTuple):
+    """Free pages that a model needs while it is being loaded."""
 
     pages: int
-    reserve_pages: int
+    reserve_pages: int  # that its swaps want free
 
 
 class HostListener:
-    """Hears of models that come and go, in the engine's thread. This base class does nothing."""
+    """Hears of models that come and go. This base class is for a worker that no requests are sent to."""
 
     def on_loading(self, model: str) -> None:
         """Show that `model` is being loaded; empty: none is any more."""
@@ -68,14 +81,12 @@ class HostListener:
     def on_loaded(self, card: InstanceCard) -> None:
         """Let requests be sent to the model."""
 
-    def on_unloading(self, instance: str) -> None:
-        """Take nothing new for the instance.
-
-        Call `ModelHost.mark_drained` when all that was sent was read.
-        """
+    def on_unloading(self, instance: str, on_drained: Callable[[], None]) -> None:
+        """Take nothing new; in the engine's thread, call `on_drained` when all that was sent was read."""
+        on_drained()
 
     def on_unload_urgent(self, instance: str) -> None:
-        """Call `ModelHost.mark_drained` at once, since the unload cannot wait any longer."""
+        """Call `on_drained` at once, since the unload cannot wait any longer."""
 
     def on_unload_aborted(self, instance: str) -> None:
         """Keep the instance after all."""
@@ -87,61 +98,43 @@ class HostListener:
 class ModelHost:
     """The models of one worker. The engine's thread owns it."""
 
-    def __init__(self, worker: str, pool: PagePool, engine: Engine, settings: WorkerSettings) -> None:
+    def __init__(
+        self, worker: str, pool: PagePool, engine: Engine, settings: WorkerSettings, morphs: MorphManager
+    ) -> None:
         self.worker, self.pool, self.engine, self.settings = worker, pool, engine, settings
+        self.morphs = morphs
         self.models: dict[str, HostedModel] = {}
-        self.listener: HostListener | None = None
+        self.listener = HostListener()
+        self.post: Callable[..., object] = lambda call, *args: call(*args)
         self.transport: Transport | None = None  # None: no other worker reaches it
         self.stages: StageHost | None = None  # of instances that others lead; None: it takes part in none
-        # An instance whose stages elsewhere are gone, and why: it is to leave.
-        self.on_lost: Callable[[str, str], None] = lambda instance, reason: None
-        # One of which a stage elsewhere is to leave: the same, when its requests have ended.
-        self.on_going: Callable[[str, str], None] = lambda instance, reason: None
-        self.add_target: Callable[[Target], None] = lambda target: None
-        self.drop_target: Callable[[str], None] = lambda instance: None
-        self.on_changed: Callable[[], None] = lambda: None  # a model came or has gone; cards may be replaced
+        self.on_changed: Callable[[], None] = lambda: None  # a model came or went; cards may be replaced
         self.busy_with = ""  # the morph whose model comes or goes; one at a time
-        self._leaving: dict[str, bool] = {}  # instances that leave, and whether nothing more will come
         self._claims: dict[str, Claim] = {}  # of models on their way in, by instance
-
-    # ----------------------------------------------------------------------------- who is here
+        self._wanted_at: dict[str, float] = {}  # when an instance last lacked KV blocks
+        self.num_kv_moves = 0
 
     def add(self, resident: HostedModel) -> None:
         """Serve the model from the next step on."""
         self.engine.add_instance(resident.target.instance)
         self.models[resident.card.id] = resident
         resident.target.resizer.kv_beside = partial(self.kv_beside, resident.card.id)
-        self.add_target(resident.target)
+        self.morphs.add(resident.target)
         self.update_reserve()
         self.on_changed()
 
     def remove(self, instance: str) -> HostedModel:
         """Stop serving the instance and return it; its pages are still mapped."""
         self.engine.remove_instance(instance).close()
-        self.drop_target(instance)
+        del self.morphs.targets[instance]
+        self._wanted_at.pop(instance, None)
         return self.models.pop(instance)
 
-    def begin_unload(self, instance: str) -> None:
-        """Let the instance take nothing new."""
-        self._leaving[instance] = self.listener is None
-        if self.listener:
-            self.listener.on_unloading(instance)
-
-    def mark_drained(self, instance: str) -> None:
-        """Note that no request comes to the instance any more."""
-        if instance in self._leaving:
-            self._leaving[instance] = True
-
-    def is_drained(self, instance: str) -> bool:
-        return self._leaving[instance]
-
-    def end_unload(self, instance: str, *, is_gone: bool) -> None:
-        """End the unload: the instance is gone, or it stays where the unload was aborted."""
-        self._leaving.pop(instance, None)
-        if is_gone:
-            self.on_changed()
-        if self.listener:
-            (self.listener.on_unloaded if is_gone else self.listener.on_unload_aborted)(instance)
+    def retire(self, instance: str, reason: str, wait_s: float) -> None:
+        """Unload an instance whose stages elsewhere are gone or leave. wait_s: for its requests to end."""
+        log.info("%s is retired: %s", instance, reason)
+        name = f"lost-{instance}-{time.time_ns()}"
+        self.morphs.begin(Retire(id=name, epoch=self.morphs.epoch, instance=instance, wait_s=wait_s))
 
     # ----------------------------------------------------------------------------- pages
 
@@ -152,7 +145,8 @@ class ModelHost:
     @property
     def reserve_pages(self) -> int:
         """Free pages that allow any layer of any model to be swapped down."""
-        of_models = [_reserve_of(one.target) for one in self.models.values()]
+        models = self.models.values()
+        of_models = [reserve_pages(one.target.variants, len(one.target.instance.shape)) for one in models]
         return max([*of_models, *(claim.reserve_pages for claim in self._claims.values())], default=0)
 
     def claim(self, instance: str, claim: Claim | None) -> None:
@@ -176,30 +170,50 @@ class ModelHost:
         """Free pages beyond every claim and reserve; negative: that many are missing."""
         return self.pool.num_free - self.reserve_pages - self._num_claimed
 
-    def return_lent_pages(self) -> bool:
-        """Return some KV pages to the models that lent them, or take some back.
+    def share_kv(self, but: Container[str]) -> bool:
+        """Move a few KV pages to a model that misses blocks, from any whose name is not in `but`.
 
-        Returns False if there is nothing more to do.
+        Returns whether it did. Pages that are too few for each layer of the borrower stay free until later.
         """
+        now = time.monotonic()
+        for name, one in self.models.items():
+            if one.target.instance.scheduler.num_blocks_wanted:
+                self._wanted_at[name] = now
+        if now not in self._wanted_at.values():
+            return False
+        keen = {name for name, wanted_at in self._wanted_at.items() if now - wanted_at < KEEN_S}
+        sharing = [one for name, one in self.models.items() if name not in but]
+        holders = [holder_of(one, is_keen=one.card.id in keen) for one in sharing]
+        if (move := next_move(holders, self.num_spare_pages)) is None:
+            return False
+        if move.lender:
+            self.lend(move)
+        borrower = self.models[move.borrower].target.resizer
+        if pages := min(move.pages // borrower.num_layers, borrower.growable(), PAGES_AT_ONCE):
+            borrower.borrow(pages)
+            self.num_kv_moves += 1
+        return True
+
+    def lend(self, move: Move) -> None:
+        """Free a few pages of each layer of the lender's KV. Raises OutOfBlocks."""
+        lender = self.models[move.lender].target.resizer
+        lender.lend(min(move.pages // lender.num_layers, PAGES_AT_ONCE))
+
+    def return_lent_pages(self) -> bool:
+        """Return some KV pages to the models that lent them. Returns False if there is nothing more to do."""
         return any(_take_back(resizer) for resizer in self.resizers) or any(map(_get_back, self.resizers))
 
     def who_has_what(self) -> str:
         """Describe how the pages are spread, for messages."""
-        parts = []
-        for resident in self.models.values():
-            needed = resident.kv_pages - resident.idle_pages
-            parts.append(
-                f"{resident.card.id} has {resident.weight_pages} of weights and {resident.kv_pages} of KV"
-                f" ({needed} of them needed)"
-            )
+        parts = (
+            f"{name} has {one.weight_pages} of weights and {one.kv_pages} of KV"
+            f" ({one.kv_pages - one.idle_pages} of them needed)"
+            for name, one in self.models.items()
+        )
         return "; ".join(parts) or "no other model is here"
 
     def kv_beside(self, instance: str, missing: int) -> str:
-        """Describe the KV of other models, for the reason of an order that misses `missing` pages.
-
-        It says how much of that KV is idle, and that an order calls none of it back. Returns "" if there is
-        none.
-        """
+        """Return the KV of other models, for the reason of an order that misses `missing` pages, or ""."""
         others = [one for name, one in self.models.items() if name != instance and one.kv_pages]
         if not others:
             return ""
@@ -233,11 +247,7 @@ def holder_of(resident: HostedModel, *, is_keen: bool = False) -> KVHolder:
 
 
 def max_blocks(target: Target, degree: int) -> int:
-    """Return the KV blocks that no order can exceed.
-
-    The memory less the least that the layers take, in their fewest bits and with the FFN divided among
-    `degree` workers.
-    """
+    """Return the KV blocks that no order can exceed, with layers in their fewest bits and at `degree`."""
     cache, variants = target.resizer.cache, target.variants
     pages = cache.pool.num_pages
     for layer in range(cache.num_layers):
@@ -246,13 +256,6 @@ def max_blocks(target: Target, degree: int) -> int:
         )
         pages -= attention + ffn // degree
     return cache.blocks_in(max(0, pages) // cache.num_layers)
-
-
-def _reserve_of(target: Target) -> int:
-    return reserve_pages(target.variants, len(target.instance.shape))
-
-
-PAGES_AT_ONCE = 8  # per layer, between two steps
 
 
 def _take_back(resizer: KVResizer) -> bool:

@@ -1,64 +1,48 @@
 """Load one stage of several: as `worker.deploy.load`, up to where the stages meet.
 
-::
-
-    a later stage   its weights, as much KV as there is room for; then it waits until its leader has fixed
-                    the number of blocks
-    the first one   its weights and KV; then it asks the others, and a first request goes through all of them
-
-A stage without a leader, since the leader's Deploy failed or was cancelled, gives its pages back.
+A later stage waits until its leader has fixed the number of blocks. Without a leader it gives its pages back.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator
 from dataclasses import replace
+from functools import partial
 
-from bus.messages import Deploy, InstanceCard, Part
-from bus.precisions import Precision
-from worker.deploy.load import LoadRun, Steps
+from bus.messages import Deploy, InstanceCard
+from worker.deploy.load import LoadRun
 from worker.deploy.model_host import ModelHost
 from worker.distributed.messages import Peer
 from worker.engine.build import canary_steps
 from worker.morph.resizer import KVResizer
-from worker.morph.run import Clock, NotApplied
+from worker.morph.run import NotApplied, Peers, Steps
 from worker.morph.target import Target
-from worker.morph.verbs import Variants
+from worker.morph.verbs import NoVariants
 from worker.pipeline.build import start_leading
 from worker.pipeline.executor import PipelineExecutor
 from worker.pipeline.pipeline import PipelineLost, RemoteStage
 from worker.pipeline.split import leader_of, pipeline_of
 from worker.pipeline.stage_host import StageHost
 from worker.pipeline.stage_runner import LoadedStage
-from worker.shape.copier import Copier, CopyJob
+from worker.shape.copier import Copier
 
+# For requests to end before a stage elsewhere leaves; that worker does not wait longer than it may itself.
+GOING_WAIT_S = 30.0
 JOIN_WITHIN_S = 300.0  # for the leader's own load; who orders it gives up before
 
 
 class StageLoadRun(LoadRun):
-    """The load of a later stage, or of another rank of the first.
+    """The load of a later stage, or of another rank of the first; it gets no requests and shows no card."""
 
-    No requests come here, so no card is shown.
-    """
-
-    def __init__(
-        self,
-        command: Deploy,
-        host: ModelHost,
-        copier: Copier,
-        *,
-        clock: Clock = time.monotonic,
-    ) -> None:
+    def __init__(self, command: Deploy, host: ModelHost, copier: Copier) -> None:
         """Prepare the load of one stage. Raises NotApplied."""
-        super().__init__(command, host, copier, clock=clock)
+        super().__init__(command, host, copier)
         _refuse_second_group(command, host)
 
     def _serve(self) -> Steps:
         command, loader = self._command, self._loader
         _refuse_second_group(command, self._host)  # another may have come meanwhile
         yield from self._fill_cache()
-        assert loader.cache
         loader.model.complete()
         part = LoadedStage(
             pipeline_of(command),
@@ -94,17 +78,9 @@ class StageLoadRun(LoadRun):
 class PipelineLoadRun(LoadRun):
     """The load of the first stage, which leads the pipeline."""
 
-    def __init__(
-        self,
-        command: Deploy,
-        host: ModelHost,
-        copier: Copier,
-        peers: Mapping[str, Peer],
-        *,
-        clock: Clock = time.monotonic,
-    ) -> None:
+    def __init__(self, command: Deploy, host: ModelHost, copier: Copier, peers: Peers) -> None:
         """peers: by worker, where the stages are reached. Raises NotApplied where one is missing."""
-        super().__init__(command, host, copier, clock=clock)
+        super().__init__(command, host, copier)
         self._beside = [_peer(command, 0, worker, peers) for worker in command.stages[0].workers[1:]]
         self._behind = [_behind(command, number, peers) for number in range(1, len(command.stages))]
         _refuse_second_group(command, host)
@@ -114,7 +90,6 @@ class PipelineLoadRun(LoadRun):
         _refuse_second_group(command, host)  # another may have come meanwhile
         yield from self._fill_cache()
         cache = loader.cache
-        assert cache
         loader.model.complete()
         self._stage = "waiting for the other stages"
         try:
@@ -141,12 +116,18 @@ class PipelineLoadRun(LoadRun):
         except BaseException:
             instance.close()
             raise
-        instance.on_lost = lambda reason: host.on_lost(command.instance, reason)
+        instance.on_lost = partial(host.retire, command.instance, wait_s=0.0)
         assert isinstance(instance.executor, PipelineExecutor)
-        instance.executor.on_going = lambda reason: host.on_going(command.instance, reason)
+        instance.executor.on_going = partial(host.retire, command.instance, wait_s=GOING_WAIT_S)
         useful = min(loader.useful_kv_pages, cache.num_layers * cache.pages_per_layer)
         resizer = KVResizer(instance, cache, reserve_pages=0, useful_pages=useful, owns_rest=False)
-        kept = KeptVariants(loader.variants, command.precision, cache.num_layers)
+        # The layers of a pipeline do not swap. Those behind this stage have no page here.
+        own, loaded = range(cache.num_layers), loader.variants
+        kept = NoVariants(
+            command.precision,
+            lambda layer, *half: loaded.pages(layer, *half) if layer in own else 0,
+            loaded.release,
+        )
         return Target(instance, kept, resizer, loader.order)
 
     def _card(self, target: Target) -> InstanceCard:
@@ -162,15 +143,13 @@ class PipelineLoadRun(LoadRun):
         )
 
 
-def _behind(command: Deploy, number: int, peers: Mapping[str, Peer]) -> RemoteStage:
+def _behind(command: Deploy, number: int, peers: Peers) -> RemoteStage:
     stage = command.stages[number]
-    first, *others = [_peer(command, number, worker, peers) for worker in stage.workers or [""]]
-    return RemoteStage(
-        first.worker, first.epoch, first.address, first.key, stage.first, stage.end, tuple(others)
-    )
+    workers = [_peer(command, number, worker, peers) for worker in stage.workers or [""]]
+    return RemoteStage(stage.first, stage.end, workers)
 
 
-def _peer(command: Deploy, number: int, worker: str, peers: Mapping[str, Peer]) -> Peer:
+def _peer(command: Deploy, number: int, worker: str, peers: Peers) -> Peer:
     peer = peers.get(worker)
     if peer is None:
         why = f"stage {number} at {worker} cannot be reached: it is not there, or has no worker.group_host"
@@ -179,7 +158,7 @@ def _peer(command: Deploy, number: int, worker: str, peers: Mapping[str, Peer]) 
 
 
 def _refuse_second_group(command: Deploy, host: ModelHost) -> None:
-    """Why: `worker.pipeline.ranks`."""
+    """Raise NotApplied for a second group of ranks (`worker.pipeline.ranks`)."""
     stages = _stages(host)
     leads = any(one.card.pp > 1 and one.card.tp > 1 for one in host.models.values())
     if len(command.stages[0].workers) > 1 and (stages.has_ranks or leads):
@@ -191,28 +170,3 @@ def _stages(host: ModelHost) -> StageHost:
     if host.stages is None:
         raise NotApplied("failed", "this worker takes no part in pipelines: worker.group_host is empty")
     return host.stages
-
-
-class KeptVariants:
-    """Layers that keep the precision they were deployed in: the layers of a pipeline do not swap.
-
-    Layers behind this stage are known, and have no page here.
-    """
-
-    def __init__(self, loaded: Variants, precision: Precision, num_layers: int) -> None:
-        self.precisions: Sequence[Precision] = (precision,)
-        self._loaded, self._num_layers = loaded, num_layers
-
-    def pages(self, layer: int, part: Part, precision: Precision) -> int:
-        return self._loaded.pages(layer, part, precision) if layer < self._num_layers else 0
-
-    def map(self, layer: int, part: Part, precision: Precision) -> None:
-        raise NotImplementedError
-
-    def copy_job(self, layer: int, part: Part, precision: Precision) -> CopyJob:
-        raise NotImplementedError
-
-    check = install = unmap = map
-
-    def release(self) -> None:
-        self._loaded.release()

@@ -1,6 +1,6 @@
-"""The models of a worker's settings, loaded as a Deploy loads one, before the engine's thread starts.
+"""The models of a worker's settings, loaded before the engine's thread starts.
 
-All are loaded before the first gets its KV cache: so each starts with its fair share of the pages.
+All are loaded before the first gets its KV cache, so that each starts with its fair share of the pages.
 """
 
 from __future__ import annotations
@@ -12,21 +12,17 @@ from pathlib import Path
 
 from bus.messages import Deploy, MorphOutcome
 from worker.deploy.kv_sharing import KVHolder
-from worker.deploy.load import LoadRun, Steps
+from worker.deploy.load import LoadRun
 from worker.deploy.model_host import ModelHost
 from worker.model.weights import check_budget
-from worker.morph.run import NotApplied
+from worker.morph.run import NotApplied, Steps
 from worker.shape.copier import Copier
 
 WAIT_S = 0.1  # at most, between two looks at what the loading thread does
 
 
 def serve_models(folders: Mapping[str, Path], host: ModelHost, progress: Callable[[str], None]) -> None:
-    """Load and serve the models in `folders`, by name.
-
-    progress: called often, with what is done now; what it raises ends the loading. Raises NotApplied for
-    what cannot work, and keeps no page then.
-    """
+    """Load and serve the models in `folders`, by name. Raises NotApplied, and whatever `progress` raises."""
     woken = threading.Event()
     copier = Copier(woken.set)
     with ExitStack() as undo:
@@ -66,13 +62,7 @@ class StartUpRun(LoadRun):
 
     pages_at_once = 1 << 10  # no step waits
 
-    def __init__(
-        self,
-        command: Deploy,
-        host: ModelHost,
-        copier: Copier,
-        together: list[StartUpRun],
-    ) -> None:
+    def __init__(self, command: Deploy, host: ModelHost, copier: Copier, together: list[StartUpRun]) -> None:
         """together: all models that are loaded together with this one."""
         super().__init__(command, host, copier)
         self.model = command.model
@@ -99,7 +89,6 @@ class StartUpRun(LoadRun):
     def _no_room(self, state: MorphOutcome, why: str) -> NotApplied:
         """Say what is missing in terms of the settings: a restart finds no other model to shrink."""
         loader, pool, cache = self._loader, self._host.pool, self._loader.cache
-        assert cache
         check_budget(loader.config, loader.plan, pool, loader.weight_pages)
         reserve, left = self._host.reserve_pages, pool.num_free - loader.weight_pages
         kept = f" ({reserve} are kept for swaps)" if reserve else ""

@@ -1,7 +1,6 @@
-"""How the rows of one stage of an exchange get from rank to rank.
+"""The transport of one stage of an exchange between ranks.
 
-Between CPU devices through outboxes, where the system lets processes see each other's memory; else, and
-between GPUs, as messages of the group.
+Between CPU devices through outboxes, where processes can see each other's memory; else as messages.
 """
 
 from __future__ import annotations
@@ -10,31 +9,22 @@ import logging
 import mmap
 import os
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from worker.distributed.communicator import Communicator
 
 
 class Outboxes:
-    """A rank has two of `nbytes`, in turn: one is filled while others may still read the one before it.
-
-    Holds no reference to its group, as whose part it is kept.
-    """
+    """Shared buffers of each rank, two of `nbytes` in turn: one is filled while others may read the other."""
 
     def __init__(self, group: Communicator, nbytes: int) -> None:
-        """Every rank calls it, with the same number.
-
-        Raises OSError, on all ranks, where one cannot reach the memory of another (a container of its own,
-        another user), and PeerLost.
-        """
+        """Make them; every rank calls it alike. Raises PeerLost, and OSError on all if one is not reached."""
         self._rank, self.nbytes = group.rank, nbytes
         self._turn = 0
         fd = os.memfd_create("instar-outbox")
@@ -59,10 +49,7 @@ class Outboxes:
         return self._parts[self._rank][self._turn % 2]
 
     def turn(self, group: Communicator) -> list[torch.Tensor]:
-        """When every rank has filled its own: those of all, by rank, to be read before the next `turn`.
-
-        Raises PeerLost.
-        """
+        """Wait for all ranks; return their filled outboxes, valid until the next `turn`. Raises PeerLost."""
         here = torch.zeros(group.size, 1, dtype=torch.uint8)
         each = [1] * group.size
         group.all_to_all(torch.empty_like(here), here, each, each)  # at once; a sum goes round a ring
@@ -92,90 +79,67 @@ def _reach(pid: int, fd: int, name: int, nbytes: int) -> torch.Tensor | None:
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Rows of this rank that go to, or come from, each subgroup in one stage (none of its own)."""
-
-    by_subgroup: list[npt.NDArray[np.int64]]
-
-    @property
-    def num(self) -> int:
-        return sum(map(len, self.by_subgroup))
-
-    def all(self) -> npt.NDArray[np.int64]:
-        return np.concatenate(self.by_subgroup)
-
-    def sizes(self, peers: Sequence[int], size: int) -> list[int]:
-        """Return the number of rows for each rank of the group."""
-        sizes = [0] * size
-        for peer, places in zip(peers, self.by_subgroup, strict=True):
-            sizes[peer] = len(places)
-        return sizes
+Fill = Callable[[int, torch.Tensor], None]  # writes what goes to a peer into uint8 [its bytes]
 
 
 class Carrier(Protocol):
     nbytes: int  # of memory that it takes
+    per_peer: int  # the most bytes to or from one peer in one stage
 
-    def carry(self, rows: torch.Tensor, out: Places, come: Places) -> None:
-        """Send `out` of rows [N, row], and put what comes to `come`.
+    def trade(self, out: Sequence[int], come: Sequence[int], fill: Fill) -> list[torch.Tensor]:
+        """Send out[j] bytes to each peer j, which `fill` writes. Returns the come[j] bytes of each.
 
-        Raises PeerLost; then nothing has been put.
+        They are valid until the next call. Both are 0 for this rank itself. Raises PeerLost.
         """
 
 
 class Messages:
-    def __init__(self, rows: torch.Tensor, group: Communicator, peers: Sequence[int], per_peer: int) -> None:
-        """per_peer: the most rows to or from one of them in one stage."""
-        self._group, self._peers = group, peers
-        self._sent = rows.new_empty((len(peers) - 1) * per_peer, rows.shape[1])
-        self._received = torch.empty_like(self._sent)
-        self.nbytes = self._sent.nbytes + self._received.nbytes
+    """Sends and receives by collective operations of the group."""
 
-    def carry(self, rows: torch.Tensor, out: Places, come: Places) -> None:
-        sent, received = self._sent[: out.num], self._received[: come.num]
-        _take(rows, out.all(), sent)
-        sizes = (places.sizes(self._peers, self._group.size) for places in (come, out))
-        self._group.all_to_all(received, sent, *sizes)
-        _put(rows, come.all(), received)
+    def __init__(
+        self, device: torch.device, group: Communicator, peers: Sequence[int], per_peer: int
+    ) -> None:
+        self._group, self._peers, self.per_peer = group, peers, per_peer
+        self._sent = torch.empty((len(peers) - 1) * per_peer, dtype=torch.uint8, device=device)
+        self._received = torch.empty_like(self._sent)
+        self.nbytes = 2 * self._sent.nbytes
+
+    def trade(self, out: Sequence[int], come: Sequence[int], fill: Fill) -> list[torch.Tensor]:
+        sent, received = self._sent[: sum(out)], self._received[: sum(come)]
+        for peer, part in enumerate(sent.split(list(out))):
+            if len(part):
+                fill(peer, part)
+        self._group.all_to_all(received, sent, self._by_rank(come), self._by_rank(out))
+        return list(received.split(list(come)))
+
+    def _by_rank(self, sizes: Sequence[int]) -> list[int]:
+        by_peer = dict(zip(self._peers, sizes, strict=True))
+        return [by_peer.get(rank, 0) for rank in range(self._group.size)]
 
 
 class Shared:
-    """Carries rows over outboxes, each with a slot for every other peer."""
+    """Sends through outboxes: a slot for each other peer, or one for all where they get the same bytes."""
 
-    def __init__(self, boxes: Outboxes, group: Communicator, peers: Sequence[int], per_peer: int) -> None:
-        self._boxes, self._group, self._peers, self._per_peer = boxes, group, peers, per_peer
-        self._own = peers.index(group.rank)
+    def __init__(
+        self, boxes: Outboxes, group: Communicator, peers: Sequence[int], per_peer: int, is_alike: bool
+    ) -> None:
+        self._boxes, self._group, self._peers, self.per_peer = boxes, group, peers, per_peer
+        self._own, self._is_alike = peers.index(group.rank), is_alike
         self.nbytes = 2 * boxes.nbytes
 
-    def carry(self, rows: torch.Tensor, out: Places, come: Places) -> None:
-        box = self._boxes.own
-        for peer, places in enumerate(out.by_subgroup):
-            if len(places):
-                _take(rows, places, self._slot(box, rows, self._own, peer)[: len(places)])
+    def trade(self, out: Sequence[int], come: Sequence[int], fill: Fill) -> list[torch.Tensor]:
+        receivers = [peer for peer, size in enumerate(out) if size]
+        for peer in receivers[:1] if self._is_alike else receivers:
+            fill(peer, self._slot(self._boxes.own, self._own, peer, out[peer]))
         boxes = self._boxes.turn(self._group)
-        for peer, places in enumerate(come.by_subgroup):
-            if len(places):
-                source = self._slot(boxes[self._peers[peer]], rows, peer, self._own)
-                _put(rows, places, source[: len(places)])
+        return [
+            self._slot(boxes[rank], peer, self._own, size)
+            for peer, (rank, size) in enumerate(zip(self._peers, come, strict=True))
+        ]
 
-    def _slot(self, box: torch.Tensor, rows: torch.Tensor, sender: int, receiver: int) -> torch.Tensor:
-        """Return the slot of one sender and receiver: [per_peer, row]."""
-        row_bytes = rows.shape[1] * rows.itemsize
-        first = (receiver - (receiver > sender)) * self._per_peer
-        part = box[first * row_bytes : (first + self._per_peer) * row_bytes]
-        return part.view(rows.dtype).view(self._per_peer, -1)
-
-
-def _take(rows: torch.Tensor, places: npt.NDArray[np.int64], out: torch.Tensor) -> None:
-    torch.index_select(rows, 0, torch.from_numpy(places).to(rows.device), out=out)
-
-
-def _put(rows: torch.Tensor, places: npt.NDArray[np.int64], source: torch.Tensor) -> None:
-    if rows.device.type == "cpu":
-        rows.numpy()[places] = source.numpy()  # a row at once; torch goes word by word, 1.6 times as long
-    else:
-        rows.index_copy_(0, torch.from_numpy(places).to(rows.device), source)
+    def _slot(self, box: torch.Tensor, sender: int, receiver: int, size: int) -> torch.Tensor:
+        at = 0 if self._is_alike else (receiver - (receiver > sender)) * self.per_peer
+        return box[at : at + size]
 
 
 # Made at a group's first exchange and kept as long as it: to make memory takes longer than to fill it.
@@ -183,21 +147,33 @@ _boxes: WeakKeyDictionary[Communicator, Outboxes | None] = WeakKeyDictionary()
 
 
 def carrier_for(
-    rows: torch.Tensor, group: Communicator, peers: Sequence[int], per_peer: int, nbytes: int
+    device: torch.device,
+    group: Communicator,
+    peers: Sequence[int],
+    stage_bytes: int,
+    unit_bytes: int,
+    *,
+    is_alike: bool = False,
 ) -> Carrier:
-    """Every rank calls it, with the same numbers. nbytes: of an outbox, unless a stage takes more."""
-    if rows.device.type != "cpu":
-        return Messages(rows, group, peers, per_peer)
-    needed = max(nbytes // rows.itemsize, (len(peers) - 1) * per_peer * rows.shape[1]) * rows.itemsize
-    boxes = outboxes_of(group, needed)
-    return Shared(boxes, group, peers, per_peer) if boxes else Messages(rows, group, peers, per_peer)
+    """Return a carrier with buffers of `stage_bytes`, or of a unit for each peer. Every rank calls it alike.
+
+    unit_bytes: a multiple of 8; stages are whole units. is_alike: every peer gets the same bytes.
+    """
+
+    def per_peer(slots: int) -> int:
+        return max(1, stage_bytes // (2 * slots * unit_bytes)) * unit_bytes
+
+    others = len(peers) - 1
+    if device.type == "cpu":
+        slots = 1 if is_alike else others
+        each = per_peer(slots)
+        if boxes := outboxes_of(group, max(stage_bytes // 16 * 8, slots * each)):
+            return Shared(boxes, group, peers, each, is_alike)
+    return Messages(device, group, peers, per_peer(others))
 
 
 def outboxes_of(group: Communicator, nbytes: int) -> Outboxes | None:
-    """Return outboxes of at least `nbytes` each for a group of CPU devices.
-
-    None where the system does not allow them. Every rank calls it, with the same number.
-    """
+    """Return outboxes of CPU devices, None where the system forbids them. Every rank calls it alike."""
     boxes = _boxes.get(group)
     if group not in _boxes or (boxes and boxes.nbytes < nbytes):
         try:

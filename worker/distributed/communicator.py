@@ -1,8 +1,6 @@
 """Collective communication of one group of ranks, without a process-wide default group.
 
-Gloo between CPU devices, NCCL between distinct GPUs, and gloo by way of host memory where two workers share
-one. A process may hold many communicators: they are values, made ahead for the groups that may form, and
-thrown away with the death of a member.
+Gloo between CPU devices, NCCL between GPUs, and gloo by way of host memory for workers that share one.
 """
 
 from __future__ import annotations
@@ -14,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 from torch.distributed import ProcessGroupGloo, Store, Work
+
+Sizes = Sequence[int]  # rows to or from each rank, in their order
 
 
 class PeerLost(RuntimeError):
@@ -33,17 +33,10 @@ class Communicator(Protocol):
     def all_reduce(self, x: torch.Tensor) -> None:
         """X becomes the sum over all ranks, the same bits on each."""
 
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_sizes: Sequence[int],
-        sent_sizes: Sequence[int],
-    ) -> None:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, come: Sizes, out: Sizes) -> None:
         """Send rows of `sent` to the ranks in their order, and receive theirs.
 
-        sent [sum(sent_sizes), ...] goes out, so many rows to each rank; received [sum(received_sizes), ...]
-        gets what they sent here. Contiguous tensors of one dtype.
+        sent: [sum(out), ...]; received: [sum(come), ...]. Contiguous tensors of one dtype.
         """
 
     def close(self) -> None:
@@ -62,14 +55,8 @@ class TorchCommunicator:
         if x.numel():
             self._wait(lambda group: group.allreduce([x]))
 
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_sizes: Sequence[int],
-        sent_sizes: Sequence[int],
-    ) -> None:
-        sizes = list(received_sizes), list(sent_sizes)
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, come: Sizes, out: Sizes) -> None:
+        sizes = list(come), list(out)
         self._wait(lambda group: group.alltoall_base(received, sent, *sizes))
 
     def close(self) -> None:
@@ -107,18 +94,12 @@ class Staged:
         self._group.all_reduce(host)
         x.copy_(host)
 
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_sizes: Sequence[int],
-        sent_sizes: Sequence[int],
-    ) -> None:
-        self._sent, out = self._like(self._sent, sent)
-        self._received, come = self._like(self._received, received)
-        out.copy_(sent)
-        self._group.all_to_all(come, out, received_sizes, sent_sizes)
-        received.copy_(come)
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, come: Sizes, out: Sizes) -> None:
+        self._sent, here = self._like(self._sent, sent)
+        self._received, came = self._like(self._received, received)
+        here.copy_(sent)
+        self._group.all_to_all(came, here, come, out)
+        received.copy_(came)
 
     def close(self) -> None:
         self._group.close()
@@ -167,11 +148,7 @@ def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def share_a_gpu(store: Store, rank: int, size: int, gpu: str) -> bool:
-    """Return whether two of the ranks that meet in `store` have the same GPU.
-
-    gpu: this rank's, by a name that is unique across hosts. Raises RuntimeError if a rank does not come
-    within the store's timeout.
-    """
+    """Return whether two ranks have the same GPU. gpu: a name unique across hosts. Raises RuntimeError."""
     store.set(f"gpu of {rank}", gpu)
     return len({store.get(f"gpu of {other}") for other in range(size)}) < size
 

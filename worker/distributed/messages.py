@@ -1,24 +1,18 @@
 """Messages between workers: one msgpack struct per frame, some with one tensor as payload.
 
-Three kinds share a connection's format, and each kind has its own receiver:
-
-==================  ============================================================================
-`GroupMessage`      members of a tensor-parallel group: forming it, its steps, its end
-`PipelineMessage`   the leader of a pipeline, the workers of its stages, and stage to stage
-`ProbeMessage`      a worker that measures its links to another one
-==================  ============================================================================
-
-The leader of a pipeline has a link to every other worker of the pipeline; the first rank of each later stage
-opens links to all ranks of the next. Along these links `RunStage` and `MoveBlocks` keep the order of the
-steps. The first rank of the last stage answers to the leader.
+The leader of a pipeline has a link to every other worker; the first rank of each later stage has links to all
+ranks of the next. Along these, steps and moves of blocks keep their order; the last stage answers the leader.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Literal
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from bus.messages import LayerShape, Number, Part
 from bus.precisions import Precision
@@ -115,10 +109,7 @@ class LeadSubgroup(GroupMessage, frozen=True, kw_only=True, tag=True):
 
 
 class Abort(GroupMessage, frozen=True, kw_only=True, tag=True):
-    """The coordinator decided: the change does not happen and the old shape serves on.
-
-    A future leader of a subgroup sends it too, when it will not use its link.
-    """
+    """The change does not happen: sent by the coordinator, and by a future leader over its unused link."""
 
     reason: str
 
@@ -137,14 +128,10 @@ class MoveBoundary(Action, frozen=True, kw_only=True, tag=True):
 
 
 class FinishMerge(Action, frozen=True, kw_only=True, tag=True):
-    """Use one set of blocks, since all layers are at the high degree.
+    """Use one set of blocks, since all layers are at the high degree."""
 
-    `blocks` in all, in `pages` of each layer by rank; `is_probed`: all measure how fast they send each
-    other, since nothing has told it yet.
-    """
-
-    blocks: int
-    pages: list[int]  # by rank
+    blocks: int  # in all
+    pages: list[int]  # of each layer, by rank
     is_probed: bool = False  # members measure the bandwidth between them, which is not known yet
 
 
@@ -223,50 +210,23 @@ class ShrinkKV(Action, frozen=True, kw_only=True, tag=True):
 
 
 class EnterGroup(Action, frozen=True, kw_only=True, tag=True):
-    """Make this group a subgroup of the one that its members have voted for.
+    """Make this group a subgroup of the one that its members have voted for."""
 
-    `blocks`: of every subgroup.
-    """
-
-    blocks: int
+    blocks: int  # of every subgroup
 
 
-Actions = (
-    PrepareHalf
-    | InstallHalf
-    | DropHalf
-    | GrowKV
-    | ShrinkKV
-    | EnterGroup
-    | MoveBoundary
-    | FinishMerge
-    | Announce
-    | CountBlocks
-    | BeginSplit
-    | EndSplit
-    | LendBlocks
+MorphActions = PrepareHalf | InstallHalf | DropHalf | GrowKV | ShrinkKV
+GroupActions = (
+    EnterGroup | MoveBoundary | FinishMerge | Announce | CountBlocks | BeginSplit | EndSplit | LendBlocks
 )
+Actions = MorphActions | GroupActions
 
 
 # --------------------------------------------------------------------------- steps
 
 
-class PackedInput(msgspec.Struct, frozen=True, kw_only=True):
-    """`worker.engine.input_batch.ModelInput` with arrays as the bytes they have in memory."""
-
-    token_ids: bytes
-    q_lens: bytes
-    context_lens: bytes
-    blocks: bytes
-    logit_rows: bytes
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids) // np.dtype(np.int64).itemsize
-
-
 class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What morphs need to know of one member's memory; pages are the member's own."""
+    """The memory of one member, as morphs need to know it; pages are the member's own."""
 
     free_pages: int  # of the device
     spare_pages: int  # of these, beyond the reserve for swaps; below 0: so many are missing from it
@@ -283,14 +243,11 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ready(GroupMessage, frozen=True, kw_only=True, tag=True):
-    """A member tells the leader what it has for the step.
-
-    It may come again, with more, until the step is called.
-    """
+    """A member's report to the leader before a step. Until the step is called a later one replaces it."""
 
     rank: int
     step: int
-    work: PackedInput | None
+    work: ModelInput | None
     spare: int  # blocks that nothing here needs soon
     wanted: int  # blocks that its next sequence misses
     wanting_s: float  # how long the oldest that misses some has been there
@@ -308,7 +265,7 @@ class Step(GroupMessage, frozen=True, kw_only=True, tag=True):
     """The leader calls a step: the inputs to run, and the actions that follow. Lists are by rank."""
 
     step: int
-    works: list[PackedInput | None]
+    works: list[ModelInput | None]
     allowed: list[int]  # tokens of each planner in the next one
     used: list[list[int]]
     num_used: list[int]
@@ -330,10 +287,9 @@ class GroupEnded(GroupMessage, frozen=True, kw_only=True, tag=True):
 
 
 class JoinPipeline(PipelineMessage, frozen=True, kw_only=True, tag=True):
-    """First message of the leader: you are this rank of this stage.
+    """First message of the leader: you are this rank of this stage. Answered by PipelineJoined.
 
-    `next`: all ranks of the next stage, for the first rank of a stage that is not the last. Answered by
-    PipelineJoined.
+    `next`: all ranks of the next stage, for the first rank of a stage that is not the last.
     """
 
     leader: str
@@ -366,10 +322,7 @@ class PipelineJoined(PipelineMessage, frozen=True, kw_only=True, tag=True):
 
 
 class StartPipeline(PipelineMessage, frozen=True, kw_only=True, tag=True):
-    """The leader fixes the number of KV blocks and lets the ranks of each stage meet.
-
-    Answered by PipelineStarted or StageFailed.
-    """
+    """KV blocks and, for several ranks, their rendezvous. Answered by PipelineStarted or StageFailed."""
 
     blocks: int
     rendezvous: str = ""
@@ -406,13 +359,10 @@ class EndPipeline(PipelineMessage, frozen=True, kw_only=True, tag=True):
 
 
 class RunStage(PipelineMessage, frozen=True, kw_only=True, tag=True):
-    """One step; the payload is the residual [T, H].
-
-    The work has no token ids: later stages read the residual.
-    """
+    """One step; the payload is the residual [T, H]."""
 
     step: int
-    work: PackedInput
+    work: ModelInput
 
 
 class MoveBlocks(PipelineMessage, frozen=True, kw_only=True, tag=True):
@@ -423,10 +373,7 @@ class MoveBlocks(PipelineMessage, frozen=True, kw_only=True, tag=True):
 
 
 class StageOutput(PipelineMessage, frozen=True, kw_only=True, tag=True):
-    """Answer of the last stage to the leader.
-
-    The payload is the residual [R, H] of the rows whose logits are wanted.
-    """
+    """Answer of the last stage: the payload is the residual [R, H] of the rows whose logits are wanted."""
 
     step: int
 
@@ -458,67 +405,32 @@ class ProbeFailed(ProbeMessage, frozen=True, kw_only=True, tag=True):
 
 # --------------------------------------------------------------------------- encoding
 
-Message = (
-    Prepare
-    | Vote
-    | JoinRendezvous
-    | RendezvousAhead
-    | RendezvousDone
-    | Commit
-    | LeadSubgroup
-    | Abort
-    | Ready
-    | Step
-    | RequestSplit
-    | GroupEnded
-    | JoinPipeline
-    | PipelineJoined
-    | StartPipeline
-    | PipelineStarted
-    | StageFailed
-    | StageDraining
-    | EndPipeline
-    | RunStage
-    | MoveBlocks
-    | StageOutput
-    | Echo
-    | MeasureAllReduce
-    | ProbeFailed
-)
+Message = GroupMessage | PipelineMessage | ProbeMessage
+_BASES = (GroupMessage, PipelineMessage, ProbeMessage)
+_KINDS = functools.reduce(operator.or_, (kind for base in _BASES for kind in base.__subclasses__()))
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+def _pack(value: object) -> tuple[str, tuple[int, ...], bytes]:
+    if not isinstance(value, np.ndarray):
+        raise NotImplementedError(f"a {type(value).__name__} in a message")
+    return value.dtype.str, value.shape, value.tobytes()
+
+
+def _unpack(_: type, packed: tuple[str, list[int], bytes]) -> npt.NDArray[np.generic]:
+    """Return an array over memory of its own, since torch refuses one that cannot be written to."""
+    dtype, shape, data = packed
+    return np.frombuffer(bytearray(data), dtype).reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(_KINDS, dec_hook=_unpack)
 
 
 def encode(message: Message) -> bytes:
-    """Return the msgpack bytes of `message`."""
+    """Return the msgpack bytes of `message`; an array is its dtype, shape and memory."""
     return _encoder.encode(message)
 
 
 def decode(data: bytes | memoryview) -> Message:
     """Return the message in `data`. Raises ValueError for bytes that are not a message."""
     return _decoder.decode(data)
-
-
-def pack(work: ModelInput, *, has_token_ids: bool = True) -> PackedInput:
-    """Return `work` as bytes. Without token ids `unpack` fills in zeros."""
-    return PackedInput(
-        token_ids=work.token_ids.tobytes() if has_token_ids else b"",
-        q_lens=work.q_lens.tobytes(),
-        context_lens=work.context_lens.tobytes(),
-        blocks=np.ascontiguousarray(work.blocks).tobytes(),
-        logit_rows=work.logit_rows.tobytes(),
-    )
-
-
-def unpack(packed: PackedInput) -> ModelInput:
-    """Return the work with arrays of its own: torch refuses arrays that cannot be written to."""
-    q_lens = np.frombuffer(bytearray(packed.q_lens), np.int64)
-    token_ids = np.frombuffer(bytearray(packed.token_ids), np.int64)
-    return ModelInput(
-        token_ids=token_ids if len(token_ids) else np.zeros(int(q_lens.sum()), np.int64),
-        q_lens=q_lens,
-        context_lens=np.frombuffer(bytearray(packed.context_lens), np.int64),
-        blocks=np.frombuffer(bytearray(packed.blocks), np.int32).reshape(len(q_lens), -1),
-        logit_rows=np.frombuffer(bytearray(packed.logit_rows), np.int64),
-    )

@@ -1,20 +1,16 @@
-"""The answering end of a link measurement; the asking end is `worker.profiler.links`.
-
-It answers in threads of the link and of its own: the engine goes on meanwhile.
-"""
+"""The answering end of a link measurement, in threads of its own; `worker.profiler.links` is the other."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 
 import torch
-from torch.distributed import TCPStore
 
-from worker.distributed.communicator import Communicator, PeerLost, connect
+from worker.distributed.communicator import Communicator, PeerLost
 from worker.distributed.messages import Echo, MeasureAllReduce, ProbeFailed, ProbeMessage
+from worker.distributed.rendezvous import meet
 from worker.distributed.transport import Link, Payload, Transport, to_host
 
 log = logging.getLogger(__name__)
@@ -50,7 +46,7 @@ class ProbeResponder:
 
     def _all_reduce(self, link: Link, message: MeasureAllReduce) -> None:
         try:
-            group = meet(message.store, 1, self._host, self._device)
+            group = meet_probe(message.store, 1, self._host, self._device)
             try:
                 tensors = tensors_for(message.sizes, message.dtype, self._device)
                 for _ in all_reduces(group, tensors, message.rounds, self._device):
@@ -70,22 +66,14 @@ def use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def meet(store: str, rank: int, host: str, device: torch.device) -> Communicator:
-    """Return a communicator of two ranks that meet in the store at `store` (host:port).
-
-    Raises PeerLost and RuntimeError.
-    """
+def meet_probe(store: str, rank: int, host: str, device: torch.device) -> Communicator:
+    """Return a communicator of two ranks; `store` is host:port. Raises PeerLost and RuntimeError."""
     use_device(device)
-    at, _, port = store.rpartition(":")
-    reached = TCPStore(at, int(port), is_master=False, timeout=timedelta(seconds=PATIENCE_S))
-    return connect(reached, rank, 2, timeout_s=PATIENCE_S, host=host, device=str(device))
+    return meet(store, "probe", rank, 2, timeout_s=PATIENCE_S, host=host, device=str(device))
 
 
 def tensors_for(sizes: Sequence[int], dtype: str, device: torch.device) -> list[torch.Tensor]:
-    """Return a tensor of zeros for each size: zeros stay small however often they are summed.
-
-    Raises ValueError for an unknown dtype.
-    """
+    """Return a tensor of zeros for each size; their sums stay 0. Raises ValueError for an unknown dtype."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype}: these are known: {', '.join(DTYPES)}")
     return [torch.zeros(size, dtype=DTYPES[dtype], device=device) for size in sizes]

@@ -1,8 +1,4 @@
-"""Communicators of groups that exist or may form: made beside the steps, kept, dropped when a member dies.
-
-Making a communicator takes tens of milliseconds and needs every member; a transform that finds it made saves
-that time.
-"""
+"""Communicators of groups that exist or may form: made beside the steps, and kept, since that takes time."""
 
 from __future__ import annotations
 
@@ -10,10 +6,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from worker.distributed.communicator import Communicator, PeerLost, connect
 from worker.distributed.messages import GroupMessage, Peer, RendezvousAhead
@@ -21,7 +16,8 @@ from worker.distributed.transport import Endpoint, Link
 
 MAX_KEPT = 16  # some of them of members that have died since
 
-OnDone = Callable[[str, str], None]  # rendezvous, why it failed ("": it succeeded); in a thread of its own
+# Called in a thread of its own with the rendezvous and what it made, which is the callee's, or why it failed.
+OnDone = Callable[[str, Communicator | str], None]
 
 
 def members_key(members: Iterable[str], peers: Mapping[str, Peer]) -> str:
@@ -34,35 +30,35 @@ def new_rendezvous() -> str:
     return f"{time.time_ns():020d} {uuid.uuid4().hex[:8]}"
 
 
-@dataclass(frozen=True, slots=True)
-class KeptCommunicator:
-    rendezvous: str
-    communicator: Communicator
+def meet(
+    store: str, rendezvous: str, rank: int, size: int, *, timeout_s: float, host: str, device: str
+) -> Communicator:
+    """Meet the other ranks of a rendezvous at `store` (host:port). Raises PeerLost and RuntimeError."""
+    at, _, port = store.rpartition(":")
+    reached = TCPStore(at, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
+    return connect(
+        PrefixStore(rendezvous, reached), rank, size, timeout_s=timeout_s, host=host, device=device
+    )
 
 
 class CommunicatorPool:
-    """Makes communicators and keeps one for each set of members.
+    """Makes communicators and keeps one for each set of members. The engine's thread makes the calls.
 
-    The same members may meet twice at a time, ahead and for a transform: whichever ends first on one of them,
-    all keep the communicator of the later rendezvous. If one of the two failed for some members, they have
-    kept those of different rendezvous, which do not fit together: therefore members tell each other which.
-    The engine's thread makes the calls.
+    The same members may meet twice at a time, and all keep the communicator of the later rendezvous. Where
+    one of the two failed for some members, theirs do not fit together: so they tell each other which it is.
     """
 
     def __init__(self, host: str, device: str, timeout_s: float, on_done: OnDone) -> None:
         self._host, self._device, self._timeout_s, self._on_done = host, device, timeout_s, on_done
-        self._made: dict[str, Communicator] = {}  # by rendezvous, until it is taken
-        self._kept: dict[str, KeptCommunicator] = {}
-        self._lock = threading.Lock()
+        self._kept: dict[str, tuple[str, Communicator]] = {}  # by key: the rendezvous and what it made
         self._store: TCPStore | None = None
 
     @property
     def store(self) -> str:
-        """Where groups that this worker coordinates meet (host:port); listens from the first call on."""
+        """The host:port where groups that this worker coordinates meet; listens from the first call on."""
         if self._store is None:
-            self._store = TCPStore(
-                self._host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
-            )
+            timeout = timedelta(seconds=self._timeout_s)
+            self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         return f"{self._host}:{self._store.port}"
 
     def start(self, rendezvous: str, store: str, rank: int, size: int) -> None:
@@ -71,85 +67,47 @@ class CommunicatorPool:
             target=self._meet, args=(rendezvous, store, rank, size), name="rendezvous", daemon=True
         ).start()
 
-    def take_made(self, rendezvous: str) -> Communicator:
-        """Return the communicator and hand it over to the caller. Raises KeyError if it is not made."""
-        with self._lock:
-            return self._made.pop(rendezvous)
-
-    def drop(self, rendezvous: str) -> None:
-        """Close the communicator of a rendezvous that was given up, if it is made."""
-        with self._lock:
-            made = self._made.pop(rendezvous, None)
-        if made:
-            made.close()
-
     def keep(self, key: str, rendezvous: str, communicator: Communicator) -> None:
-        """Keep a communicator for `take`.
-
-        Of one key that of the latest rendezvous stays; of all keys the MAX_KEPT latest.
-        """
-        before = self._kept.pop(key, None)
-        after = KeptCommunicator(rendezvous, communicator)
-        if before and before.rendezvous > rendezvous:
-            before, after = after, before
-        if before:
-            before.communicator.close()
+        """Keep a communicator for `take`: the latest of each key, and of all keys the MAX_KEPT latest."""
+        after = (rendezvous, communicator)
+        if before := self._kept.pop(key, None):
+            before, after = sorted((before, after), key=lambda kept: kept[0])
+            before[1].close()
         self._kept[key] = after
-        while len(self._kept) > MAX_KEPT:
-            self._kept.pop(next(iter(self._kept))).communicator.close()
+        if len(self._kept) > MAX_KEPT:
+            self._kept.pop(next(iter(self._kept)))[1].close()
 
     def kept(self, key: str) -> str:
         """Return the rendezvous whose communicator is kept for these members, or ""."""
-        kept = self._kept.get(key)
-        return kept.rendezvous if kept else ""
+        return self._kept[key][0] if key in self._kept else ""
 
     def take(self, key: str, rendezvous: str) -> Communicator:
-        """Return a kept communicator and hand it over.
-
-        Raises KeyError if that of this rendezvous is not kept.
-        """
+        """Hand over a kept communicator. Raises KeyError if that of this rendezvous is not kept."""
         if self.kept(key) != rendezvous:
             raise KeyError(f"no communicator of {key} is kept from this rendezvous")
-        return self._kept.pop(key).communicator
+        return self._kept.pop(key)[1]
 
     def forget(self, key: str) -> None:
         """Close what is kept for these members."""
         if kept := self._kept.pop(key, None):
-            kept.communicator.close()
+            kept[1].close()
 
     def close(self) -> None:
         """Close all communicators and listen no more: ranks that still wait in the store fail."""
-        with self._lock:
-            made, self._made = list(self._made.values()), {}
-        kept, self._kept = [each.communicator for each in self._kept.values()], {}
-        for communicator in [*made, *kept]:
+        for _, communicator in self._kept.values():
             communicator.close()
+        self._kept.clear()
         self._store = None
-
-    @property
-    def _timeout(self) -> timedelta:
-        return timedelta(seconds=self._timeout_s)
 
     def _meet(self, rendezvous: str, store: str, rank: int, size: int) -> None:
         try:
-            group = connect(
-                PrefixStore(rendezvous, self._reach(store)),
-                rank,
-                size,
-                timeout_s=self._timeout_s,
-                host=self._host,
-                device=self._device,
+            group = meet(
+                store, rendezvous, rank, size, timeout_s=self._timeout_s, host=self._host, device=self._device
             )
         except (PeerLost, RuntimeError, ValueError) as error:
             self._on_done(rendezvous, str(error).splitlines()[0])
-            return
-        with self._lock:
-            self._made[rendezvous] = group
-        self._on_done(rendezvous, "")
-
-    def _reach(self, store: str) -> Store:
-        host, _, port = store.rpartition(":")
-        return TCPStore(host, int(port), is_master=False, timeout=self._timeout)
+        else:
+            self._on_done(rendezvous, group)
 
 
 class AheadRendezvous:
@@ -185,14 +143,11 @@ class AheadRendezvous:
         rank = order.members.index(self._worker)
         self._pool.start(order.rendezvous, order.store, rank, len(order.members))
 
-    def end(self, rendezvous: str, reason: str) -> bool:
-        """Keep what a rendezvous made, unless it failed (`reason`).
-
-        Returns False for one that is not of these.
-        """
+    def end(self, rendezvous: str, made: Communicator | str) -> bool:
+        """Keep what a rendezvous made, unless it failed. Returns False if it is not of these."""
         for link in self._opened.pop(rendezvous, []):
             link.close()
         key = self._keys.pop(rendezvous, "")
-        if key and not reason:
-            self._pool.keep(key, rendezvous, self._pool.take_made(rendezvous))
+        if key and not isinstance(made, str):
+            self._pool.keep(key, rendezvous, made)
         return bool(key)

@@ -58,10 +58,7 @@ class Payload:
 
 
 def to_host(tensor: torch.Tensor) -> Payload:
-    """Return a payload of `tensor`, which must not be written to afterwards.
-
-    A GPU copies beside its next work; call this in the thread that made the tensor.
-    """
+    """Return a payload of `tensor`, not written to any more; call it in the thread that made the tensor."""
     if tensor.device.type == "cpu":
         return Payload(tensor.contiguous())
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -76,11 +73,7 @@ OnLost = Callable[["Link", str], None]  # once, in a thread of the link; not aft
 
 
 class Link:
-    """One connection to another worker.
-
-    It opens in a thread of its own, since the other worker may be stopped or gone; frames that are sent
-    meanwhile wait.
-    """
+    """One connection to another worker. It opens in a thread of its own; frames sent meanwhile wait."""
 
     def __init__(
         self,
@@ -92,10 +85,9 @@ class Link:
         is_pinned: bool = False,
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
-        """open_.
+        """open_: connects with the handshake, or raises OSError. is_pinned: payloads go on to a GPU.
 
-        Returns a connection that has passed the handshake; raises OSError. is_pinned: payloads go on to a
-        GPU. on_idle: called every second while no frame waits, in a thread of the link.
+        on_idle: called every second while no frame waits, in a thread of the link.
         """
         self._open, self._on_message, self._on_lost = open_, on_message, on_lost
         self._timeout_s, self._is_pinned, self._on_idle = timeout_s, is_pinned, on_idle
@@ -110,7 +102,7 @@ class Link:
         """Send and return at once; a connection that cannot take the frame is found lost by its receiver.
 
         A message without payload is written in the caller's thread while no frame waits, since waking another
-        thread takes longer than a step of a small group. Everything else goes through the sender thread.
+        thread takes longer than a step of a small group.
         """
         head = encode(message)
         frame = _SIZES.pack(len(head), payload.tensor.nbytes if payload else 0) + head
@@ -124,10 +116,7 @@ class Link:
                 self._changed.notify()
 
     def close(self) -> None:
-        """Close once all waiting frames are sent.
-
-        Received frames are dropped and no loss is reported from here on. Closing again does nothing.
-        """
+        """Close once all waiting frames are sent; received ones are dropped, and no loss is reported."""
         with self._changed:
             self.is_closed = True
             self._changed.notify()
@@ -254,10 +243,7 @@ def _read(opened: socket.socket, into: memoryview) -> None:
 
 
 class _Handshake:
-    """A socket for the challenge functions of `multiprocessing.connection`.
-
-    One deadline holds for the whole handshake.
-    """
+    """A socket for the challenge functions of `multiprocessing.connection`, with one deadline for all."""
 
     def __init__(self, opened: socket.socket, within_s: float) -> None:
         self._opened, self._ends_at = opened, time.monotonic() + within_s
@@ -295,10 +281,7 @@ def connect(
     is_pinned: bool = False,
     on_idle: Callable[[], None] = lambda: None,
 ) -> Link:
-    """Return a link to the listener at `address` ("host:port"), at once.
-
-    If no worker listens there, or the key is wrong, the link is lost.
-    """
+    """Return a link to the listener at `address` (host:port) at once; it is lost if that fails."""
     host, _, port = address.rpartition(":")
 
     def dial() -> socket.socket:
@@ -320,15 +303,11 @@ def connect(
 class _Listener:
     """Accepts connections that show the key.
 
-    A connection without it is closed after HANDSHAKE_S, earlier where more than MAX_HANDSHAKES wait: then
-    the oldest goes first, so that strangers keep no worker out.
+    A connection without it is closed after HANDSHAKE_S, or earlier, the oldest first, beyond MAX_HANDSHAKES.
     """
 
     def __init__(self, host: str, on_accepted: Callable[[Callable[[], socket.socket]], object]) -> None:
-        """on_accepted: called with what completes the handshake and returns the connection.
-
-        Raises OSError where the host cannot be listened on.
-        """
+        """on_accepted: called with a function that completes the handshake. Raises OSError."""
         self.key = os.urandom(KEY_BYTES)
         self._on_accepted = on_accepted
         self._socket = socket.create_server((host, 0))
@@ -388,10 +367,7 @@ M = TypeVar("M")
 
 
 class Endpoint(Generic[M]):
-    """The part of a transport that takes messages of one kind.
-
-    Links belong to the endpoint that opened them, or whose messages came over them first.
-    """
+    """The part of a transport for one kind of messages, with the links that it opened or first heard of."""
 
     def __init__(
         self,
@@ -407,7 +383,8 @@ class Endpoint(Generic[M]):
 
     def connect(self, address: str, key: bytes) -> Link:
         """Return a link to another worker, at once. It is lost if no worker listens, or the key is wrong."""
-        link = self._transport.connect(address, key, self.take, self.lose)
+        at = self._transport
+        link = connect(address, key, self.take, self.lose, timeout_s=at.timeout_s, is_pinned=at.is_pinned)
         self._own(link)
         return link
 
@@ -442,30 +419,19 @@ class Endpoint(Generic[M]):
 
 
 class Transport:
-    """One worker's listener and its links.
-
-    `address` and `key` are for the card: a worker that can read it may connect.
-    """
+    """One worker's listener and its links. Workers connect with the `address` and `key` of its card."""
 
     def __init__(self, host: str, timeout_s: float, *, is_pinned: bool = False) -> None:
-        """Listen for other workers. Raises OSError where the host cannot be listened on.
+        """Listen for other workers. Raises OSError.
 
-        timeout_s: a link on which nothing is received for this long is lost. is_pinned: payloads go on to a
-        GPU.
+        timeout_s: a link that is silent for so long is lost. is_pinned: payloads go on to a GPU.
         """
         self.host, self.timeout_s, self.is_pinned = host, timeout_s, is_pinned
         self._lock = threading.Lock()
         self._endpoints: list[Endpoint[Any]] = []
         self._accepted: set[Link] = set()
         self._listener = _Listener(host, self._accept)
-
-    @property
-    def address(self) -> str:
-        return self._listener.address
-
-    @property
-    def key(self) -> bytes:
-        return self._listener.key
+        self.address, self.key = self._listener.address, self._listener.key
 
     def endpoint(
         self, kind: type[M], on_message: Callable[[Link, M, torch.Tensor], None], on_lost: OnLost
@@ -480,10 +446,6 @@ class Transport:
         """Pass no more messages to `endpoint`."""
         with self._lock:
             self._endpoints = [each for each in self._endpoints if each is not endpoint]
-
-    def connect(self, address: str, key: bytes, on_message: OnMessage, on_lost: OnLost) -> Link:
-        """Return a link to another worker, at once."""
-        return connect(address, key, on_message, on_lost, timeout_s=self.timeout_s, is_pinned=self.is_pinned)
 
     def close(self) -> None:
         """Listen no more and close all links."""

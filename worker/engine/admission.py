@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from bus.messages import FinishReason, SamplingParams, Submit
 from worker.engine.sequence import Limits, Sequence
 
 FINITE = 1e9
-# The gateway checks what clients send; this keeps anything else on the bus from failing a whole batch.
-RANGES = (
-    ("max_tokens", 0, FINITE),
-    ("temperature", 0, FINITE),
-    ("top_p", 0, 1),
-    ("top_k", 0, FINITE),
-    ("min_p", 0, 1),
-    ("presence_penalty", -FINITE, FINITE),
-    ("frequency_penalty", -FINITE, FINITE),
-    ("logprobs", 0, FINITE),
-    ("prompt_logprobs", 0, FINITE),
-)
+# The gateway checks what clients send; this keeps anything else on the bus from failing a whole batch. Other
+# numbers must be finite; a seed is any integer.
+RANGES = {
+    "max_tokens": (0, FINITE),
+    "temperature": (0, FINITE),
+    "top_p": (0, 1),
+    "top_k": (0, FINITE),
+    "min_p": (0, 1),
+    "logprobs": (0, FINITE),
+    "prompt_logprobs": (0, FINITE),
+}
+NUMBERS = [one.name for one in fields(SamplingParams) if one.name != "seed"]
 
 
 def refusal(request: Submit, limits: Limits, vocab_size: int) -> str | None:
@@ -45,9 +47,10 @@ def refusal(request: Submit, limits: Limits, vocab_size: int) -> str | None:
 
 
 def _bad_sampling(sampling: SamplingParams) -> str | None:
-    for name, low, high in RANGES:
+    for name in NUMBERS:
         value = getattr(sampling, name)
-        if value is not None and not low <= value <= high:  # written so that NaN is out of range
+        low, high = RANGES.get(name, (-FINITE, FINITE))
+        if isinstance(value, int | float) and not low <= value <= high:  # written so that NaN is out of range
             return f"{name} is {value}; it must lie between {low:g} and {high:g}"
     if not all(-FINITE <= bias <= FINITE for bias in sampling.logit_bias.values()):
         return "a logit_bias is not a finite number"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import torch
 
@@ -35,28 +34,17 @@ def make_pool(device: torch.device, budget_bytes: int = 0, page_bytes: int = 0) 
     return PagePool(backend, budget_bytes or int(free_bytes * CUDA_BUDGET_SHARE))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """The limits to serve a model with; `max_model_len` 0: as long as the model's config allows."""
+def served_context(model: Model, max_model_len: int) -> int:
+    """Return the tokens of the longest sequence to serve; 0: as long as the model's config allows.
 
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    max_model_len: int = 0
-    block_tokens: int = 16
-
-    def limits(self, model: Model) -> Limits:
-        longest = model.config.max_position_embeddings
-        if self.max_model_len > longest:
-            raise ModelError(
-                f"{model.config.folder}: max_model_len is {self.max_model_len}, the model's context ends "
-                f"at {longest}"
-            )
-        return Limits(
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=self.max_model_len or longest,
-            block_tokens=self.block_tokens,
+    Raises ModelError if that is longer than the config allows.
+    """
+    longest = model.config.max_position_embeddings
+    if max_model_len > longest:
+        raise ModelError(
+            f"{model.config.folder}: max_model_len is {max_model_len}, the model's context ends at {longest}"
         )
+    return max_model_len or longest
 
 
 def make_cache(
@@ -67,10 +55,9 @@ def make_cache(
     max_blocks: int | None = None,
     shard: Shard = ALONE,
 ) -> KVCache:
-    """Make a KV cache without pages yet.
+    """Make a KV cache without pages, with addresses for `max_blocks` or all that the pool could give it.
 
-    Its addresses hold all that the pool could ever give it, or `max_blocks`. shard: the part of the heads
-    that it has for good. Raises ValueError where the heads cannot be split so.
+    shard: the part of the heads that it has for good. Raises ValueError where they cannot be split so.
     """
     config = model.config
     heads = shard.part(config.num_kv_heads, "KV heads")
@@ -109,10 +96,7 @@ def cache_text(cache: KVCache, limits: Limits) -> str:
 
 
 def fair_shares(free: int, useful: Seq[int]) -> list[int]:
-    """Divide pages equally among models, except that what one cannot use is shared among the others.
-
-    The rest stays free for morphs. KV caches grow and shrink later; this is only where they start.
-    """
+    """Divide pages equally among models; what one cannot use goes to the others, and the rest stays free."""
     shares = [0] * len(useful)
     by_appetite = sorted(range(len(useful)), key=lambda i: useful[i])
     for position, i in enumerate(by_appetite):
@@ -123,14 +107,8 @@ def fair_shares(free: int, useful: Seq[int]) -> list[int]:
 
 def instance_of(instance_id: str, model: Model, cache: KVCache, limits: Limits) -> EngineCore:
     """Make an engine core whose kernels are compiled."""
-    return EngineCore(
-        instance_id,
-        model,
-        cache,
-        limits,
-        vocab_size=model.config.vocab_size,
-        device=cache.pool.backend.device,
-    )
+    vocab_size, device = model.config.vocab_size, cache.pool.backend.device
+    return EngineCore(instance_id, model, cache, limits, vocab_size=vocab_size, device=device)
 
 
 def compile_kernels(model: Model, limits: Limits, device: torch.device, *, bits: Seq[int] = ()) -> None:
@@ -151,9 +129,9 @@ def compile_kernels(model: Model, limits: Limits, device: torch.device, *, bits:
 
 
 def canary_steps(instance: EngineCore) -> Iterator[None]:
-    """Run a first request, a prefill and two decodes, and yield after each step.
+    """Run a first request, a prefill and two decodes, and yield after each step; statistics start over.
 
-    Raises ModelError if the logits are not numbers. Leaves no trace in the statistics.
+    Raises ModelError if the logits are not numbers.
     """
     longest = min(instance.limits.max_model_len - 3, instance.limits.max_num_batched_tokens + 1, 64)
     prompt = [i * 7 % instance.vocab_size for i in range(max(1, longest))]
@@ -170,4 +148,5 @@ def canary_steps(instance: EngineCore) -> Iterator[None]:
         raise ModelError(f"{instance.id}: the first forward pass gave {logprobs}; the weights are damaged")
     instance.check_integrity()
     instance.stats = Stats()
+    instance.scheduler.reset_counts()
     instance.num_steps = 0

@@ -12,7 +12,15 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from bus.messages import Delta, FinishReason, RejectReason, Submit, TokenLogprobs, layers_below_full
+from bus.messages import (
+    Delta,
+    FinishReason,
+    RejectReason,
+    Submit,
+    TokenLogprobs,
+    layers_below_full,
+    lowest_half,
+)
 from bus.precisions import Precision
 from worker.engine.admission import refusal, why_finished
 from worker.engine.executor import Executor, ExecutorLost, FinishedBatch, LocalExecutor, RunnableModel
@@ -39,7 +47,7 @@ class Cache(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one step made for one request."""
+    """The tokens that one step made for one request."""
 
     request: Submit
     delta: Delta
@@ -224,7 +232,7 @@ class EngineCore:
         """Forget all requests and all numbers."""
         self._outputs.clear()
         self.cancel(list(self._sequences))
-        self.scheduler.num_preemptions = self.scheduler.num_recomputed = 0
+        self.scheduler.reset_counts()
         self.stats = Stats()
 
     def close(self) -> None:
@@ -251,6 +259,7 @@ class EngineCore:
         self.shape = self.executor.shape()
         self.shape_id = shape_id(self.shape, self.tp)
         self.layers_below_full = layers_below_full(self.shape)
+        self.scheduler.precision = lowest_half(self.shape)
 
     def use(self, executor: Executor) -> None:
         """Run on `executor` from the next step on; nothing is in flight."""
@@ -438,6 +447,7 @@ class EngineCore:
         reject_reason: RejectReason | None = None,
     ) -> Delta:
         prompt_logprobs = None
+        cached_tokens, seq.num_unreported_cached = seq.num_unreported_cached, 0
         if seq.prompt_logprobs and (token_ids or finished) and finished != "error":
             prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, []
         return Delta(
@@ -450,4 +460,5 @@ class EngineCore:
             logprobs=[logprobs] if logprobs else None,
             prompt_logprobs=prompt_logprobs,
             reject_reason=reject_reason,
+            cached_tokens=cached_tokens,
         )

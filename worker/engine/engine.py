@@ -6,35 +6,33 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
 from bus.messages import Delta, InstanceTelemetry, RejectReason, Submit
+from bus.prefix_keys import digest_of
 from worker.engine.core import EngineCore, Output
 
 log = logging.getLogger(__name__)
 
 # A device that reports an error of its own (not memory) answers every later call with the same error.
-DEVICE_ERRORS: tuple[type[Exception], ...] = (
-    (torch.AcceleratorError,) if hasattr(torch, "AcceleratorError") else ()
-)
+DEVICE_ERRORS: tuple[type[Exception], ...] = tuple(filter(None, [getattr(torch, "AcceleratorError", None)]))
+# Beginnings in a report; the digest of one takes 5 bytes.
+MAX_DIGESTS: Final = 512
 
 
 @dataclass(slots=True)
 class StepResult:
-    """The outputs of one step of one instance.
-
-    `born_ns` is the wall clock when its tokens were known, `step_s` the seconds that the step took.
-    """
+    """The outputs of one step of one instance."""
 
     instance: str
     step: int
-    born_ns: int
+    born_ns: int  # wall clock when its tokens were known
     outputs: list[Output]
     shape_id: str  # of the shape in which the step ran
     layers_below_full: int
-    step_s: float = 0.0
+    step_s: float = 0.0  # that the step took
 
 
 def result_of(instance: EngineCore, outputs: list[Output]) -> StepResult:
@@ -74,6 +72,9 @@ def instance_telemetry(instance: EngineCore) -> InstanceTelemetry:
         oldest_wait_seconds=instance.oldest_wait_seconds(),
         longest_tokens=instance.longest_tokens(),
         kv_own=blocks.num_used,
+        prefix_queries=scheduler.num_prefix_queried,
+        prefix_hits=scheduler.num_prefix_hits,
+        prefix_digests=frozenset(map(digest_of, blocks.index.recent_keys(MAX_DIGESTS))),
     )
 
 
@@ -102,7 +103,7 @@ class RemoteStages(Protocol):
     def step(self) -> None: ...
 
     def fence(self) -> None:
-        """End every stage, since this worker has lost its lease and the leaders no longer count on it."""
+        """End every stage, since this worker has lost its lease."""
 
     def close(self) -> None: ...
 
@@ -142,11 +143,7 @@ class Engine:
         return len(outputs)
 
     def submit(self, instance_id: str, request: Submit, arrived: float | None = None) -> None:
-        """Queue a request; one for an instance that is gone ends at once.
-
-        arrived: monotonic seconds when the worker got it, if not now. Raises ValueError for an id that
-        already runs there.
-        """
+        """Queue a request (`EngineCore.submit`); one for an instance that is gone ends at once."""
         if instance := self.instances.get(instance_id):
             instance.submit(request, arrived)
         else:
@@ -176,22 +173,16 @@ class Engine:
         return bool(self._unsent) or any(instance.has_work for instance in self.instances.values())
 
     def can_step(self, *, is_paused: bool = False) -> bool:
-        """Return whether `step` has something to do now.
-
-        An instance with work may be waiting for other devices.
-        """
+        """Return whether `step` has something to do now: instances with work may wait for other devices."""
         if self.parts and self.parts.can_step:
             return True
-        if any(each.can_step for each in self.instances.values() if each.executor.has_peers):
-            return True
-        has_own = bool(self._unsent) or any(each.can_step for each in self.instances.values())
-        return has_own and not is_paused
+        can_step = [each for each in self.instances.values() if each.can_step]
+        if is_paused:
+            return any(each.executor.has_peers for each in can_step)
+        return bool(self._unsent or can_step)
 
     def step(self, *, is_paused: bool = False) -> list[StepResult]:
-        """Step every instance that has something to do, once, so that none can starve another.
-
-        is_paused: run only what other workers wait for.
-        """
+        """Step every instance that can, once; `is_paused`: run only what other workers wait for."""
         if self.parts and self.parts.can_step:
             self.parts.step()
             self.num_steps += 1

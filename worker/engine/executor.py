@@ -1,8 +1,7 @@
-"""How a scheduled batch is run, whichever devices run it.
+"""The interface that runs a scheduled batch, whichever devices run it.
 
-One interface and three implementations: `LocalExecutor` (this device alone),
-`worker.parallel.TensorParallelExecutor` (all members of a group run one merged batch) and
-`worker.pipeline.PipelineExecutor` (stages run layers one after the other, several batches in flight).
+`LocalExecutor` is this device alone, `worker.parallel.TensorParallelExecutor` a group that runs one merged
+batch, `worker.pipeline.PipelineExecutor` stages that run layers one after the other.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ class Executor(ABC):
     num_members = 1  # of the group
     has_peers = False  # other members call steps: `collect` is due whenever something was heard of them
 
-    # How this member carries out one action of a morph, its status and its KV blocks in use: set by the owner
-    # of the instance's memory (`worker.morph.target`), which this module does not know.
+    # One action of a morph at this member, its status, its KV blocks in use: set by `worker.morph.target`.
     carry_out: Callable[[Any], None]
     status: Callable[[], Any]
     used_blocks: Callable[[], list[int]]
@@ -90,10 +88,7 @@ class Executor(ABC):
         return False
 
     def collective(self, action: Any) -> int:
-        """Have every member carry out `action` between the same two steps.
-
-        Returns a ticket for `is_done`. Raises what carrying it out on this device alone raises.
-        """
+        """Have every member carry out `action` between the same two steps. Returns a ticket for `is_done`."""
         self.carry_out(action)
         return 0
 
@@ -107,10 +102,9 @@ class Executor(ABC):
 
     @contextmanager
     def counting_blocks(self) -> Iterator[BlockCounter]:
-        """Hold all schedulers so that the KV blocks in use stay as they are counted.
+        """Hold all schedulers until the context ends or the next `collective`, so that none takes a block.
 
-        Yields a generator function whose result is the blocks in use, by rank. Until the context ends, or
-        the next `collective`, no scheduler takes a block.
+        Yields a generator function whose result is the blocks in use, by rank.
         """
 
         def count() -> Generator[bool, None, list[list[int]]]:
@@ -135,7 +129,7 @@ class Executor(ABC):
 
 
 class RunnableModel(Protocol):
-    """What `LocalExecutor` needs of `worker.model.Model`."""
+    """The part of `worker.model.Model` that `LocalExecutor` needs."""
 
     def forward(
         self, token_ids: torch.Tensor, plan: AttentionPlan, kv: Any, logit_rows: torch.Tensor
@@ -152,7 +146,6 @@ class LocalExecutor(Executor):
         self._finished: list[FinishedBatch] = []
 
     def execute(self, batch: ScheduledBatch) -> None:
-        """Run `batch`. Raises whatever the model's step raises."""
         given = batch.input
         logits = self._model.forward(
             to_tensor(given.token_ids, self._device),
@@ -164,10 +157,8 @@ class LocalExecutor(Executor):
         self.num_steps += 1
 
     def collect(self) -> list[FinishedBatch]:
-        """Return the batch that was executed last."""
         finished, self._finished = self._finished, []
         return finished
 
     def shape(self) -> list[LayerShape]:
-        """Return the model's own shape."""
         return self._model.shape()

@@ -1,8 +1,7 @@
 """The running sequences as tables, one row each, and the input of one step made from them.
 
-A step's input is index arithmetic over whole arrays: nothing is done per token, and per sequence only what
-changed (a new row, a new block). Letters as in `kernels`: T tokens of S chunks; W blocks of the longest
-context; R rows that sample; P rows for prompt log-probabilities.
+A step's input is index arithmetic over whole arrays. Letters as in `kernels`: T tokens of S chunks; W blocks
+of the longest context; R rows that sample; P rows for prompt log-probabilities.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ class ModelInput:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
         return len(self.token_ids)
 
     def renumbered(self, times: int, plus: int) -> ModelInput:
@@ -154,10 +152,7 @@ class InputBatch:
     def _prompt_logprob_rows(
         self, chunks: list[ScheduledChunk], ends: Ints
     ) -> tuple[list[tuple[Sequence, int, int]], list[Ints]]:
-        """Find the rows for prompt log-probabilities; those already collected are not computed again.
-
-        Logits at position p are about the token at p + 1.
-        """
+        """Find the rows for prompt log-probabilities not collected yet; logits at p are about token p + 1."""
         ranges, rows = [], []
         for chunk, chunk_end in zip(chunks, ends.tolist(), strict=True):
             seq = chunk.seq

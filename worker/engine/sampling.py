@@ -1,11 +1,7 @@
 """The parts of sampling: filters, reproducible noise, and log-probabilities.
 
-Random numbers need no generator: each is a hash of (seed, output position, token id). So a draw does not
-depend on what else is in the batch, on the device, or on how often a request was moved: every worker that
-continues it at output position i draws the same.
-
-Log-probabilities are those of the model itself, before temperature, penalties, bias and filters, so that they
-compare across requests, as vLLM's do.
+A random number is a hash of (seed, output position, token id), on every device. Log-probabilities
+are those of the model itself, before temperature, penalties, bias and filters, as vLLM's.
 """
 
 from __future__ import annotations
@@ -21,10 +17,7 @@ WINDOW = 256
 
 
 def min_p_threshold(scores: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Return the least score that min_p [R] allows, float32 [R, 1].
-
-    min_p 0 gives -inf.
-    """
+    """Return the least score that min_p [R] allows, float32 [R, 1]. min_p 0 gives -inf."""
     return scores.amax(dim=-1, keepdim=True) + min_p.log().unsqueeze(1)
 
 
@@ -49,10 +42,7 @@ def candidates(
 def _ranked(
     scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Find candidates among the `width` likeliest.
-
-    The last result is False if a row might have some beyond them.
-    """
+    """Find candidates among the `width` likeliest. Returns last whether no row can have more beyond them."""
     values, ids = scores.topk(width, dim=-1)
     rank = torch.arange(width, device=scores.device)
     in_top_k = rank < top_k.unsqueeze(1)
@@ -76,10 +66,7 @@ U64 = np.uint64
 
 
 def splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return one output of SplitMix64 for each state x, modulo 2^64.
-
-    Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA '14.
-    """
+    """Return one output of SplitMix64 (Steele, Lea and Flood, OOPSLA '14) for each state x, modulo 2^64."""
     with np.errstate(over="ignore"):
         z = x + U64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> U64(30))) * U64(0xBF58476D1CE4E5B9)
@@ -117,11 +104,10 @@ def uniform(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return standard Gumbel noise (Gumbel 1954; Maddison et al. 2014).
+    """Return standard Gumbel noise: argmax(log p + noise) is a draw from p (Maddison et al. 2014).
 
-    argmax(log p + noise) is a draw from p. Chosen over inverting the cumulative sum because a rounding
-    difference between two devices or batch shapes flips a draw only where two tokens are all but tied, not
-    wherever a sum over the vocabulary moved.
+    A rounding difference between two devices flips a draw only where two tokens are all but tied; inverting
+    the cumulative sum would flip it wherever that sum moved.
     """
     return uniform(keys, token_ids).log_().neg_().log_().neg_()
 
@@ -129,10 +115,7 @@ def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 def token_logprobs(
     logits: torch.Tensor, token_ids: npt.NDArray[np.int64], num_top: npt.NDArray[np.int64]
 ) -> list[TokenLogprobs]:
-    """Return the log-probabilities of one token [N] per row of logits float32 [N, V].
-
-    num_top [N]: how many alternatives each has.
-    """
+    """Return the log-probabilities of a token [N] and num_top [N] others per row of logits float32 [N, V]."""
     logprobs = logits.log_softmax(dim=-1)
     targets = torch.from_numpy(token_ids).to(logits.device).unsqueeze(1)
     chosen = logprobs.gather(1, targets).squeeze(1).tolist()

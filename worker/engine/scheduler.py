@@ -9,6 +9,9 @@ Sarathi-Serve (OSDI '24, decodes first, prefills fill the rest of the token budg
 3.  Admission is first come, first served: when the head does not fit, nothing passes it. A sequence is
     admitted when there are blocks for all its known tokens and one spare block for each running sequence.
     Without the spares the next tokens of the running sequences would preempt it again.
+    With the prefix cache its first full blocks are those that an earlier sequence with the same beginning has
+    computed, at no lower precision than it would get now, nor than its floor. The last known token is always
+    computed, for its logits.
 4.  When a decode finds no block, the youngest running sequence gives up all its blocks, returns to the head
     of the queue, and is recomputed later. The oldest is never preempted, so there is always progress. In a
     group other members may hold the missing blocks: the oldest then waits until they lend them.
@@ -17,10 +20,11 @@ Sarathi-Serve (OSDI '24, decodes first, prefills fill the rest of the token budg
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
+from bus.precisions import Precision, is_below, lowest
 from worker.engine.sequence import BlockPool, Limits, Sequence
 
 
@@ -59,15 +63,23 @@ class Scheduler:
 
     def __init__(self, limits: Limits, blocks: BlockPool) -> None:
         self.limits = limits
+        self.precision: Precision = "full"  # the lowest of any layer in the next step
+        self.num_prefix_queried = 0  # prompt tokens looked up in the prefix cache
+        self.num_prefix_hits = 0  # and found
+        self._holders: Counter[int] = Counter()  # running sequences by block
         self.blocks = blocks
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
         self.num_blocks_aside = 0  # in use by none of the sequences here
-        self.num_recomputed = 0  # tokens whose KV was given up, and will be computed again
+        self.num_recomputed = 0  # tokens whose KV was given up, and is computed again
         self._turn = 0  # which decode is first where not all fit into a step
         # Every running sequence may decode at once.
         self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+
+    def reset_counts(self) -> None:
+        """Set the counters to zero."""
+        self.num_preemptions = self.num_recomputed = self.num_prefix_queried = self.num_prefix_hits = 0
 
     def add(self, seq: Sequence) -> None:
         """Append `seq` to the queue."""
@@ -101,18 +113,23 @@ class Scheduler:
         self._turn += len(chunks)
         for chunk in chunks:
             chunk.seq.advance(chunk.num_tokens, block_tokens)
+            if self.limits.prefix_cache:
+                self._index_blocks(chunk.seq)
 
     def renumber(self, moved: Mapping[int, int]) -> list[Sequence]:
         """Rename moved KV blocks (old id -> new id). Returns the sequences that held one of them."""
         holders = [seq for seq in self.running if not moved.keys().isdisjoint(seq.block_ids)]
-        for seq in holders:
-            seq.block_ids = [moved.get(block, block) for block in seq.block_ids]
+        self._renumber(holders, lambda block: moved.get(block, block))
         return holders
 
     def renumber_all(self, number: Callable[[int], int]) -> None:
-        """Give every block of the running sequences its new number; the caller renumbers `self.blocks`."""
+        """Give every block of the running sequences its new number; the caller renumbers `self.blocks`.
+
+        Full blocks are indexed anew with the next step.
+        """
+        self._renumber(self.running, number)
         for seq in self.running:
-            seq.block_ids = [number(block) for block in seq.block_ids]
+            seq.num_indexed_blocks = 0
 
     def restart(self, blocks: BlockPool) -> list[Sequence]:
         """Start over on empty `blocks` after all KV was lost.
@@ -122,9 +139,9 @@ class Scheduler:
         """
         lost, self.running = self.running, []
         for seq in reversed(lost):
-            self.num_recomputed += seq.num_computed_tokens
-            seq.block_ids, seq.num_computed_tokens = [], 0
+            self._forget_kv(seq)
             self.waiting.appendleft(seq)
+        self._holders.clear()
         self.blocks, self.num_blocks_aside = blocks, 0
         return lost
 
@@ -133,7 +150,8 @@ class Scheduler:
         """Blocks that are missing to admit the head of the queue with a spare block for each running one."""
         needed = len(self.running)
         if self.waiting and len(self.running) < self._max_running:
-            needed += self.waiting[0].num_blocks_needed(self.limits.block_tokens)
+            head = self.waiting[0]
+            needed += head.num_blocks_needed(self.limits.block_tokens) - self._num_held(self._cached(head))
         return max(0, needed - self.blocks.num_free)
 
     @property
@@ -160,7 +178,7 @@ class Scheduler:
                 self._preempt_youngest(output)
             if missing <= self.blocks.num_free:
                 if missing:
-                    seq.block_ids += self.blocks.allocate(missing)
+                    self._hold(seq, self.blocks.allocate(missing))
                 i += 1
             elif i or seq.num_blocks_needed(block_tokens) <= self.blocks.capacity:
                 self._preempt_youngest(output)  # itself
@@ -194,10 +212,12 @@ class Scheduler:
                 self.waiting.popleft()
                 output.rejected.append((seq, self._too_long(seq)))
                 continue
-            if budget == 0 or needed + len(self.running) > self.blocks.num_free:
+            cached = self._cached(seq)
+            if budget == 0 or needed - self._num_held(cached) + len(self.running) > self.blocks.num_free:
                 return
             self.waiting.popleft()
-            seq.block_ids = self.blocks.allocate(needed)
+            self._start_from(seq, cached)
+            self._hold(seq, self.blocks.allocate(needed - len(cached)))
             self.running.append(seq)
             output.admitted.append(seq)
             output.add(seq, min(seq.num_uncomputed_tokens, budget))
@@ -206,16 +226,77 @@ class Scheduler:
 
     def _preempt_youngest(self, output: SchedulerOutput) -> None:
         seq = self.running.pop()
-        self.num_recomputed += seq.num_computed_tokens
         self._free(seq)
         self.waiting.appendleft(seq)
         output.preempted.append(seq)
         self.num_preemptions += 1
 
     def _free(self, seq: Sequence) -> None:
-        self.blocks.free(seq.block_ids)
-        seq.block_ids = []
-        seq.num_computed_tokens = 0
+        self._holders.subtract(seq.block_ids)
+        left = [block for block in reversed(seq.block_ids) if not self._holders[block]]
+        for block in left:
+            del self._holders[block]
+        self.blocks.free(left)  # the first block last, so that it is kept longest
+        self._forget_kv(seq)
+
+    def _forget_kv(self, seq: Sequence) -> None:
+        seq.num_lost_tokens = seq.num_computed_tokens
+        seq.block_ids, seq.num_computed_tokens, seq.num_indexed_blocks = [], 0, 0
+        seq.precision = "full"
+
+    def _hold(self, seq: Sequence, blocks: list[int]) -> None:
+        seq.block_ids += blocks
+        self._holders.update(blocks)
+
+    def _renumber(self, seqs: list[Sequence], number: Callable[[int], int]) -> None:
+        for seq in seqs:
+            seq.block_ids = [number(block) for block in seq.block_ids]
+        self._holders = Counter(block for seq in self.running for block in seq.block_ids)
+
+    # ----------------------------------------------------------------------------- the prefix cache
+
+    def _cached(self, seq: Sequence) -> list[int]:
+        """Return the indexed blocks that `seq` may begin with."""
+        wants_all_logits = seq.request.sampling.prompt_logprobs is not None
+        if not (self.limits.prefix_cache and len(self.blocks.index)) or wants_all_logits:
+            return []
+        floor = seq.request.min_precision
+        if not floor or is_below(floor, self.precision):
+            floor = self.precision
+        block_tokens = self.limits.block_tokens
+        return self.blocks.index.find(seq.keys((len(seq.token_ids) - 1) // block_tokens, block_tokens), floor)
+
+    def _num_held(self, blocks: list[int]) -> int:
+        return sum(block in self._holders for block in blocks)
+
+    def _start_from(self, seq: Sequence, cached: list[int]) -> None:
+        """Let `seq` begin with these blocks: their tokens need not be computed."""
+        self.blocks.reuse(cached)
+        self.blocks.index.touch(cached)
+        self._hold(seq, cached)
+        seq.num_computed_tokens = len(cached) * self.limits.block_tokens
+        seq.num_indexed_blocks = len(cached)
+        seq.precision = lowest(map(self.blocks.index.precision_of, cached))
+        self.num_recomputed += max(0, seq.num_lost_tokens - seq.num_computed_tokens)
+        seq.num_lost_tokens = 0
+        if self.limits.prefix_cache and not seq.started_at:
+            seq.num_unreported_cached = min(seq.num_computed_tokens, seq.num_prompt)
+            self.num_prefix_queried += seq.num_prompt
+            self.num_prefix_hits += seq.num_unreported_cached
+
+    def _index_blocks(self, seq: Sequence) -> None:
+        """Index the blocks of `seq` that have become full."""
+        if is_below(self.precision, seq.precision):
+            seq.precision = self.precision
+        if not self.blocks.index.is_open:  # they are indexed when it opens
+            return
+        num_full = seq.num_computed_tokens // self.limits.block_tokens
+        if num_full == seq.num_indexed_blocks:
+            return
+        keys = seq.keys(num_full, self.limits.block_tokens)
+        for i in range(seq.num_indexed_blocks, num_full):
+            self.blocks.index.add(seq.block_ids[i], keys[i], seq.precision, i)
+        seq.num_indexed_blocks = num_full
 
     def _too_long(self, seq: Sequence) -> str:
         needed, block_tokens = seq.num_blocks_needed(self.limits.block_tokens), self.limits.block_tokens
@@ -226,8 +307,16 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the running sequences hold exactly the blocks handed out."""
-        held = [block for seq in self.running for block in seq.block_ids]
-        assert len(set(held)) == len(held), "a block belongs to two sequences"
+        held = Counter(block for seq in self.running for block in seq.block_ids)
+        assert held == self._holders, "blocks are counted for other sequences than hold them"
+        contents: dict[int, bytes] = {}
+        for seq in self.running:
+            num_full = seq.num_computed_tokens // self.limits.block_tokens
+            for i, block in enumerate(seq.block_ids):
+                if held[block] > 1:
+                    assert i < num_full, f"block {block} is shared and not full"
+                    key = seq.keys(num_full, self.limits.block_tokens)[i]
+                    assert contents.setdefault(block, key) == key, f"block {block} is shared by unlike tokens"
         num_held = len(held) + self.num_blocks_aside
         assert self.blocks.num_used == num_held, (
             f"{self.blocks.num_used} blocks of {self.blocks.capacity} are taken, sequences hold {num_held}"

@@ -1,4 +1,4 @@
-"""The state of one request in the engine. Standard library only."""
+"""The state of one request in the engine."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bus.messages import SamplingParams, Submit, TokenLogprobs
+from bus.precisions import Precision
+from bus.prefix_keys import first_key, next_key
+from worker.memory.prefix_index import PrefixIndex
 
 
 class BlockPool(Protocol):
     """KV blocks from which one scheduler allocates: a cache's own, or a share of a group's."""
+
+    index: PrefixIndex
 
     @property
     def num_free(self) -> int: ...
@@ -24,20 +29,27 @@ class BlockPool(Protocol):
 
     def allocate(self, n: int, /) -> list[int]: ...
 
+    def reuse(self, blocks: Seq[int], /) -> None:
+        """Take those of these indexed blocks that are free, with what they hold."""
+
     def free(self, blocks: Seq[int], /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one instance: tokens and sequences in one step, and the length of a sequence."""
+    """Limits of one instance: tokens and sequences in one step, and the length of a sequence.
+
+    prefix_cache: whether sequences share the full KV blocks of equal beginnings.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     block_tokens: int
+    prefix_cache: bool = False
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
@@ -50,20 +62,25 @@ class Sequence:
         token_ids: | prompt ............ | sent ...... | generated .... |
                    0        num_computed_tokens ^ (anywhere)            len(token_ids)
 
-    The scheduler writes `num_computed_tokens` and `block_ids`, the engine core `token_ids`, and the input
-    batch `row` (-1 while waiting) and `generation`. Where several batches may be in flight a token counts as
-    computed as soon as its batch is executed, so a sequence whose next token is in flight has nothing left to
-    compute.
+    The scheduler writes `num_computed_tokens` and what is known of the blocks, the engine core `token_ids`,
+    and the input batch `row` (-1 while waiting) and `generation`. Where several batches may be in flight a
+    token counts as computed as soon as its batch is executed, so a sequence whose next token is in flight has
+    nothing left to compute.
     """
 
     __slots__ = (
         "arrived",
         "block_ids",
+        "block_keys",
         "generation",
         "last_token_at",
         "num_computed_tokens",
+        "num_indexed_blocks",
+        "num_lost_tokens",
         "num_prompt",
         "num_prompt_counted",
+        "num_unreported_cached",
+        "precision",
         "prompt_logprobs",
         "request",
         "row",
@@ -77,6 +94,11 @@ class Sequence:
         self.num_prompt = len(request.prompt_token_ids)
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
+        self.block_keys: list[bytes] = []  # of the first full blocks, as far as they were needed
+        self.num_indexed_blocks = 0
+        self.num_lost_tokens = 0  # that were computed when it gave up its blocks; 0 while it runs
+        self.num_unreported_cached = 0  # prompt tokens found in the prefix cache that no delta has told yet
+        self.precision: Precision = "full"  # the lowest that its KV was computed in
         self.row = -1
         self.generation = 0  # times it has lost its row: batches scheduled before that are void for it
         self.arrived = arrived  # monotonic seconds, as the next two; 0.0: not yet
@@ -103,6 +125,15 @@ class Sequence:
         """KV blocks that hold all known tokens."""
         return -(-len(self.token_ids) // block_tokens)
 
+    def keys(self, num_blocks: int, block_tokens: int) -> list[bytes]:
+        """Return the keys of the first `num_blocks` blocks, all of whose tokens must be known."""
+        keys, tokens = self.block_keys, self.token_ids
+        while len(keys) < num_blocks:
+            begin = len(keys) * block_tokens
+            key = keys[-1] if keys else first_key(self.request.cache_salt)
+            keys.append(next_key(key, tokens[begin : begin + block_tokens]))
+        return keys[:num_blocks]
+
     def advance(self, num_tokens: int, block_tokens: int) -> None:
         """Count `num_tokens` more as computed. The one place where the invariant is asserted."""
         self.num_computed_tokens += num_tokens
@@ -117,7 +148,13 @@ class Sequence:
 
 
 def own_request(name: str, prompt_token_ids: list[int], sampling: SamplingParams) -> Submit:
-    """Make a request of the worker's own: no gateway waits for it."""
+    """Make a request of the worker's own: no gateway waits for it, and it shares no prefix with another."""
     return Submit(
-        request_id=name, attempt=1, gateway="", epoch=0, prompt_token_ids=prompt_token_ids, sampling=sampling
+        request_id=name,
+        attempt=1,
+        gateway="",
+        epoch=0,
+        prompt_token_ids=prompt_token_ids,
+        sampling=sampling,
+        cache_salt=f"own {name}",
     )

@@ -14,10 +14,7 @@ def precision_of(layer: LayerShape, part: Part) -> Precision:
 
 
 def shape_id(shape: Sequence[LayerShape], tp: int = 1) -> str:
-    """Return the id of a shape: `tp1-full`, `tp1-int8x1-int4x2.5`.
-
-    The numbers count layers by precision; a half counts one half.
-    """
+    """Return the id of a shape, with its layers by precision: `tp1-full`, `tp1-int8x1-int4x2.5`."""
     halves = Counter(precision for _, _, precision in _halves(shape))
     names = [f"{name}x{halves[name] / len(PARTS):g}" for name in QUANTIZED if halves[name]]
     return "-".join([f"tp{tp}", *(names or ["full"])])

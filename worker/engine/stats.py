@@ -1,4 +1,4 @@
-"""What an instance has done since the worker's epoch began."""
+"""The counters and times of an instance since the worker's epoch began."""
 
 from __future__ import annotations
 

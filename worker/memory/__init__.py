@@ -6,25 +6,32 @@
 `CpuBackend`            pages of a memfd, mapped by `mmap(MAP_FIXED)`
 `CudaBackend`           pages of a GPU, mapped by cuMemMap (`memory.cuda`, imported where CUDA is)
 `KVCache`               one range per layer, seen as blocks; all layers grow and shrink together
-`BlockAllocator`        the block numbers that are free
+`BlockAllocator`        the block numbers, free or in use
+`FreeBlocks`            the free ones of a pool, in the order in which they are given out
+`PrefixIndex`           which blocks hold which tokens
 ======================  ==========================================================================
 """
 
 from worker.memory.backend import BlocksInUse, BrokenInvariant, MappingFailed, OutOfBlocks, OutOfPages
+from worker.memory.block_allocator import BlockAllocator, plan_moves_below
 from worker.memory.cpu import CpuBackend
-from worker.memory.kv_cache import BlockAllocator, KVCache, plan_moves_below
+from worker.memory.free_blocks import FreeBlocks
+from worker.memory.kv_cache import KVCache
 from worker.memory.pool import PagePool, VirtualRange
+from worker.memory.prefix_index import PrefixIndex
 
 __all__ = [
     "BlockAllocator",
     "BlocksInUse",
     "BrokenInvariant",
     "CpuBackend",
+    "FreeBlocks",
     "KVCache",
     "MappingFailed",
     "OutOfBlocks",
     "OutOfPages",
     "PagePool",
+    "PrefixIndex",
     "VirtualRange",
     "plan_moves_below",
 ]

@@ -104,6 +104,8 @@ class Backend(Protocol):
 
 def runs(pages: PageNumbers) -> list[tuple[int, int, int]]:
     """Split into runs of consecutive page numbers: (index of the first, page number, length)."""
+    if not len(pages):
+        return []
     starts = np.flatnonzero(np.diff(pages, prepend=-2) != 1)
     ends = np.append(starts[1:], len(pages))
     return [(int(s), int(pages[s]), int(e - s)) for s, e in zip(starts, ends, strict=True)]

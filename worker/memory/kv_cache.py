@@ -1,15 +1,14 @@
-"""The KV cache of one model on one device, and the allocator of its blocks."""
+"""The KV cache of one model on one device."""
 
 from __future__ import annotations
 
-import heapq
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import torch
 
-from worker.memory.backend import BlocksInUse, BrokenInvariant, OutOfBlocks, OutOfPages
+from worker.memory.backend import BrokenInvariant, OutOfPages
+from worker.memory.block_allocator import BlockAllocator
 from worker.memory.pool import PagePool, VirtualRange
 
 # Bytes of an empty cache on a CPU device that stay with the process, so that small loads find them in place:
@@ -178,10 +177,12 @@ class KVCache:
     def _discard_unused(self) -> None:
         """Return memory above RETAINED_BYTES to the system, from the top. No block is in use.
 
-        Without this a worker on a CPU device keeps every page that its largest burst has touched.
+        Without this a worker on a CPU device keeps every page that its largest burst has touched. Blocks of
+        the prefix cache keep theirs.
         """
         block_bytes, touched = self.block_bytes * len(self._ranges), self.allocator.num_touched
         kept = max(RETAINED_BYTES // block_bytes, touched - DISCARDED_BYTES // block_bytes)
+        kept = max(kept, self.allocator.index.highest + 1)
         if touched <= kept:
             return
         for layer in self._ranges:
@@ -206,117 +207,3 @@ class KVCache:
                 except RuntimeError as another:
                     error.add_note(f"{layer.owner} keeps {layer.num_mapped} pages, not {before}: {another}")
             raise
-
-
-class BlockAllocator:
-    """The block numbers 0..capacity-1, given out lowest first.
-
-    Lowest first, not first in first out: live blocks gather at the low end, so few must move when the cache
-    shrinks. Costs a heap operation per block.
-    """
-
-    def __init__(self, capacity: int = 0) -> None:
-        self._free: list[int] = []  # a heap
-        self._in_use = bytearray()  # _in_use[id]; its length is the capacity
-        self.num_touched = 0  # blocks below this number may have been written
-        self.on_empty: Callable[[], None] | None = None  # called when the last block in use is freed
-        self.extend(capacity)
-
-    @property
-    def capacity(self) -> int:
-        return len(self._in_use)
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
-    def num_used(self) -> int:
-        return self.capacity - self.num_free
-
-    @property
-    def used(self) -> list[int]:
-        return [block for block in range(self.capacity) if self._in_use[block]]
-
-    def claim(self, blocks: Sequence[int]) -> None:
-        """Take these blocks. Raises ValueError, and takes none, if one is not free."""
-        wanted = set(blocks)
-        free = set(self._free)
-        if not wanted <= free or len(wanted) != len(blocks):
-            raise ValueError(f"KV blocks claimed that are not free: {sorted(wanted - free)[:8]}")
-        self._free = sorted(free - wanted)
-        for block in blocks:
-            self._in_use[block] = True
-        self.num_touched = max([self.num_touched, *(block + 1 for block in blocks)])
-
-    def allocate(self, n: int) -> list[int]:
-        """Take n blocks, in ascending order. Raises OutOfBlocks, and takes none, if fewer are free."""
-        if n > len(self._free):
-            raise OutOfBlocks(n, len(self._free), self.capacity)
-        taken = [heapq.heappop(self._free) for _ in range(n)]
-        for block in taken:
-            self._in_use[block] = True
-        if taken:
-            self.num_touched = max(self.num_touched, taken[-1] + 1)
-        return taken
-
-    def free(self, blocks: Sequence[int]) -> None:
-        """Free these blocks. Raises ValueError, and frees none, if one is not in use or given twice."""
-        wrong = [b for b in blocks if not (0 <= b < self.capacity and self._in_use[b])]
-        if wrong or len(set(blocks)) != len(blocks):
-            raise ValueError(f"KV blocks freed that are not in use, or freed twice: {wrong or list(blocks)}")
-        for block in blocks:
-            self._in_use[block] = False
-            heapq.heappush(self._free, block)
-        if blocks and self.on_empty is not None and self.num_free == self.capacity:
-            self.on_empty()
-
-    def live_from(self, capacity: int) -> list[int]:
-        """Return the blocks in use at or above `capacity`, which must move before shrinking to it."""
-        return [block for block in range(capacity, self.capacity) if self._in_use[block]]
-
-    def relocate(self, moves: Mapping[int, int]) -> None:
-        """Rename blocks in use whose contents were moved (from -> to); the sources are free."""
-        taken = set(moves.values())
-        self._free = [block for block in self._free if block not in taken] + list(moves)
-        heapq.heapify(self._free)
-        for source, target in moves.items():
-            self._in_use[source], self._in_use[target] = False, True
-
-    def extend(self, capacity: int) -> None:
-        """Grow to `capacity` with free blocks. Raises ValueError if that is less than now."""
-        if capacity < self.capacity:
-            raise ValueError(f"cannot extend {self.capacity} KV blocks to {capacity}; truncate")
-        self._free.extend(range(self.capacity, capacity))  # the largest ids at the end keep the heap a heap
-        self._in_use.extend(bytes(capacity - self.capacity))
-
-    def truncate(self, capacity: int) -> None:
-        """Shrink to `capacity`. Raises BlocksInUse, changing nothing, if a block above is in use."""
-        live = self.live_from(capacity)
-        if live:
-            raise BlocksInUse(live, capacity)
-        self._free = [block for block in self._free if block < capacity]
-        heapq.heapify(self._free)
-        del self._in_use[capacity:]
-
-    def check_integrity(self) -> None:
-        """Check that every block is free once, or in use. Raises BrokenInvariant."""
-        free = set(self._free)
-        expected = {block for block in range(self.capacity) if not self._in_use[block]}
-        if len(free) != len(self._free) or free != expected:
-            raise BrokenInvariant(
-                f"KV blocks both free and in use, or neither: {sorted(free ^ expected)[:8]}"
-            )
-
-
-def plan_moves_below(used: Iterable[int], capacity: int) -> dict[int, int]:
-    """Plan the moves (from -> to) of blocks in use at or above `capacity` to the lowest free ones below it.
-
-    Raises OutOfBlocks if there are not enough.
-    """
-    taken = set(used)
-    live = sorted(block for block in taken if block >= capacity)
-    targets = [block for block in range(capacity) if block not in taken][: len(live)] if live else []
-    if len(targets) < len(live):
-        raise OutOfBlocks(len(live), len(targets), capacity)
-    return dict(zip(live, targets, strict=True))

@@ -122,7 +122,7 @@ class FeedForward:
 
 @dataclass(slots=True)
 class Layer:
-    """What a step runs. A morph replaces either half between two steps. Both compute the part of `shard`."""
+    """A layer. A morph replaces either half between two steps. Both compute the part of `shard`."""
 
     attention: Attention
     feed_forward: FeedForward

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
 from kernels import QuantizedWeight, linear, linear_t, quantized_linear, stacked_linear
+from kernels.cpu.choice import Form
 
 
 class Linear:
@@ -23,6 +24,10 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
+    def dense(self) -> Iterator[tuple[Form, torch.Tensor]]:
+        """Yield the dense matrices, each with the form of its product (`kernels.choose_products`)."""
+        yield from ()
+
 
 class DenseLinear(Linear):
     """x times weight [N, K] transposed, plus bias [N]."""
@@ -33,6 +38,9 @@ class DenseLinear(Linear):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
+
+    def dense(self) -> Iterator[tuple[Form, torch.Tensor]]:
+        yield "linear", self.weight
 
 
 class StackedLinear(Linear):
@@ -45,6 +53,10 @@ class StackedLinear(Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return stacked_linear(x, self.weights)
 
+    def dense(self) -> Iterator[tuple[Form, torch.Tensor]]:
+        for weight in self.weights:
+            yield "linear", weight
+
 
 class TransposedLinear(Linear):
     """x times weight [K, N]."""
@@ -55,6 +67,9 @@ class TransposedLinear(Linear):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return linear_t(x, self.weight)
+
+    def dense(self) -> Iterator[tuple[Form, torch.Tensor]]:
+        yield "linear_t", self.weight
 
 
 class QuantizedLinear(Linear):

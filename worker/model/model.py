@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from bus.messages import LayerShape
 from kernels import AttentionPlan
+from kernels.cpu.choice import Form
 from worker.memory import KVCache, PagePool
 from worker.model.config import ModelConfig
 from worker.model.layer import Attention, Layer, LayerHalf, build_layer
@@ -79,6 +80,14 @@ class Model:
             LayerShape(attention=layer.attention.precision, ffn=layer.feed_forward.precision)
             for layer in self.layers
         ]
+
+    def dense_weights(self) -> Iterator[tuple[Form, torch.Tensor]]:
+        """Yield the matrices of all dense products of a step, each with the form of its product."""
+        for layer in self.layers:
+            for each in (*layer.attention.linears, *layer.feed_forward.linears):
+                yield from each.dense()
+        if ends := _ends(self._weights):
+            yield "linear", ends.head
 
     def install(self, layer: int, half: LayerHalf) -> None:
         """Replace the attention or FFN of a layer, between two steps."""

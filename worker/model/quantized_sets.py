@@ -1,8 +1,8 @@
 """Set files of quantised matrices: written whole, read matrix by matrix, every byte checked.
 
-A set is MODEL/instar/{precision}-{method}.safetensors: precision int8, int4 or int3; method awq, gptq or
-rtn. For every matrix of every layer, named as in the checkpoint without ".weight" (for example
-`model.layers.3.mlp.down_proj`), with N outputs and K inputs:
+A set is MODEL/instar/{precision}-{method}.safetensors; method awq, gptq or rtn. For every matrix of every
+layer, named as in the checkpoint without ".weight" (for example `model.layers.3.mlp.down_proj`), with N
+outputs and K inputs:
 
 =================  ===========================  ==========================================================
 tensor             dtype and shape              meaning

@@ -17,13 +17,14 @@ embedding and the head, so that a step begins and ends there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from kernels import AttentionPlan, add_rms_norm, linear, rms_norm
 from worker.model.config import ModelConfig
 from worker.model.layer import Layer
+from worker.model.recorded import Parts, RecordedSteps
 from worker.model.shard import ReduceGroup, Shard
 
 CachesAt = Callable[[int], list[torch.Tensor]]  # degree -> the cache of each layer in its block numbers
@@ -73,6 +74,7 @@ class Transformer:
         """
         self.layers, self.eps, self._ends = layers, config.rms_norm_eps, ends
         device = (ends.norm if ends else layers[0].attention.input_norm).device
+        self._recorded = RecordedSteps()
         self.cos_sin = config.rope.table(config.max_position_embeddings, device)
 
     def forward(
@@ -92,6 +94,8 @@ class Transformer:
         Raises ValueError for segments that are not the layers as they are, and PeerLost of the group.
         """
         self._check(segments)
+        if (logits := self._recorded_step(token_ids, segments, caches_at, logit_rows)) is not None:
+            return logits[own]
         residual = self.embed(token_ids)
         x = rms_norm(residual, self.layers[0].attention.input_norm, self.eps)
         before = segments[0]
@@ -106,6 +110,31 @@ class Transformer:
             x, residual = self._run(segment, caches_at(segment.degree), x, residual, rows, norm)
             before = segment
         return linear(x[own], self.ends.head).float()
+
+    def _recorded_step(
+        self,
+        token_ids: torch.Tensor,
+        segments: Sequence[Segment],
+        caches_at: CachesAt,
+        logit_rows: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Run a step alone that decodes a few sequences as one launch; None if it is another one."""
+        alone = segments[0]
+        if len(segments) > 1 or alone.group is not None:
+            return None
+        caches = caches_at(alone.degree)
+
+        def forward(residual: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+            x = rms_norm(residual, self.layers[0].attention.input_norm, self.eps)
+            segment = replace(alone, plan=plan)
+            x, _ = self._run(segment, caches, x, residual, None, self.ends.norm)
+            return linear(x, self.ends.head)
+
+        halves = [half for layer in self.layers for half in (layer.attention, layer.feed_forward)]
+        parts = Parts(halves, caches)
+        logits = self._recorded.run(self.ends.embedding, token_ids, alone.plan, logit_rows, parts, forward)
+        # The next step writes to the same memory.
+        return None if logits is None else logits.to(torch.float32, copy=True)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the residual [T, H] before the first layer of int64 [T]."""

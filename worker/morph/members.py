@@ -1,22 +1,16 @@
 """The members of an instance's group, as its leader sees them; a worker alone is a group of one.
 
-Morphs are written once against this: `do` has all members carry out an action between the same two steps,
-and `statuses` tells what each has. Alone both are immediate.
+Morphs are written once against this: `do` has all members carry out an action between the same two steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
-
-from bus.messages import Number
 from bus.precisions import Precision, is_below
 from worker.distributed.messages import Actions, GrowKV, KVPurpose, MemberStatus, ShrinkKV
 from worker.memory import OutOfBlocks, plan_moves_below
 from worker.morph.plan import Half
-from worker.morph.run import NotApplied
+from worker.morph.run import NotApplied, Steps
 from worker.morph.target import Target
-
-Steps = Generator[bool, None, None]  # as `run.Run.steps`
 
 
 class Members:
@@ -28,11 +22,9 @@ class Members:
         self._ticket = 0
         self._is_counting = False  # blocks in use, to take pages from them
 
-    # ----------------------------------------------------------------------------- actions
-
     @property
     def size(self) -> int:
-        """How many members share each layer."""
+        """The number of members that share each layer."""
         return self._executor.num_members
 
     def begin(self, action: Actions) -> None:
@@ -41,7 +33,7 @@ class Members:
 
     @property
     def is_lost(self) -> bool:
-        """True if the group fell apart; nothing can be begun any more."""
+        """True if the group fell apart."""
         return self._executor.is_lost
 
     @property
@@ -59,8 +51,6 @@ class Members:
         """Have all members carry out `action`, and wait for it."""
         self.begin(action)
         yield from self.settle()
-
-    # ----------------------------------------------------------------------------- what they have
 
     def statuses(self) -> list[MemberStatus]:
         """Return the latest status of every member. Raises PeerLost if the group fell apart."""
@@ -95,7 +85,7 @@ class Members:
         return self.target.resizer.blocks_in(min(each.most_pages for each in self.statuses()), self.size)
 
     def blocks_after(self, pages: int) -> int:
-        """Return the blocks that there are with so many more (or fewer) pages in each layer."""
+        """Return the blocks with `pages` more (below 0: fewer) in each layer."""
         least = min(each.kv_pages for each in self.statuses())
         return self.target.resizer.blocks_in(least + pages, self.size)
 
@@ -110,22 +100,16 @@ class Members:
         return sum(count for floor, count in floors if is_below(precision, floor))
 
     def have_copied(self, half: Half) -> bool:
-        """Return whether every member has copied the prepared variant of `half`.
-
-        Raises NotApplied for a failure.
-        """
+        """Return whether all members have copied the variant of `half`. Raises NotApplied if one failed."""
         statuses = self.statuses()
         if error := next((each.copy_error for each in statuses if each.copy_error), ""):
             raise NotApplied("failed", error)
-        return all((half.layer, half.part) in map(tuple, each.copied) for each in statuses)
-
-    # ----------------------------------------------------------------------------- the KV cache
+        return all(tuple(half) in map(tuple, each.copied) for each in statuses)
 
     def grow(self, pages: int, purpose: KVPurpose) -> Steps:
         """Add pages to each layer of the KV cache."""
         if pages > 0:
-            blocks = self.blocks_after(pages)
-            yield from self.do(GrowKV(pages=pages, blocks=blocks, purpose=purpose))
+            yield from self.do(GrowKV(pages=pages, blocks=self.blocks_after(pages), purpose=purpose))
 
     def shrink(self, pages: int, purpose: KVPurpose, then: Actions | None = None) -> Steps:
         """Take pages from each layer of the KV cache, moving live blocks out of the way (MorphServe §4.4).
@@ -150,24 +134,18 @@ class Members:
         yield from self.settle()
 
     def grow_own(self) -> None:
-        """Give the KV cache the free pages that are its own, as far as they make a page of every layer.
-
-        Does nothing while an action is outstanding: the statuses do not show yet what it takes.
-        """
-        if self.is_lost or not self.has_settled:
+        """Give the KV cache the free pages that are its own, as far as they make a page of every layer."""
+        if self.is_lost or not self.has_settled:  # the statuses do not show yet what an action takes
             return
-        statuses = self.statuses()
         layers = self.target.resizer.num_layers
         pages = min(
             min(each.own_pages // layers, each.growable_pages, each.useful_pages - each.kv_pages)
-            for each in statuses
+            for each in self.statuses()
         )
         if pages > 0:
             self.begin(GrowKV(pages=pages, blocks=self.blocks_after(pages), purpose="swap"))
 
     def in_use(self, num_used: int, num_asked: int) -> NotApplied:
         """Make the refusal of a size that the blocks in use do not fit into."""
-        numbers: dict[str, Number] = {"blocks_used": num_used, "blocks_asked": num_asked}
-        return NotApplied(
-            "deferred", f"{num_used} KV blocks are in use, {num_asked} were asked for", **numbers
-        )
+        reason = f"{num_used} KV blocks are in use, {num_asked} were asked for"
+        return NotApplied("deferred", reason, blocks_used=num_used, blocks_asked=num_asked)

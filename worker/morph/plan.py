@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bus.messages import PARTS, LayerShape, Part, Swap
 from bus.precisions import Precision
@@ -11,8 +11,7 @@ from worker.engine.shape import precision_of
 from worker.morph.run import NotApplied
 
 
-@dataclass(frozen=True, slots=True)
-class Half:
+class Half(NamedTuple):
     """The attention or the FFN of one layer."""
 
     layer: int
@@ -23,15 +22,9 @@ class Half:
 
 
 def plan_swap(
-    command: Swap,
-    shape: Sequence[LayerShape],
-    variants: Sequence[Precision],
-    order: Sequence[int],
+    command: Swap, shape: Sequence[LayerShape], variants: Sequence[Precision], order: Sequence[int]
 ) -> list[Half]:
-    """Return the halves that are not in the wished precision yet, in `order`, which has each layer once.
-
-    Raises NotApplied, saying what there is, for layers or variants that the instance does not have.
-    """
+    """Return the halves not in that precision yet, in `order`. Raises NotApplied for unknown ones."""
     _check(command, len(shape), variants)
     parts = [part for part in PARTS if part in command.parts]
 

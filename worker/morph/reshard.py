@@ -1,15 +1,7 @@
 """Change the tensor-parallel degree of a layer's weights between steps (Gyges, section 4.2).
 
-Shards nest: a rank keeps a part of what it has, or gets more around it. So to a higher degree the other
-ranks' pages of the FFN are unmapped, and nothing is copied; to a lower one they are mapped and filled
-beside the steps. The attention's weights are on every rank: only the heads change that it computes. This
-holds for whichever variants a layer has at the time, quantised ones too.
-
-::
-
-    up      narrow
-    down    map --> fill, in the copying thread,    --> widen        undo of map: unmap_extra
-                    or `put` of what others `read`
+To a higher degree a rank unmaps the others' pages of the FFN (`narrow`). To a lower one it maps them, fills
+them beside the steps and uses them (`map`, `fill`, `widen`). The attention's weights are on every rank.
 """
 
 from __future__ import annotations
@@ -25,7 +17,7 @@ from worker.model.shard import Shard
 from worker.morph.verbs import Variants
 from worker.shape.checks import CheckedPages
 from worker.shape.copier import CopyJob
-from worker.shape.copies import ByteSpan, SourceCopy
+from worker.shape.copies import ByteSpan, source_copy
 from worker.shape.ranges import PageMask, VariantKey, VariantRanges, checked_pages, variant_name
 from worker.shape.variants import LayerVariants
 
@@ -34,10 +26,7 @@ Checked = Callable[[VariantKey], CheckedPages]
 
 
 class Resharder:
-    """Changes the shard of each layer, in the engine's thread, between steps.
-
-    A layer that is being swapped must not be resharded.
-    """
+    """Changes the shard of each layer, in the engine's thread; none of them may be swapped meanwhile."""
 
     def __init__(self, model: Model, ranges: VariantRanges, copy: PagesCopy, checked: Checked) -> None:
         self._model, self._ranges = model, ranges
@@ -52,17 +41,16 @@ class Resharder:
         return sum(int(self._ranges.needed(self._resident(layer, part), shard).sum()) for part in PARTS)
 
     def narrow(self, layer: int, shard: Shard) -> int:
-        """Run `shard`, a part of the present one, from the next step on and free the other ranks' pages.
+        """Run `shard`, a part of the present one, from the next step on. Returns the pages freed.
 
-        Returns how many were freed. Raises ValueError, having changed nothing, and MappingFailed, when the
-        layer runs the new shard with pages to spare; then it may be called again.
+        Raises ValueError, having changed nothing, and MappingFailed; then it may be called again.
         """
         _check_nested(wide=self.shard(layer), narrow=shard)
         self._install(layer, shard)
         return sum(self._ranges.unmap_others(self._resident(layer, part), shard) for part in PARTS)
 
     def map(self, layer: int, shard: Shard) -> int:
-        """Map pages for what `shard` has beyond the present one, which is a part of it. Returns how many.
+        """Map the pages that `shard` has beyond the present one, which is a part of it. Returns how many.
 
         Raises OutOfPages or MappingFailed, having mapped none.
         """
@@ -70,48 +58,32 @@ class Resharder:
         return self._ranges.map(self._resident(layer, "ffn"), shard)
 
     def fill(self, layer: int, shard: Shard) -> CopyJob:
-        """Return the job that fills the pages of `map`, beside the steps.
-
-        The job raises WrongVariant if they do not hold it then, and OSError or ModelError where it cannot
-        be read.
-        """
+        """Return the job that fills the pages of `map`. It raises WrongVariant, OSError and ModelError."""
         place = self._resident(layer, "ffn")
         missing = self._ranges.needed(place, shard) & ~self._ranges.needed(place, self.shard(layer))
         return self._copy(place, missing)
 
     def spans(self, layer: int, shard: Shard) -> list[ByteSpan]:
-        """Return the bytes of the layer's FFN that lie in a shard's pages.
-
-        No other shard of that degree has them; all but the last have as many.
-        """
+        """Return the bytes of the layer's FFN in a shard's pages; no other shard of that degree has them."""
         place = self._resident(layer, "ffn")
         return self._ranges.spans(place, self._ranges.needed(place, shard))
 
     def ffn(self, layer: int) -> CheckedPages:
-        """Return the pages of the layer's FFN.
-
-        They read the spans of the present shard, and take others' into the pages of `map`.
-        """
+        """Return the pages of the layer's FFN, to read the present shard's and to fill those of `map`."""
         return self._checked(self._resident(layer, "ffn"))
 
     def rehearsal(self) -> CopyJob:
-        """Return a job that does what precedes every `fill`, to measure it; it fills nothing."""
+        """Return a job that fills nothing, to measure what precedes every `fill`."""
         place = self._resident(0, "ffn")
         return self._copy(place, np.zeros_like(self._ranges.needed(place, self.shard(0))))
 
     def widen(self, layer: int, shard: Shard) -> None:
-        """Run `shard`, whose pages are filled, from the next step on.
-
-        Raises ValueError for pages that were never mapped.
-        """
+        """Run `shard`, whose pages are filled, from the next step on. Raises ValueError for unmapped ones."""
         _check_nested(wide=shard, narrow=self.shard(layer))
         self._install(layer, shard)
 
     def unmap_extra(self, layer: int) -> None:
-        """Unmap all but the pages of the present shard. No copy may run.
-
-        Raises MappingFailed; then it may be tried again.
-        """
+        """Unmap all but the present shard's pages, while no copy runs. Raises MappingFailed."""
         self._ranges.unmap_others(self._resident(layer, "ffn"), self.shard(layer))
 
     def _install(self, layer: int, shard: Shard) -> None:
@@ -126,17 +98,14 @@ class Resharder:
 
 
 def make_resharder(model: Model, pool: PagePool, variants: Variants) -> Resharder:
-    """Make a resharder that fills from the variants' host images.
-
-    Where there are none it fills from the checkpoint.
-    """
+    """Make a resharder that fills from the variants' host images, or from the checkpoint without them."""
     if isinstance(variants, LayerVariants):
         return Resharder(model, variants.ranges, variants.copy_pages, variants.checked)
     ranges = VariantRanges(model, pool)
 
     def copy(place: VariantKey, pages: PageMask) -> CopyJob:
         layer, part, _ = place
-        return SourceCopy(
+        return source_copy(
             variant_name(place),
             model.plan.layers[layer][PARTS.index(part)],
             model.source,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
-from bus.messages import Number
+from bus.messages import LayerShape, Number, Resize
 from worker.distributed.messages import GrowKV
-from worker.morph.members import Members, Steps
-from worker.morph.run import Clock, NotApplied, Patience
+from worker.morph.members import Members
+from worker.morph.run import NotApplied, Run, Steps
 from worker.morph.target import Target
 
 # Pages per layer that a worker maps or unmaps between two steps: so the calls' own cost is shared (8 layers,
@@ -16,21 +14,20 @@ from worker.morph.target import Target
 PAGES_AT_ONCE, GROUP_PAGES_AT_ONCE = 8, 64
 
 
-class ResizeRun:
+class ResizeRun(Run):
     """One Resize, some pages of every layer at a time.
 
     Where it ends before its goal, it goes back to where it began, as far as nobody has taken the pages.
     """
 
-    progress, is_beyond_return = "", False
+    touches = frozenset({"size of its KV cache"})
 
-    def __init__(
-        self, target: Target, num_blocks: int, *, wait_s: float, clock: Clock = time.monotonic
-    ) -> None:
+    def __init__(self, command: Resize, target: Target) -> None:
         """Raise NotApplied for sizes that can never be, or not as long as the layers are what they are."""
+        super().__init__(command.wait_s)
+        num_blocks = command.blocks
         self._target, self._num_blocks = target, num_blocks
         self._members = members = Members(target)
-        self._patience = Patience(wait_s, clock)
         self._blocks_before = members.blocks
         self._moved_before = target.resizer.num_blocks_moved
         self._at_once = PAGES_AT_ONCE if members.size == 1 else GROUP_PAGES_AT_ONCE
@@ -41,19 +38,14 @@ class ResizeRun:
                 "failed" if num_blocks < least else "deferred",  # fewer bits in a layer make room for more
                 f"this instance needs at least {least} KV blocks, since the longest sequence must fit"
                 if num_blocks < least
-                else f"this instance can have at most {most} KV blocks: the device's budget less the weights",
+                else f"this instance can have at most {most} KV blocks: the device's budget less the weights"
+                f"{self._fewer_bits()}",
                 blocks_asked=num_blocks,
                 min_blocks=least,
                 max_blocks=most,
             )
 
-    @property
-    def deadline(self) -> float | None:
-        """When this resize gives up waiting."""
-        return self._patience.deadline
-
     def numbers(self) -> dict[str, Number]:
-        """Return what the resize took so far."""
         return {
             "blocks_before": self._blocks_before,
             "blocks_after": self._members.blocks,
@@ -63,14 +55,11 @@ class ResizeRun:
         }
 
     def steps(self) -> Steps:
-        """Grow or shrink until the goal is reached; see `run.Run.steps`."""
         members, is_done = self._members, False
         try:
             while missing := members.pages_missing(self._num_blocks):
                 if obstacle := self._obstacle(missing):
-                    if not self._patience.wait():
-                        raise obstacle
-                    yield False
+                    yield from self._pause(obstacle)
                     continue
                 self._patience.get_on()
                 pages = max(-self._at_once, min(missing, self._at_once))
@@ -86,6 +75,13 @@ class ResizeRun:
             if not is_done:
                 self._go_back()
 
+    def _fewer_bits(self) -> str:
+        """Return the advice to swap layers, "" where none can lose bits."""
+        lowest = self._target.variants.precisions[-1]
+        if all(layer == LayerShape(attention=lowest, ffn=lowest) for layer in self._target.instance.shape):
+            return ""
+        return f"; layers in fewer bits leave room for more: swap some to {lowest}"
+
     def _obstacle(self, missing: int) -> NotApplied | None:
         """Return why it cannot go on now, if anything."""
         members, resizer = self._members, self._target.resizer
@@ -98,7 +94,8 @@ class ResizeRun:
             return NotApplied(
                 "deferred",
                 f"{self._num_blocks} KV blocks need {needed} pages more{where}; {free} are free, and "
-                f"{resizer.reserve_pages} of them are kept for swaps{resizer.kv_beside(needed - spare)}",
+                f"{resizer.reserve_pages} of them are kept for swaps{resizer.kv_beside(needed - spare)}"
+                f"{self._fewer_bits()}",
                 pages_needed=needed,
                 pages_free=free,
                 pages_reserved=resizer.reserve_pages,

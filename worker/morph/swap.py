@@ -1,28 +1,21 @@
 """Halves of layers from one precision to another while requests decode (MorphServe §4.3).
 
-A half goes through these stages, each beside running steps or between two of them::
-
-    pages --> mapped --> copied --> checked, installed, old one unmapped --> pages to the KV cache
-    members   members    copiers    members, all between the same two steps
-
-Until it is installed the old variant serves, and whatever happens the new one is unmapped again. Several
-halves are in progress at once, as far as pages allow: the next one is copied while one waits for a boundary.
+Each is mapped and copied beside the steps, and installed by all members between the same two. Until then the
+old variant serves. Several halves are in progress at once, as far as pages allow.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from bus.messages import Number
-from bus.precisions import Precision
+from bus.messages import Number, Swap
 from worker.distributed.messages import DropHalf, InstallHalf, PrepareHalf
-from worker.morph.members import Members, Steps
-from worker.morph.plan import Half
-from worker.morph.run import Clock, NotApplied, Patience, halves_text
+from worker.morph.members import Members
+from worker.morph.plan import Half, plan_swap
+from worker.morph.run import NotApplied, Run, Steps
 from worker.morph.target import Target
 from worker.shape.copier import Copy
 
@@ -40,37 +33,23 @@ class HalvesInProgress:
     advancing: int = 0
     pages_coming: int = 0
 
-    def begin(self, pages_coming: int) -> None:
-        """Count one half more."""
-        self.halves += 1
-        self.advancing += 1
+    def add(self, halves: int, pages_coming: int) -> None:
+        """Count halves that begin, or below 0 that end."""
+        self.halves += halves
+        self.advancing += halves
         self.pages_coming += pages_coming
 
-    def end(self, pages_coming: int) -> None:
-        """Count one half less."""
-        self.halves -= 1
-        self.advancing -= 1
-        self.pages_coming -= pages_coming
 
-
-class SwapRun:
+class SwapRun(Run):
     """One Swap, half by half. Halves that are done stay, whatever becomes of the others."""
 
-    is_beyond_return = False
-
-    def __init__(
-        self,
-        target: Target,
-        halves: Sequence[Half],
-        precision: Precision,
-        *,
-        wait_s: float,
-        in_progress: HalvesInProgress,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._target, self._precision = target, precision
+    def __init__(self, command: Swap, target: Target, in_progress: HalvesInProgress) -> None:
+        super().__init__(command.wait_s)
+        self._target, self._precision = target, command.precision
         self._members, self._in_progress = Members(target), in_progress
-        self._patience = Patience(wait_s, clock)
+        order, variants = target.order_towards(command.precision), target.variants.precisions
+        halves = plan_swap(command, target.instance.shape, variants, order)
+        self.touches, self.already = frozenset(halves), "" if halves else command.precision
         self._pending = deque(halves)
         self._obstacle = NotApplied("deferred", "it did not get its turn")
         self._blocks_before = self._members.blocks
@@ -81,13 +60,7 @@ class SwapRun:
 
     @property
     def progress(self) -> str:
-        """How many halves are done, for people."""
         return halves_text(self._num_applied, self._num_halves)
-
-    @property
-    def deadline(self) -> float | None:
-        """When this swap gives up waiting."""
-        return self._patience.deadline
 
     def numbers(self) -> dict[str, Number]:
         """Return what the swap took so far; pages and bytes are those of this member."""
@@ -105,7 +78,6 @@ class SwapRun:
         }
 
     def steps(self) -> Steps:
-        """Start and carry on halves until all are done; see `run.Run.steps`."""
         self._target.unmap_rest()
         running: list[Steps] = []
         with ExitStack() as undo:
@@ -125,23 +97,23 @@ class SwapRun:
                     yield True
                 if is_advancing:
                     self._patience.get_on()
-                else:
-                    self._wait()
+                elif self._in_progress.advancing or not self._members.has_settled:
+                    self._patience.get_on()  # another swap works, which will make room
                     yield False
+                else:
+                    yield from self._pause(self._obstacle)
         yield from self._members.settle()
         self._members.grow_own()
         yield from self._members.settle()
 
-    # ----------------------------------------------------------------------------- one half
-
     def _swap(self, half: Half, kv_pages: int) -> Steps:
         """Swap one half; `kv_pages` of each layer's KV make room for its new variant."""
         target, members = self._target, self._members
-        layer, part = half.layer, half.part
-        old = target.precision(half)
-        new_pages, old_pages = target.pages(half, self._precision), target.pages(half, old)
+        layer, part = half
+        new_pages = target.pages(half, self._precision)
+        old_pages = target.pages(half, target.precision(half))
         copy: Copy | None = None
-        self._in_progress.begin(old_pages)
+        self._in_progress.add(1, old_pages)
         try:
             prepare = PrepareHalf(layer=layer, part=part, precision=self._precision)
             if kv_pages:
@@ -158,16 +130,18 @@ class SwapRun:
             members.begin(DropHalf(layer=layer, part=part))
             raise
         finally:
-            self._in_progress.end(old_pages)
+            self._in_progress.add(-1, -old_pages)
             if copy and target.precision(half) == self._precision:
-                self._count(copy, new_pages, old_pages)
+                self._num_applied += 1
+                self._bytes += copy.nbytes
+                self._copy_s += copy.seconds
+                self._pages_mapped += new_pages
+                self._pages_unmapped += old_pages
             members.grow_own()
         yield from members.settle()
 
     def _until_released(self) -> Iterator[bool]:
         """Wait for requests that came meanwhile and must not run in this precision."""
-        if not self._is_held():
-            return
         self._in_progress.advancing -= 1
         try:
             while self._is_held():
@@ -175,20 +149,8 @@ class SwapRun:
         finally:
             self._in_progress.advancing += 1
 
-    def _count(self, copy: Copy, pages_mapped: int, pages_unmapped: int) -> None:
-        self._num_applied += 1
-        self._bytes += copy.nbytes
-        self._copy_s += copy.seconds
-        self._pages_mapped += pages_mapped
-        self._pages_unmapped += pages_unmapped
-
-    # ----------------------------------------------------------------------------- what it may wait for
-
     def _pages_to_take(self) -> int | None:
-        """Return the pages per layer that the KV cache must give before the next half can start.
-
-        None: it cannot start now.
-        """
+        """Return the pages per layer that the KV must give before the next half can start; None: not now."""
         if self._in_progress.halves >= MAX_IN_PROGRESS or not self._members.has_settled or self._is_held():
             return None
         return self._pages_missing(self._pending[0])
@@ -207,7 +169,7 @@ class SwapRun:
     def _pages_missing(self, half: Half) -> int | None:
         """Return the pages per layer that the KV must give to map the new variant; None if it cannot.
 
-        At the end the reserve must be whole again. On the way it may be used: that is what it is for.
+        On the way the reserve may be used; at the end it must be whole again.
         """
         statuses = self._members.statuses()
         new = self._target.pages(half, self._precision)
@@ -242,15 +204,16 @@ class SwapRun:
         )
         return None
 
-    def _wait(self) -> None:
-        if self._in_progress.advancing or not self._members.has_settled:
-            self._patience.get_on()  # this swap works, or another that will make room
-        elif not self._patience.wait():
-            raise self._obstacle
-
 
 def _close(running: list[Steps]) -> None:
     """Undo all halves in progress, also where undoing one fails."""
     with ExitStack() as undo:
         for half in running:
             undo.callback(half.close)
+
+
+def halves_text(num_applied: int, num_halves: int) -> str:
+    """Return the progress of a swap before its end, in about ten steps, since every report is broadcast."""
+    told = min(num_applied, num_halves - 1)
+    told -= told % max(1, num_halves // 10)
+    return f"{told} of {num_halves} halves of layers" if told > 0 else ""

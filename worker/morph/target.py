@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bus.messages import PARTS, LayerShape
 from bus.precisions import Precision
@@ -24,8 +24,7 @@ from worker.morph.verbs import Variants
 from worker.shape.copier import Copier, Copy
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedHalf:
+class PreparedHalf(NamedTuple):
     """A half's new variant: mapped, and being copied."""
 
     precision: Precision
@@ -49,15 +48,13 @@ class Target:
         instance.executor.carry_out, instance.executor.status = self.carry_out, self.status
         instance.executor.used_blocks = lambda: resizer.cache.allocator.used
 
-    # ----------------------------------------------------------------------------- what it has
-
     def precision(self, half: Half) -> Precision:
         """Return the precision in which `half` runs."""
         return precision_of(self.instance.shape[half.layer], half.part)
 
     def pages(self, half: Half, precision: Precision) -> int:
-        """Return the pages that a variant of `half` takes at this member's shard."""
-        return self.variants.pages(half.layer, half.part, precision)
+        """Return the pages that a variant of `half` takes here."""
+        return self.variants.pages(*half, precision)
 
     @property
     def saved_pages(self) -> int:
@@ -108,7 +105,7 @@ class Target:
             case DropHalf():
                 self._drop(Half(action.layer, action.part))
             case GrowKV():
-                self.resizer.grow(action.pages)
+                self.resizer.cache.grow(action.pages)
                 self.count_resized(action)
             case ShrinkKV():
                 self.resizer.shrink(action.pages)
@@ -120,7 +117,7 @@ class Target:
         """Note whose the pages of a resize are: a swap's are the cache's own, an order's are not."""
         pages = action.pages * self.resizer.num_layers
         if action.purpose == "swap":
-            self.resizer.own(pages if isinstance(action, ShrinkKV) else -pages)
+            self.resizer.own_pages += pages if isinstance(action, ShrinkKV) else -pages
 
     def drop_all(self) -> None:
         """Unmap every prepared variant. Raises MappingFailed."""
@@ -135,27 +132,23 @@ class Target:
     def _prepare(self, half: Half, precision: Precision) -> None:
         """Map a variant and start its copy. Raises MappingFailed and OutOfPages, having changed nothing."""
         assert self.copier
-        place = (half.layer, half.part, precision)
-        self.variants.map(*place)
-        self.resizer.own(-self.pages(half, precision))
+        self.variants.map(*half, precision)
+        self.resizer.own_pages -= self.pages(half, precision)
         try:
-            copy = self.copier.start(self.variants.copy_job(*place))
+            copy = self.copier.start(self.variants.copy_job(*half, precision))
         except BaseException:
             self._unmap(half, precision)
             raise
         self.prepared[half] = PreparedHalf(precision, copy)
 
     def _install(self, half: Half) -> None:
-        """Run on the prepared variant and unmap the old one.
-
-        Raises what the copy raised and what the check finds; then the prepared variant stays prepared.
-        """
+        """Run on the prepared variant and unmap the old one. Raises what its copy or the check raises."""
         if (prepared := self.prepared.get(half)) is None:  # dropped meanwhile
             return
         prepared.copy.raise_error()
         old = self.precision(half)
-        self.variants.check(half.layer, half.part, prepared.precision)
-        self.variants.install(half.layer, half.part, prepared.precision)
+        self.variants.check(*half, prepared.precision)
+        self.variants.install(*half, prepared.precision)
         del self.prepared[half]
         self.instance.reshaped()
         if half.layer in self._swapped:
@@ -172,9 +165,9 @@ class Target:
     def _unmap(self, half: Half, precision: Precision) -> None:
         """Give the pages of a variant to the KV cache. Raises MappingFailed; `unmap_rest` tries again."""
         self._left_mapped.add((half, precision))
-        self.variants.unmap(half.layer, half.part, precision)
+        self.variants.unmap(*half, precision)
         self._left_mapped.remove((half, precision))
-        self.resizer.own(self.pages(half, precision))
+        self.resizer.own_pages += self.pages(half, precision)
 
     def check_integrity(self, with_pool: bool = True) -> None:
         """Raise BrokenInvariant or AssertionError if a page or a block is lost or owned twice.

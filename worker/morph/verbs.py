@@ -1,8 +1,8 @@
-"""What swaps need of a model's variants: `worker.shape.variants` implements it, and tests do."""
+"""The variants of a model's layers, as swaps use them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from bus.messages import PARTS, Part
@@ -49,21 +49,23 @@ def layer_pages(variants: Variants, num_layers: int, parts: Sequence[Part] = PAR
 
 
 def reserve_pages(variants: Variants, num_layers: int) -> int:
-    """Return the free pages with which any layer can be swapped down.
-
-    These are the pages of the largest layer in its most bits below full.
-    """
+    """Return the free pages with which any layer can be swapped to its most bits below full."""
     pages = layer_pages(variants, num_layers)
     return max((pages[precision] for precision in pages if precision != "full"), default=0)
 
 
 class NoVariants:
-    """The variants of a model whose layers are always full; only its KV cache can morph."""
+    """Layers that keep their precision; only their KV cache can morph."""
 
-    precisions: Sequence[Precision] = ("full",)
-
-    def pages(self, layer: int, part: Part, precision: Precision) -> int:
-        return 0
+    def __init__(
+        self,
+        precision: Precision = "full",
+        pages: Callable[[int, Part, Precision], int] = lambda layer, part, precision: 0,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Report `pages` as the size of a variant. release: gives the memory of the layers back."""
+        self.precisions: Sequence[Precision] = (precision,)
+        self.pages, self.release = pages, release
 
     def map(self, layer: int, part: Part, precision: Precision) -> None:
         raise NotImplementedError
@@ -72,6 +74,3 @@ class NoVariants:
         raise NotImplementedError
 
     check = install = unmap = map
-
-    def release(self) -> None:
-        pass

@@ -1,14 +1,13 @@
 """`python -m worker.offline COMMAND MODEL`: the command lines of `instar quantize` and `instar profile`.
 
-Standard library only, up to `main`: help must not wait for torch.
+Nothing imports torch up to `main`: help must not wait for it.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -46,27 +45,16 @@ class OfflineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` shows what there is.\n")
 
 
-@dataclass(frozen=True, slots=True)
-class OfflineCommand:
-    """A command: its help, the function that adds its options, and what an interrupted run leaves."""
-
-    text: str
-    add_options: Callable[[OfflineParser], None]
-    after_interrupt: str
-
-
-def make_parser(name: str) -> OfflineParser:
-    """Return the parser of one of `COMMANDS`."""
-    command = COMMANDS[name]
+def _parser(name: str) -> OfflineParser:
     parser = OfflineParser(
-        allow_abbrev=False,
-        prog=f"instar {name}",
-        description=command.text,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False, prog=f"instar {name}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", type=Path, metavar="MODEL", help="model folder, full precision")
-    command.add_options(parser)
     add = parser.add_argument
+    add("model", type=Path, metavar="MODEL", help="model folder, full precision")
+    if name == "quantize":
+        _add_quantize_options(parser)
+    else:
+        _add_profile_options(parser)
     add("--calibration", type=Path, metavar="FILE", help="text [the sources of Python's standard library]")
     add("--window-tokens", type=_positive, default=0, metavar="N", help="[2048, or the model's context]")
     add("--device", default="", metavar="NAME", help="cpu, cuda, ... [a GPU if there is one]")
@@ -74,37 +62,25 @@ def make_parser(name: str) -> OfflineParser:
 
 
 def _add_quantize_options(parser: OfflineParser) -> None:
+    parser.description = QUANTIZE_TEXT
     add = parser.add_argument
-    add(
-        "--method",
-        choices=("awq", "rtn", "both"),
-        default="awq",
-        help="awq: activation-aware scales; rtn: round-to-nearest [awq]",
-    )
+    methods = "awq: activation-aware scales; rtn: round-to-nearest [awq]"
+    add("--method", choices=("awq", "rtn", "both"), default="awq", help=methods)
     add("--bits", type=_bits, default=list(_WIDTHS), metavar="LIST", help=f"of {_ALL_BITS} [all]")
-    add(
-        "--group",
-        type=int,
-        choices=(32, 64, 128),
-        default=0,
-        help="inputs that share a scale [the precision's own, 64]",
-    )
+    group = "inputs that share a scale [the precision's own, 64]"
+    add("--group", type=int, choices=(32, 64, 128), default=0, help=group)
     add("--from", dest="ready", type=Path, metavar="DIR", help="a ready AWQ or GPTQ checkpoint of this model")
     add("--again", action="store_true", help="also make sets that exist already")
     add("--windows", type=_positive, default=16, metavar="N", help="of calibration text [16]")
 
 
 def _add_profile_options(parser: OfflineParser) -> None:
+    parser.description = PROFILE_TEXT
     add = parser.add_argument
     add("--precision", choices=QUANTIZED, default=DEFAULT_SWAP, help=f"of swapped layers [{DEFAULT_SWAP}]")
     add("--method", choices=("awq", "gptq", "rtn"), default="", help="[the best set there is, else rtn]")
-    add(
-        "--weights",
-        type=_weights,
-        default=(0.25, 0.25, 0.5),
-        metavar="A,B,C",
-        help="of a layer's own change, its swap's change to it, and to the output [0.25,0.25,0.5]",
-    )
+    weights = "of a layer's own change, its swap's change to it, and to the output [0.25,0.25,0.5]"
+    add("--weights", type=_weights, default=(0.25, 0.25, 0.5), metavar="A,B,C", help=weights)
     add("--metric", choices=("cosine", "l2"), default="cosine", help="[cosine]")
     add("--windows", type=_positive, default=8, metavar="N", help="of calibration text [8]")
 
@@ -132,21 +108,14 @@ def _weights(text: str) -> tuple[float, float, float]:
     return first, second, third
 
 
-COMMANDS = {
-    "quantize": OfflineCommand(
-        QUANTIZE_TEXT, _add_quantize_options, "run the same command again to continue"
-    ),
-    "profile": OfflineCommand(PROFILE_TEXT, _add_profile_options, "nothing was written"),
-}
-
-
+AFTER_INTERRUPT = {"quantize": "run the same command again to continue", "profile": "nothing was written"}
 FAILED, INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` (default: of the process) names. Return the exit status."""
     name, *options = sys.argv[1:] if argv is None else argv
-    args = make_parser(name).parse_args(options)
+    args = _parser(name).parse_args(options)
     # These import torch, which takes seconds.
     from worker.model.config import ModelError
     from worker.offline import commands
@@ -158,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"instar {name}: {problem}\n")
         return FAILED
     except KeyboardInterrupt:
-        sys.stderr.write(f"instar {name}: stopped; {COMMANDS[name].after_interrupt}\n")
+        sys.stderr.write(f"instar {name}: stopped; {AFTER_INTERRUPT[name]}\n")
         return INTERRUPTED
     return 0
 

@@ -1,8 +1,7 @@
 """Activation-aware scales for round-to-nearest (AWQ, Lin et al. 2024, MLSys).
 
-Letters: K inputs, N outputs of a matrix, g inputs of a group. The inputs of a product are described by their
-second moments C = sum of x x^T over the calibration tokens, [K, K]: the squared error of a product with W + E
-is then tr(E C E^T), exactly, whatever the number of tokens.
+K inputs, N outputs of a matrix, g inputs of a group. With the second moments C [K, K], the sum of x x^T over
+the calibration tokens, the squared error of a product with W + E is tr(E C E^T), exactly.
 """
 
 from __future__ import annotations
@@ -24,27 +23,23 @@ class Moments:
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self._second: torch.Tensor | None = None
-        self._magnitude: torch.Tensor | None = None
+        self._second = self._magnitude = torch.zeros(())
 
     def add(self, x: torch.Tensor) -> None:
         """Add the tokens of x [..., K]."""
         rows = x.flatten(0, -2).float()
-        second, magnitude = rows.T @ rows, rows.abs().sum(0)
         self.num_tokens += rows.shape[0]
-        self._second = second if self._second is None else self._second.add_(second)
-        self._magnitude = magnitude if self._magnitude is None else self._magnitude.add_(magnitude)
+        self._second = (rows.T @ rows).add_(self._second)
+        self._magnitude = rows.abs().sum(0).add_(self._magnitude)
 
     @property
     def second(self) -> torch.Tensor:
         """The mean of x x^T, float32 [K, K]."""
-        assert self._second is not None, "nothing was added"
         return self._second / self.num_tokens
 
     @property
     def magnitude(self) -> torch.Tensor:
         """The mean of |x|, float32 [K]."""
-        assert self._magnitude is not None, "nothing was added"
         return self._magnitude / self.num_tokens
 
 
@@ -59,15 +54,12 @@ def activation_aware(
     lowers the error.
     """
     second = moments.second
-    errors = []
-    for scale in _scales(moments.magnitude):
-        made = (round_to_nearest(weight, bits, group, 1 / scale) for weight in weights.values())
-        error = sum(
-            float(_error(weight, matrix.dense(), second))
-            for weight, matrix in zip(weights.values(), made, strict=True)
-        )
-        errors.append((error, scale))
-    input_scale = 1 / min(errors, key=lambda pair: pair[0])[1]
+
+    def error(scale: torch.Tensor) -> float:
+        made = ((weight, round_to_nearest(weight, bits, group, 1 / scale)) for weight in weights.values())
+        return sum(float(_error(weight, matrix.dense(), second)) for weight, matrix in made)
+
+    input_scale = 1 / min(_scales(moments.magnitude), key=error)
     return {name: _clipped(weight, second, bits, group, input_scale) for name, weight in weights.items()}
 
 
@@ -93,8 +85,7 @@ def _clipped(
         limits = groups.aminmax(dim=-1, keepdim=True)
         candidate = groups.clamp(limits.min * share, limits.max * share).flatten(1)[:, : scaled.shape[1]]
         matrix = round_to_nearest(candidate * input_scale, bits, group, input_scale)
-        wrong = F.pad(matrix.dense() - weight, (0, -weight.shape[1] % group))
-        wrong = wrong.unflatten(1, (-1, group))
+        wrong = F.pad(matrix.dense() - weight, (0, -weight.shape[1] % group)).unflatten(1, (-1, group))
         errors = torch.einsum("ngi,gij,ngj->ng", wrong, blocks, wrong)
         better = torch.ones_like(errors, dtype=torch.bool) if best is None else errors < best
         best = errors if best is None else torch.where(better, errors, best)
@@ -109,10 +100,7 @@ def _diagonal_blocks(second: torch.Tensor, group: int) -> torch.Tensor:
     """Return the diagonal blocks [K / g, g, g] of [K, K]."""
     padding = -second.shape[0] % group
     whole = F.pad(second, (0, padding, 0, padding))
-    count = whole.shape[0] // group
-    return torch.stack(
-        [whole[i * group : (i + 1) * group, i * group : (i + 1) * group] for i in range(count)]
-    )
+    return torch.stack([whole[i : i + group, i : i + group] for i in range(0, whole.shape[0], group)])
 
 
 def _error(weight: torch.Tensor, approximated: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

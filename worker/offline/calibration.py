@@ -27,6 +27,10 @@ class Calibration:
     tokens: torch.Tensor
     source: str
 
+    def __str__(self) -> str:
+        windows, tokens = self.tokens.shape
+        return f"calibration: {windows} windows of {tokens} tokens of {self.source}"
+
     @property
     def digest(self) -> str:
         """The SHA-256 of the tokens and their shape."""

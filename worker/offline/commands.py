@@ -37,8 +37,7 @@ def quantize(args: argparse.Namespace) -> None:
     calibration = None
     if "awq" in methods:
         calibration = read_calibration(config, args.calibration, args.windows, args.window_tokens)
-        windows, tokens = calibration.tokens.shape
-        say(f"calibration: {windows} windows of {tokens} tokens of {calibration.source}")
+        say(str(calibration))
     quantizer = Quantizer(config, checkpoint, calibration, device_of(args.device))
     targets = quantizer.targets(methods, args.bits, args.group)
     for target in [] if args.again else [t for t in targets if t.is_made]:
@@ -64,36 +63,26 @@ def profile(args: argparse.Namespace) -> None:
     checkpoint = CheckpointWeights(config.folder)
     device = device_of(args.device)
     calibration = read_calibration(config, args.calibration, args.windows, args.window_tokens)
-    digest = checkpoint_digest(config, checkpoint)
     dtype = torch.float32 if device.type == "cpu" else config.dtype
     matrices = find_matrices(config, checkpoint, args.precision, args.method)
-    num_windows, num_tokens = calibration.tokens.shape
-    say(
-        f"{args.precision} {matrices.method}; calibration: {num_windows} windows of {num_tokens} tokens of"
-        f" {calibration.source}"
-    )
-    progress: ProgressLine | None = None
-
-    def advance() -> None:
-        if progress is not None:
-            progress.advance()
-
+    say(f"{args.precision} {matrices.method}; {calibration}")
     metric: Metric = args.metric
     path = profile_path(config.folder, args.precision)
     wished = OrderProfile(
-        model=digest,
+        model=checkpoint_digest(config, checkpoint),
         precision=args.precision,
         method=matrices.method,
         metric=metric,
         weights=list(args.weights),
         calibration=calibration.digest,
-        windows=[num_windows, num_tokens],
+        windows=list(calibration.tokens.shape),
         sequence=[],
         scores={},
         seconds=0.0,
     )
     with torch.inference_mode():
-        model = LayerwiseModel(config, checkpoint, dtype=dtype, device=device, window_tokens=num_tokens)
+        window_tokens = calibration.tokens.shape[1]
+        model = LayerwiseModel(config, checkpoint, dtype=dtype, device=device, window_tokens=window_tokens)
         layers = range(config.num_layers)
         profiler = LayerRanking(
             model,
@@ -104,13 +93,13 @@ def profile(args: argparse.Namespace) -> None:
         )
         if made := _without_perplexity(path, wished, config.num_layers):
             say(f"{path}: has this order without perplexities; measuring only those")
-            profiler.follow(made.sequence)
+            for layer in made.sequence:
+                profiler.swap(layer)
         else:
             progress = ProgressLine("profile", profiler.num_trials, "trials")
-            sequence, scores = profiler.sequence(ScoreWeights(*args.weights), advance)
-            made = replace(
-                wished, sequence=sequence, scores=asdict(scores), seconds=round(progress.seconds, 1)
-            )
+            sequence, scores = profiler.sequence(ScoreWeights(*args.weights), progress.advance)
+            seconds = round(progress.seconds, 1)
+            made = replace(wished, sequence=sequence, scores=asdict(scores), seconds=seconds)
     made = replace(made, perplexity=[round(each, 4) for each in profiler.perplexity])
     write_profile(path, made)
     say(

@@ -1,25 +1,14 @@
 """The importance of a model's layers: Algorithm 1 of MorphServe (appendix A.2) and its scores (section 4.2).
 
-With Q swapped, every layer j outside Q is tried: j in its quantised weights, then all layers after it, then
-the output against that of Q alone. What layers before j make does not change, so the hidden states at every
-layer's entry are kept for the current Q, and a trial runs the layers from j on only: half of them on average.
-L layers and W windows take about L^3 / 6 * W runs of a layer, and L^2 / 2 * W of the head.
-
-The scores (equations 2-5) are similarities: the nearer to 1 (cosine) or 0 (L2, negative), the less a swap of
-the layer should harm.
-
-====  ==============================================================  =============================
-name  compares                                                        when
-====  ==============================================================  =============================
-LTS   a layer's input and its output                                  once, nothing swapped
-LRS   a layer's output and that of its quantised weights              once, nothing swapped
-MDS   the model's output with Q swapped and with Q and the layer      for every Q of the sequence
-====  ==============================================================  =============================
+With Q swapped, every layer j outside Q is tried. What layers before j make does not change, so the hidden
+states at every layer's entry are kept for the current Q, and a trial runs the layers from j on only.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -60,12 +49,15 @@ def similarity(reference: torch.Tensor, other: torch.Tensor, metric: Metric) -> 
 
 @dataclass(slots=True)
 class Scores:
-    """The scores of a ranking: lts and lrs by layer; mds and lis by place in the sequence."""
+    """The scores of a ranking (equations 2-5): lts and lrs by layer; mds and lis by place in the sequence.
 
-    lts: list[float] = field(default_factory=list)
-    lrs: list[float] = field(default_factory=list)
-    mds: list[float] = field(default_factory=list)
-    lis: list[float] = field(default_factory=list)
+    The nearer to 1 (cosine) or 0 (L2, negative), the less a swap of the layer should harm.
+    """
+
+    lts: list[float] = field(default_factory=list)  # of a layer's input and output
+    lrs: list[float] = field(default_factory=list)  # of a layer's output and that of its quantised weights
+    mds: list[float] = field(default_factory=list)  # of the model's outputs with Q swapped, and the layer too
+    lis: list[float] = field(default_factory=list)  # the weighted sum
 
 
 class LayerRanking:
@@ -85,9 +77,8 @@ class LayerRanking:
         self._metric, self._windows = metric, windows
         # entries[w][j]: window w at the entry of layer j for the current Q; [L] is what the head reads.
         self._entries = [[model.embed(window)] for window in windows]
-        for entries in self._entries:
-            for layer in self._layers:
-                entries.append(model.run(layer, entries[-1]))
+        for entries, layer in itertools.product(self._entries, self._layers):
+            entries.append(model.run(layer, entries[-1]))
         self.perplexity = [self._perplexity()]  # of the windows, by how many layers are swapped
 
     def sequence(self, weights: ScoreWeights, advance: Callable[[], None]) -> tuple[list[int], Scores]:
@@ -105,13 +96,8 @@ class LayerRanking:
             scores.lis.append(lis[best])
             order.append(best)
             remaining.remove(best)
-            self._swap(best)
+            self.swap(best)
         return order, scores
-
-    def follow(self, sequence: Sequence[int]) -> None:
-        """Swap the layers in this order, for the perplexities alone."""
-        for layer in sequence:
-            self._swap(layer)
 
     @property
     def num_trials(self) -> int:
@@ -127,8 +113,8 @@ class LayerRanking:
                 kept.append(similarity(before, after, self._metric))
                 swapped = self._model.run(self._quantised[layer], before)
                 replaced.append(similarity(after, swapped, self._metric))
-            scores.lts.append(_mean(kept))
-            scores.lrs.append(_mean(replaced))
+            scores.lts.append(statistics.fmean(kept))
+            scores.lrs.append(statistics.fmean(replaced))
         return scores
 
     def _degradation(self, candidates: Sequence[int], advance: Callable[[], None]) -> dict[int, float]:
@@ -142,10 +128,10 @@ class LayerRanking:
                     x = self._model.run(layer, x)
                 found[j].append(similarity(reference, self._model.logits(x), self._metric))
                 advance()
-        return {j: _mean(values) for j, values in found.items()}
+        return {j: statistics.fmean(values) for j, values in found.items()}
 
-    def _swap(self, layer: int) -> None:
-        """Add the layer to Q."""
+    def swap(self, layer: int) -> None:
+        """Add the layer to Q, and the perplexity with it."""
         self._layers[layer] = self._quantised[layer]
         for entries in self._entries:
             for later in range(layer, len(self._layers)):
@@ -158,8 +144,4 @@ class LayerRanking:
             float(F.cross_entropy(self._model.logits(entries[-1])[:-1], window[1:]))
             for entries, window in zip(self._entries, self._windows, strict=True)
         ]
-        return math.exp(_mean(nats))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+        return math.exp(statistics.fmean(nats))

@@ -1,7 +1,4 @@
-"""The serving model over windows of tokens, one layer at a time: the forward pass of the offline tools.
-
-Letters: T tokens of a window, H hidden size.
-"""
+"""The serving model over windows of tokens, one layer at a time: the forward pass of the offline tools."""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
+EVERY_S = 2.0
+
 
 def say(text: str) -> None:
     """Print one line at once."""
@@ -13,10 +15,10 @@ def say(text: str) -> None:
 
 
 class ProgressLine:
-    """The progress of a job, printed at most every `every_s` seconds and at its end, with the time left."""
+    """The progress of a job, printed at most every EVERY_S seconds and at its end, with the time left."""
 
-    def __init__(self, name: str, total: int, unit: str, every_s: float = 2.0) -> None:
-        self._name, self._total, self._unit, self._every_s = name, total, unit, every_s
+    def __init__(self, name: str, total: int, unit: str) -> None:
+        self._name, self._total, self._unit = name, total, unit
         self._began = self._said = time.monotonic()
         self._done = 0
 
@@ -24,10 +26,10 @@ class ProgressLine:
     def seconds(self) -> float:
         return time.monotonic() - self._began
 
-    def advance(self, done: int = 1) -> None:
-        self._done += done
+    def advance(self) -> None:
+        self._done += 1
         now = time.monotonic()
-        if now - self._said < self._every_s and self._done < self._total:
+        if now - self._said < EVERY_S and self._done < self._total:
             return
         self._said = now
         left = self.seconds / self._done * (self._total - self._done)

@@ -1,12 +1,12 @@
 """Quantise the layers of a model into set files.
 
-Each finished layer is a file of its own in MODEL/instar/.unfinished/{precision}-{method}/, in the format of a
-set. A run that finds such files of its own job (same model, group, calibration) reads them instead of
-searching again; the last step joins them and removes the folder.
+Each finished layer is a file of its own in MODEL/instar/.unfinished/{precision}-{method}/. The next run of
+the same job continues from there, and the last step joins them and removes the folder.
 """
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,16 +45,15 @@ class SetTarget:
     """A set to be made."""
 
     folder: Path  # the model's
-    method: Method
     info: SetInfo
 
     @property
     def name(self) -> str:
-        return f"{precision_of_bits(self.info.bits)} {self.method}"
+        return f"{precision_of_bits(self.info.bits)} {self.info.method}"
 
     @property
     def path(self) -> Path:
-        return set_path(self.folder, precision_of_bits(self.info.bits), self.method)
+        return set_path(self.folder, precision_of_bits(self.info.bits), self.info.method)
 
     @property
     def is_made(self) -> bool:
@@ -64,58 +63,45 @@ class SetTarget:
         except ModelError:
             return False
 
-    def part(self, layer: int) -> Path:
-        return self.parts / f"layer-{layer:04d}.safetensors"
-
     @property
     def parts(self) -> Path:
         return self.folder / FOLDER / ".unfinished" / self.path.stem
 
+    def part(self, layer: int) -> Path:
+        return self.parts / f"layer-{layer:04d}.safetensors"
+
     def unfinished(self, config: ModelConfig, layer: int) -> LayerMatrices | None:
         """Return the layer as an earlier run of the same job left it, or None."""
-        if not self.part(layer).is_file():
-            return None
         try:
             found = QuantizedSet(self.part(layer), model=self.info.model)
             return found.layer(config, layer) if found.info == self.info else None
-        except ModelError:  # of another model, or cut off by a full disk
+        except ModelError:  # missing, of another model, or cut off by a full disk
             return None
 
 
+@dataclass(frozen=True, slots=True)
 class Quantizer:
     """Quantises one model. `calibration` may be None if no method needs it."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        checkpoint: CheckpointWeights,
-        calibration: Calibration | None,
-        device: torch.device,
-    ) -> None:
-        self.config, self._checkpoint, self._device = config, checkpoint, device
-        self._calibration = calibration
-        self._digest = checkpoint_digest(config, checkpoint)
-        self._dtype = torch.float32 if device.type == "cpu" else config.dtype
+    config: ModelConfig
+    checkpoint: CheckpointWeights
+    calibration: Calibration | None
+    device: torch.device
 
     def targets(self, methods: Sequence[Method], bits: Sequence[int], group: int = 0) -> list[SetTarget]:
         """Return the sets to make. Raises ModelError: awq without calibration.
 
         group: inputs that share a scale; 0: each precision's own number.
         """
-        if "awq" in methods and self._calibration is None:
+        if "awq" in methods and self.calibration is None:
             raise ModelError(f"{self.config.folder}: AWQ needs calibration text")
-        made = []
-        for method in methods:
-            calibrated = self._calibration.digest if method == "awq" and self._calibration else ""
-            for width in bits:
-                info = SetInfo(
-                    bits=width,
-                    group=group or ENTRIES[precision_of_bits(width)].group,
-                    method=method,
-                    model=self._digest,
-                    calibration=calibrated,
-                )
-                made.append(SetTarget(self.config.folder, method, info))
+        text = self.calibration.digest if self.calibration else ""
+        digest, made = checkpoint_digest(self.config, self.checkpoint), []
+        for method, width in itertools.product(methods, bits):
+            groups = group or ENTRIES[precision_of_bits(width)].group
+            calibration = text if method == "awq" else ""
+            info = SetInfo(bits=width, group=groups, method=method, model=digest, calibration=calibration)
+            made.append(SetTarget(self.config.folder, info))
         return made
 
     def make(self, targets: Sequence[SetTarget]) -> None:
@@ -124,34 +110,26 @@ class Quantizer:
         Raises ModelError, OSError.
         """
         progress = ProgressLine(", ".join(t.name for t in targets), self.config.num_layers, "layers")
-        tokens = self._calibration_tokens(targets)
+        tokens = torch.empty(0, 0, dtype=torch.int64)
+        if self.calibration and any(t.info.method == "awq" for t in targets):
+            tokens = self.calibration.tokens
+        dtype, longest = torch.float32 if self.device.type == "cpu" else self.config.dtype, tokens.shape[1]
         model = LayerwiseModel(
-            self.config,
-            self._checkpoint,
-            dtype=self._dtype,
-            device=self._device,
-            window_tokens=tokens.shape[1],
+            self.config, self.checkpoint, dtype=dtype, device=self.device, window_tokens=longest
         )
         windows = [model.embed(window) for window in tokens]
         for index in range(self.config.num_layers):
             tensors = model.tensors(index)
             missing = [t for t in targets if t.unfinished(self.config, index) is None]
-            is_observed = any(t.method == "awq" for t in missing)
+            is_observed = any(t.info.method == "awq" for t in missing)
             moments = _run_windows(model, build_layer(self.config, index, *tensors), windows, is_observed)
             for target in missing:
-                matrices = quantise_layer(
-                    self.config, tensors, moments if target.method == "awq" else {}, target.info
-                )
+                inputs = moments if target.info.method == "awq" else {}
+                matrices = quantise_layer(self.config, tensors, inputs, target.info)
                 _write(target.part(index), target.info, [(index, matrices)])
             progress.advance()
         for target in targets:
             self._join(target)
-
-    def _calibration_tokens(self, targets: Sequence[SetTarget]) -> torch.Tensor:
-        """Return int64 [windows, T]; no window where no target needs calibration."""
-        if self._calibration is None or all(t.method != "awq" for t in targets):
-            return torch.empty(0, 0, dtype=torch.int64)
-        return self._calibration.tokens
 
     def _join(self, target: SetTarget) -> None:
         def layers() -> Iterator[tuple[int, LayerMatrices]]:
@@ -199,7 +177,5 @@ def _run_windows(
 
 
 def _write(path: Path, info: SetInfo, layers: Iterable[tuple[int, LayerMatrices]]) -> None:
-    named = (
-        (matrix_name(layer, name), matrix) for layer, matrices in layers for name, matrix in matrices.items()
-    )
+    named = ((matrix_name(layer, name), each) for layer, made in layers for name, each in made.items())
     write_set(path, info, named)

@@ -35,7 +35,6 @@ from kernels.quantized import GROUP_STEP
 from worker.model.config import ModelConfig, ModelError
 from worker.model.quantized_sets import (
     INPUTS,
-    MATRICES,
     QuantizedMatrix,
     SetInfo,
     matrix_name,
@@ -54,28 +53,12 @@ _REMEDY = "`instar quantize` can make the set from the full model"
 
 @dataclass(frozen=True, slots=True)
 class ReadyFormat:
-    """The format of a ready checkpoint.
-
-    group 0: one scale for all inputs. zero_offset: what is added to a stored zero.
-    """
+    """The format. group 0: one scale for all inputs. zero_offset: what is added to a stored zero."""
 
     method: Literal["awq", "gptq"]
     bits: int
     group: int
     zero_offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class UnpackedMatrix:
-    """codes uint8 [N, K], scales float16 [N, groups], zeros uint8 [N, groups]."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor
-
-    def scaled(self, factor: torch.Tensor) -> UnpackedMatrix:
-        """Return the matrix with row n multiplied by factor[n]."""
-        return replace(self, scales=(self.scales.float() * factor[:, None]).half())
 
 
 def read_format(folder: Path) -> ReadyFormat:
@@ -84,8 +67,7 @@ def read_format(folder: Path) -> ReadyFormat:
     Raises ModelError: no checkpoint, not quantised, or in a way that is not supported, by name.
     """
     said = _quantization_config(folder)
-    method, bits = said.get("quant_method", "unnamed"), said.get("bits", 0)
-    group = said.get("group_size")
+    method, bits, group = said.get("quant_method", "unnamed"), said.get("bits", 0), said.get("group_size")
     if method not in ("awq", "gptq"):
         raise _unsupported(folder, f"quant_method {method!r}", "awq and gptq")
     if bits not in ((4,) if method == "awq" else (4, 8)):
@@ -93,12 +75,10 @@ def read_format(folder: Path) -> ReadyFormat:
     if not isinstance(group, int) or not (group == -1 or (group > 0 and group % GROUP_STEP == 0)):
         raise _unsupported(folder, f"group_size {group!r}", f"-1 and multiples of {GROUP_STEP}")
     if method == "awq":
-        if str(said.get("version", "gemm")).lower() != "gemm" or not said.get("zero_point", True):
-            raise _unsupported(
-                folder,
-                f"AWQ version {said.get('version')!r}, zero_point {said.get('zero_point')!r}",
-                "gemm with zeros",
-            )
+        version, zero_point = said.get("version", "gemm"), said.get("zero_point", True)
+        if str(version).lower() != "gemm" or not zero_point:
+            what = f"AWQ version {version!r}, zero_point {zero_point!r}"
+            raise _unsupported(folder, what, "gemm with zeros")
         return ReadyFormat("awq", int(bits), max(group, 0), 0)
     packing = said.get("checkpoint_format", "gptq")
     if packing not in ("gptq", "gptq_v2"):
@@ -106,9 +86,9 @@ def read_format(folder: Path) -> ReadyFormat:
     return ReadyFormat("gptq", int(bits), max(group, 0), 1 if packing == "gptq" else 0)
 
 
-def read_groups(
+def read_matrix(
     ready: CheckpointWeights, form: ReadyFormat, name: str, shape: tuple[int, int], group: int
-) -> UnpackedMatrix:
+) -> QuantizedMatrix:
     """Read the matrix `name` of N x K = shape in groups of `group` inputs. Raises ModelError."""
     outputs, inputs = shape
     num_groups = -(-inputs // form.group) if form.group else 1
@@ -129,7 +109,8 @@ def read_groups(
     zeros = zeros.int() + form.zero_offset
     if int(zeros.max()) > 255:
         raise _unsupported(ready.folder, f"zero {int(zeros.max())} of {name}", "at most 255")
-    return UnpackedMatrix(codes.T.contiguous(), scales.T.contiguous(), zeros.T.to(torch.uint8).contiguous())
+    codes, scales, zeros = (each.T.contiguous() for each in (codes, scales, zeros.to(torch.uint8)))
+    return pack_matrix(codes, scales, zeros, form.bits, group, None)
 
 
 def _unpack(words: torch.Tensor, bits: int, dim: int, order: tuple[int, ...]) -> torch.Tensor:
@@ -145,9 +126,8 @@ def _check_order(ready: CheckpointWeights, name: str, inputs: int, group: int) -
         return
     groups = _read(ready, f"{name}.g_idx", (inputs,), torch.int32)
     if not torch.equal(groups.long(), torch.arange(inputs) // group):
-        raise _unsupported(
-            ready.folder, f"{name} with groups in order of activations (desc_act)", "desc_act false"
-        )
+        what = f"{name} with groups in order of activations (desc_act)"
+        raise _unsupported(ready.folder, what, "desc_act false")
 
 
 def _read(
@@ -193,90 +173,69 @@ def convert_checkpoint(
     """
     form, ready = read_format(folder), CheckpointWeights(folder)
     precision = precision_of_bits(form.bits)
-    info = SetInfo(
-        bits=form.bits,
-        group=form.group or group or ENTRIES[precision].group,
-        method=form.method,
-        model=checkpoint_digest(config, checkpoint),
-    )
+    group = form.group or group or ENTRIES[precision].group
+    digest = checkpoint_digest(config, checkpoint)
+    info = SetInfo(bits=form.bits, group=group, method=form.method, model=digest)
     path = set_path(config.folder, precision, form.method)
     progress = ProgressLine(f"{precision} {form.method}", config.num_layers, "layers")
     tensors: dict[str, QuantizedMatrix] = {}
     for layer in range(config.num_layers):
-        taken = _Layer(config, checkpoint, ready, form, layer, info.group).matrices()
+        taken = _Layer(config, checkpoint, ready, form, layer, group).matrices()
         tensors |= {matrix_name(layer, name): matrix for name, matrix in taken.items()}
         progress.advance()
     write_set(path, info, iter(tensors.items()))
     return path
 
 
+@dataclass
 class _Layer:
     """One layer of a ready checkpoint beside the full model's."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        full: CheckpointWeights,
-        ready: CheckpointWeights,
-        form: ReadyFormat,
-        layer: int,
-        group: int,
-    ) -> None:
-        self._config, self._full, self._ready, self._layer = config, full, ready, layer
-        self._bits, self._group, self._is_awq = form.bits, group, form.method == "awq"
-        shapes = matrix_shapes(config)
-        self._groups = {
-            m: read_groups(ready, form, matrix_name(layer, m), shapes[m], group) for m in MATRICES
-        }
+    config: ModelConfig
+    full: CheckpointWeights
+    ready: CheckpointWeights
+    form: ReadyFormat
+    layer: int
+    group: int
 
     def matrices(self) -> dict[str, QuantizedMatrix]:
-        scales = self._input_scales()
-        made = {name: self._matrix(name, scales.get(name)) for name in MATRICES}
+        """Read all of MATRICES; what is folded into norms becomes their input_scale. Raises ModelError."""
+        made = {
+            matrix: read_matrix(self.ready, self.form, matrix_name(self.layer, matrix), shape, self.group)
+            for matrix, shape in matrix_shapes(self.config).items()
+        }
+        for product, norm in _NORM_OF.items():
+            name = f"model.layers.{self.layer}.{norm}.weight"
+            full, ready = self.full.read(name).float(), self.ready.read(name).float()
+            scale = torch.where(full == 0, 1.0, ready / full)
+            if not bool((scale == 1).all()):
+                made |= {matrix: replace(made[matrix], input_scale=scale) for matrix in INPUTS[product]}
+        if self.form.method == "awq":
+            self._unfold_values(made)
         self._check(made)
         return made
 
-    def _input_scales(self) -> dict[str, torch.Tensor]:
-        """Return the scale of each matrix that needs one; scale v's rows back on the way."""
-        found: dict[str, torch.Tensor] = {}
-        for reads, norm in _NORM_OF.items():
-            scale = self._norm_ratio(norm)
-            if not bool((scale == 1).all()):
-                found |= dict.fromkeys(INPUTS[reads], scale)
+    def _unfold_values(self, made: dict[str, QuantizedMatrix]) -> None:
+        """Scale v's rows back to the full model's, and let o's input_scale take the factor."""
         v, o = "self_attn.v_proj", "self_attn.o_proj"
-        if not self._is_awq:
-            return found
-        factor = self._row_factor(v, found.get(v))
+        factor = self._row_factor(v, made[v])
         if float((factor - 1).abs().max()) > _FOLDED:
-            self._groups[v] = self._groups[v].scaled(1 / factor)
-            heads = factor.unflatten(0, (self._config.num_kv_heads, -1))
-            queries = self._config.num_heads // self._config.num_kv_heads
-            found[o] = heads.repeat_interleave(queries, 0).flatten()
-        return found
+            made[v] = replace(made[v], scales=(made[v].scales.float() * (1 / factor)[:, None]).half())
+            heads = factor.unflatten(0, (self.config.num_kv_heads, -1))
+            queries = self.config.num_heads // self.config.num_kv_heads
+            made[o] = replace(made[o], input_scale=heads.repeat_interleave(queries, 0).flatten())
 
-    def _norm_ratio(self, norm: str) -> torch.Tensor:
-        name = f"model.layers.{self._layer}.{norm}.weight"
-        full, ready = self._full.read(name).float(), self._ready.read(name).float()
-        return torch.where(full == 0, 1.0, ready / full)
-
-    def _row_factor(self, name: str, input_scale: torch.Tensor | None) -> torch.Tensor:
+    def _row_factor(self, name: str, matrix: QuantizedMatrix) -> torch.Tensor:
         """Return how much larger each row is than the full model's: <ready, full> / <full, full>."""
-        full = self._full_weight(name)
-        rows = self._matrix(name, input_scale).dense()
+        full, rows = self._full_weight(name), matrix.dense()
         return ((rows * full).sum(1) / (full * full).sum(1).clamp(min=1e-30)).where(full.any(1), 1.0)
 
     def _full_weight(self, name: str) -> torch.Tensor:
-        return self._full.read(f"{matrix_name(self._layer, name)}.weight").float()
-
-    def _matrix(self, name: str, input_scale: torch.Tensor | None) -> QuantizedMatrix:
-        groups = self._groups[name]
-        return pack_matrix(groups.codes, groups.scales, groups.zeros, self._bits, self._group, input_scale)
+        return self.full.read(f"{matrix_name(self.layer, name)}.weight").float()
 
     def _check(self, made: dict[str, QuantizedMatrix]) -> None:
-        """Check that every matrix is near the full model's, but for scales from up to down.
-
-        Raises ModelError.
-        """
-        up = self._row_factor("mlp.up_proj", made["mlp.up_proj"].input_scale).clamp(min=1e-6)
+        """Raise ModelError unless every matrix is near the full model's, but for scales from up to down."""
+        up = self._row_factor("mlp.up_proj", made["mlp.up_proj"]).clamp(min=1e-6)
         for name, matrix in made.items():
             dense, full = matrix.dense(), self._full_weight(name)
             if name == "mlp.up_proj":
@@ -286,6 +245,6 @@ class _Layer:
             error = float((dense - full).norm() / full.norm().clamp(min=1e-30))
             if not error < _MAX_ERROR:
                 raise ModelError(
-                    f"{self._ready.folder}: {matrix_name(self._layer, name)} is {100 * error:.0f} % off the"
-                    f" weights of {self._config.folder}: it was made from another model"
+                    f"{self.ready.folder}: {matrix_name(self.layer, name)} is {100 * error:.0f} % off the"
+                    f" weights of {self.config.folder}: it was made from another model"
                 )

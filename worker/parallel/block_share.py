@@ -1,24 +1,26 @@
 """The KV blocks of a group, divided among its members: each allocates from its own share, and lends.
 
-Numbers are the same on every rank, since a block of a group takes a part of the memory of each. While layers
-run at two degrees a member has the numbers of the lower one.
+Numbers are the same on every rank; while layers run at two degrees, those of the lower one.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from worker.memory import BrokenInvariant, OutOfBlocks
+from worker.memory import BrokenInvariant, FreeBlocks, OutOfBlocks, PrefixIndex
 
 
 class BlockShare:
-    """The blocks of one member, a `BlockPool` over any numbers, the lowest free ones first."""
+    """The blocks of one member, a `BlockPool` over any numbers, given out in the order of `FreeBlocks`.
+
+    Its index is closed until all layers are at one degree.
+    """
 
     def __init__(self, ids: Iterable[int], used: Iterable[int], capacity: int) -> None:
         """capacity: blocks of the whole group; no sequence can have more."""
+        self.index = PrefixIndex(is_open=False)
         self._used = set(used)
-        self._free = sorted(set(ids) - self._used)  # a heap
+        self._free = FreeBlocks(set(ids) - self._used, self.index)
         self.capacity = capacity
         self.num_used_by_others = 0
 
@@ -44,55 +46,60 @@ class BlockShare:
         """Take n blocks. Raises OutOfBlocks and takes none if fewer are free here."""
         if n > len(self._free):
             raise OutOfBlocks(n, len(self._free), self.capacity)
-        taken = [heapq.heappop(self._free) for _ in range(n)]
+        taken = self._free.take(n)
         self._used.update(taken)
         return taken
 
+    def reuse(self, blocks: Sequence[int]) -> None:
+        """Take those of these indexed blocks that are free, with what they hold."""
+        self._used.update(self._free.take_indexed(blocks))
+
     def free(self, blocks: Sequence[int]) -> None:
-        """Give blocks back. Raises ValueError, having freed none, if one is not in use or comes twice."""
+        """Give blocks back; of indexed ones the last is kept longest.
+
+        Raises ValueError, having freed none, if one is not in use or comes twice.
+        """
         if len(set(blocks)) != len(blocks) or not self._used.issuperset(blocks):
             raise ValueError(f"KV blocks freed that are not in use, or freed twice: {list(blocks)}")
         self._used.difference_update(blocks)
-        for block in blocks:
-            heapq.heappush(self._free, block)
+        self._free.add(blocks)
 
     def give(self, n: int) -> list[int]:
         """Remove up to n free blocks from this share, the highest first, and return them."""
-        self._free.sort()
-        kept = max(0, len(self._free) - n)
-        given, self._free = self._free[kept:], self._free[:kept]
-        return given
+        return self._free.take_highest(n)
 
     def take(self, blocks: Iterable[int]) -> None:
         """Add free blocks of another share."""
-        for block in blocks:
-            heapq.heappush(self._free, block)
+        self._free.add(blocks)
 
     def move(self, moves: Mapping[int, int], capacity: int) -> None:
-        """Rename blocks in use of any member that were moved (from -> to) below `capacity`.
-
-        A block that was given back since it was counted is free at its new place.
-        """
+        """Rename moved blocks (from -> to) of any member; one given back since is free at its new place."""
+        self.index.rename(moves)
         self._used = {moves.get(block, block) for block in self._used}
         given_back = {moves[block] for block in self._free if block in moves}
-        self._free = sorted(set(self._free).difference(moves.values()) | given_back)
+        self._free.replace(set(self._free).difference(moves.values()) | given_back)
         self.drop_free_from(capacity)
 
     def drop_free_from(self, capacity: int) -> None:
         """Drop free blocks above `capacity` and lower `capacity`."""
-        self._free = sorted(block for block in self._free if block < capacity)
+        self.index.forget_where(lambda block: block >= capacity)
+        self._free.replace(block for block in self._free if block < capacity)
         self.capacity = capacity
 
     def renumber(self, number: Callable[[int], int]) -> None:
-        """Give every block its new number."""
+        """Give every block its new number, and forget what they hold."""
+        self.index.forget_where(lambda block: True)
         self._used = {number(block) for block in self._used}
-        self._free = sorted(number(block) for block in self._free)
+        self._free.replace([number(block) for block in self._free])
 
     def check_integrity(self) -> None:
         """Raise BrokenInvariant if a block is free twice, or free and in use."""
+        self._free.check_integrity()
         free = set(self._free)
-        if len(free) != len(self._free) or free & self._used:
+        if free & self._used:
             raise BrokenInvariant(f"KV blocks both free and in use: {sorted(free & self._used)[:8]}")
+        if strange := self.index.blocks - free - self._used:
+            raise BrokenInvariant(f"KV blocks of another share can be found here: {sorted(strange)[:8]}")
 
 
 def loans(
@@ -100,9 +107,8 @@ def loans(
 ) -> list[tuple[int, int, int]]:
     """Plan loans (giver, taker, blocks) so that members get the blocks they miss, first come, first served.
 
-    By member: blocks that it can spare, that it wants, and how long its oldest sequence that misses some has
-    been there. A member that wants nothing gives half at a time, since it may want the rest soon. One whose
-    want is younger gives all: it has too few to begin with, and two such members would wait for each other.
+    All by member. A member that wants nothing gives half at a time, since it may want the rest soon. One
+    whose want is younger gives all: two members with too few blocks would wait for each other.
     """
     left = [have if want else (have + 1) // 2 for have, want in zip(spare, wanted, strict=True)]
     planners = range(len(wanted))
@@ -129,12 +135,10 @@ class SubgroupTooFull(ValueError):
 
 
 def plan_block_moves(used: Sequence[Sequence[int]], capacity_after: int) -> list[dict[int, int]]:
-    """Plan the moves of blocks before a group of n subgroups splits.
+    """Plan the moves (from -> to), by subgroup, before a group of n subgroups splits.
 
-    Subgroup j keeps the numbers c * n + j with c < capacity_after. used: the numbers in use, by subgroup.
-    Returns moves (from -> to) by subgroup, of the blocks that are not there yet. Targets are free as far as
-    possible; else they are sources themselves, which move too: `in_parts` says how to copy them. Raises
-    SubgroupTooFull where a subgroup has more in use than it will have.
+    Subgroup j keeps the numbers c * n + j with c < capacity_after. used: by subgroup. Targets are free as far
+    as possible; else they are sources too, see `in_parts`. Raises SubgroupTooFull.
     """
     n = len(used)
     taken = {block for blocks in used for block in blocks}
@@ -150,10 +154,9 @@ def plan_block_moves(used: Sequence[Sequence[int]], capacity_after: int) -> list
 
 
 def in_parts(moves: Mapping[int, int], most: int) -> Iterator[dict[int, int]]:
-    """Divide simultaneous moves (from -> to) into parts of about `most` moves to make one after the other.
+    """Divide simultaneous moves (from -> to) into parts of about `most` moves, to make one after the other.
 
-    Each part reads all its sources before it writes, and overwrites nothing that a later part reads. A cycle
-    is not divided.
+    A part overwrites nothing that a later part reads. A cycle is not divided.
     """
     sources = {to: block for block, to in moves.items()}
     left, part = dict(moves), dict[int, int]()

@@ -1,8 +1,7 @@
 """Decide when a group's step is called, what each member may run in it, and what follows it. Pure.
 
-A group is made for a long request, and gets less done than its workers do alone. So the long request comes
-first: its prompt takes most of each step, and while it decodes, prompts of short requests get a part of a
-step only, since everything in a step makes it longer. The sooner it ends, the sooner the group can split.
+A group is made for a long request, so that comes first: the sooner it ends, the sooner the group can split.
+While it decodes, short prompts get a part of a step only, since they make the step longer.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ SHORT_SHARE = 4  # of a step beside a long request, short prompts get one part i
 class StepCoordinator:
     """The leader's part of a step.
 
-    A step is called when all members are ready for it and one of them has news, or an action is to follow it.
-    So an idle group costs nothing, and no member waits within a step for one that has not come.
+    A step is called when all members are ready and one has news, or an action is to follow. So an idle group
+    costs nothing, and no member waits within a step for another.
     """
 
     def __init__(self, group: str, size: int) -> None:
@@ -52,9 +51,11 @@ class StepCoordinator:
         """True if all members are ready for the next step."""
         return len(self._ready) == self.size
 
-    def ready_of(self, rank: int) -> Ready:
-        """Return what a member told last. Raises KeyError before its first word."""
-        return self._ready[rank] if rank in self._ready or not self.latest else self.latest[rank]
+    @property
+    def reports(self) -> list[Ready]:
+        """The last report of each member, by rank. Raises KeyError before the first of one."""
+        latest = dict(enumerate(self.latest)) | self._ready
+        return [latest[rank] for rank in range(self.size)]
 
     def call(self) -> Step | None:
         """Return the next step if it is due."""
@@ -115,10 +116,10 @@ class StepCoordinator:
 
 @dataclass(frozen=True, slots=True)
 class TokenNeed:
-    """What one member ran and was allowed in the last step, and its sequences that may decode in the next.
+    """The tokens that a member ran and was allowed in the last step, and its sequences.
 
-    `long_remaining`: tokens to compute of a request that one worker alone could not hold, 1 while it decodes;
-    0: there is none.
+    `long_remaining`: tokens to compute of a request that no worker alone could hold, 1 while it decodes; 0:
+    none.
     """
 
     ran: int
@@ -128,19 +129,15 @@ class TokenNeed:
 
 
 def even_share(max_tokens: int, size: int) -> int:
-    """Return each member's tokens where nothing is known of their needs; `max_tokens` of a step in all.
-
-    At least 1: a member without any would never finish.
-    """
+    """Return each member's tokens of `max_tokens` where no needs are known; at least 1."""
     return max(1, (max_tokens - CANARY_TOKENS) // size)
 
 
 def allowances(needs: Sequence[TokenNeed], max_tokens: int) -> list[int]:
-    """Return the tokens of each member in the next step.
+    """Return the tokens of each member in the next step, in all no more than one worker has memory for.
 
-    All members together run no more than one worker does alone, since each has memory for so much beside
-    weights and cache. A member that ran all that it was allowed may have more to run, and gets what the
-    others leave. These keep what they ran, and room to begin: with it they are soon among the first.
+    A member that ran all that it was allowed may have more to run, and gets what the others leave. These keep
+    what they ran, and room to begin: with it they are soon among the first.
     """
     part = even_share(max_tokens, len(needs))
     if any(one.long_remaining for one in needs):

@@ -1,4 +1,4 @@
-"""Which degree each layer of a group runs at, and the rank and shard of each member. Pure.
+"""The degree of each layer of a group, and the rank and shard of each member. Pure.
 
 A group of `size` members runs layers at two degrees at most: `low`, in n = size / low subgroups side by
 side, and `size`, all together. A boundary between the two travels from the last layer to the first (Gyges
@@ -16,7 +16,7 @@ of subgroup j at the low degree is block c * n + j at the high one, in the same 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from worker.model.shard import Shard
 
@@ -90,17 +90,6 @@ class Formation:
             return [LayerRun(0, num_layers, is_high=True)]
         both = LayerRun(0, self.boundary, not self.grows), LayerRun(self.boundary, num_layers, self.grows)
         return [run for run in both if run.first < run.end]
-
-    def moved(self, boundary: int) -> Formation:
-        return replace(self, boundary=boundary)
-
-    def beginning(self, low: int, num_layers: int, *, grows: bool) -> Formation:
-        """Return the formation at the start of a transformation."""
-        return Formation(self.members, low, num_layers, grows)
-
-    def grown(self) -> Formation:
-        """Return the formation after a merge: one degree."""
-        return Formation(self.members, self.size)
 
     def part(self, rank: int) -> Formation:
         """Return the formation of this rank's subgroup after a split."""

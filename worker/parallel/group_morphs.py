@@ -1,61 +1,48 @@
-"""The morphs of a group, as the morph manager of its leading worker runs them (`worker.morph.interfaces`)."""
+"""The transforms of the group that this worker leads, as its morph manager runs them."""
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import Callable
 
-from bus.messages import Transform
-from worker.morph.interfaces import Peers
-from worker.morph.run import Clock
-from worker.parallel.executor import TensorParallelExecutor
+from bus.messages import Deploy, Morph, Retire, Transform
+from worker.morph.manager import MorphManager
+from worker.morph.run import Peers
 from worker.parallel.grouping import Grouping
 from worker.parallel.transform import TransformRun
 
 
-class GroupMorphs:
-    """Transforms over the group of one worker."""
+def use_grouping(morphs: MorphManager, grouping: Grouping | None, *, layers_per_step: int = 1) -> None:
+    """Let `morphs` run transforms over `grouping`; None: this worker joins no group from here on."""
+    if grouping is None:
+        morphs.starters.pop(Transform, None)
+        morphs.obstacle = lambda kind: ""
+        return
 
-    def __init__(
-        self, grouping: Grouping, *, layers_per_step: int = 1, clock: Clock = time.monotonic
-    ) -> None:
-        self._grouping, self._layers_per_step, self._clock = grouping, layers_per_step, clock
+    def obstacle(kind: type[Morph]) -> str:
+        executor = grouping.executor
+        if grouping.busy_with or not executor:
+            return grouping.busy_with
+        if not executor.coordinator:
+            return f"it is in a group that {executor.formation.members[0]} leads; order it there"
+        return "it is in a group; let the group part first" if kind in (Deploy, Retire) else ""
 
-    @property
-    def is_in_group(self) -> bool:
-        return self._grouping.executor is not None
+    def transform(command: Transform, peers: Peers) -> TransformRun:
+        return TransformRun(command, grouping, peers, layers_per_step=layers_per_step)
 
-    @property
-    def in_the_way(self) -> str:
-        return self._grouping.busy_with
+    def split() -> None:
+        assert grouping.executor
+        if not morphs.num_running:
+            command = Transform(
+                id=f"split-{uuid.uuid4().hex[:8]}",
+                epoch=morphs.epoch,
+                instance=grouping.local.instance.id,
+                workers=list(grouping.executor.formation.members),
+                epochs={},
+                tp=1,
+            )
+            morphs.begin(command, grouping.peers, reason="a member of the group is about to leave")
 
-    @property
-    def leader(self) -> str:
-        executor = self._grouping.executor
-        return executor.formation.members[0] if executor and executor.coordinator is None else ""
-
-    def attach(self, why_not: Callable[[], str], let_part: Callable[[], None]) -> None:
-        self._grouping.why_not, self._grouping.on_split_requested = why_not, let_part
-
-    def transform(self, command: Transform, peers: Peers) -> TransformRun:
-        return TransformRun(
-            command, self._grouping, peers, layers_per_step=self._layers_per_step, clock=self._clock
-        )
-
-    def parting(self, epoch: int) -> tuple[Transform, Peers]:
-        command = Transform(
-            id=f"parting-{uuid.uuid4().hex[:8]}",
-            epoch=epoch,
-            instance=self._grouping.local.instance.id,
-            workers=list(self._party.formation.members),
-            epochs={},
-            tp=1,
-        )
-        return command, self._grouping.peers
-
-    @property
-    def _party(self) -> TensorParallelExecutor:
-        executor = self._grouping.executor
-        assert executor is not None
-        return executor
+    morphs.starters[Transform] = transform
+    morphs.obstacle = obstacle
+    grouping.why_not = lambda: "a morph is running there" if morphs.num_running else ""
+    grouping.on_split_requested = split

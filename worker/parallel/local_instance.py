@@ -19,46 +19,34 @@ from worker.shape.copier import Copier, Rate
 
 @dataclass(frozen=True, slots=True)
 class LocalInstance:
-    """The only instance of a worker, and all that a group does with it.
-
-    stage_bytes: the buffers of one stage of an exchange. exchanges: the rate of KV and weights that groups of
-    this worker have sent each other.
-    """
+    """The only instance of a worker, and all that a group does with it."""
 
     name: str  # of the model
     target: Target
     model: Model
     weights: Resharder
     copier: Copier
-    stage_bytes: int
-    exchanges: Rate = field(default_factory=Rate)
+    stage_bytes: int  # of the buffers of one stage of an exchange
+    exchanges: Rate = field(default_factory=Rate)  # of KV and weights between the groups' members
 
     @property
     def instance(self) -> EngineCore:
-        """The engine core."""
         return self.target.instance
 
     @property
     def resizer(self) -> KVResizer:
-        """The resizer of its KV cache."""
         return self.target.resizer
 
     @property
     def cache(self) -> KVCache:
-        """Its KV cache."""
         return self.resizer.cache
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
         return len(self.model.layers)
 
     def enter_group(self, blocks: int) -> BlockShare:
-        """Give `blocks` KV blocks to a group; live blocks above move below.
-
-        The share owns the blocks from here on. Raises OutOfBlocks, having changed nothing, if the live ones
-        do not fit.
-        """
+        """Move live blocks below `blocks` and return these as a share. OutOfBlocks: nothing has changed."""
         self.resizer.vacate(blocks)
         held = self.cache.allocator
         share = BlockShare(range(blocks), held.used, blocks)
@@ -74,10 +62,7 @@ class LocalInstance:
         self.resizer.leave_group(self.target.saved_pages)
 
     def numbers(self, shard: Shard, pages_alone: int | None = None) -> dict[str, Number]:
-        """Return the KV blocks and pages per layer of now, and those with all layers at `shard`.
-
-        The reserve for swaps stays. pages_alone: the most pages of each layer outside of any group.
-        """
+        """Return KV blocks and pages per layer, now and at `shard`. pages_alone: the most without a group."""
         blocks, pages = self.instance.scheduler.blocks, self.cache.pages_per_layer
         gained = sum(
             self.weights.pages(layer, self.weights.shard(layer)) - self.weights.pages(layer, shard)
@@ -98,10 +83,7 @@ class LocalInstance:
         }
 
     def row_costs(self, shard: Shard) -> RowCosts:
-        """Return what the FFN rows cost that are missing for all layers at `shard`.
-
-        Raises ValueError for a degree that the weights are not laid out for.
-        """
+        """Return the costs of the FFN rows missing at `shard`. Raises ValueError: no such layout."""
         fills = [
             self.weights.fill(layer, shard)
             for layer in range(self.num_layers)

@@ -22,7 +22,7 @@ from worker.parallel.rows import RowSource
 
 @dataclass(slots=True)
 class Costs:
-    """What the transformation in progress has cost at this rank."""
+    """The costs of the transformation in progress at this rank."""
 
     moving_s: float = 0.0  # between steps, for layers that change their degree
     rows_s: float = 0.0  # spent on the FFN rows of layers that go back to the low degree
@@ -33,21 +33,15 @@ class Costs:
 
 @dataclass(slots=True)
 class Member:
-    """This worker's state in one group; ends when the group splits or falls apart.
-
-    `share` is this member's part of the KV blocks, in the numbers of the low degree unless all layers are at
-    one degree; its capacity is what every subgroup has. `pages_alone` are the pages of each layer of the
-    cache that this worker goes back to.
-    """
+    """This worker's state in one group; ends when the group splits or falls apart."""
 
     formation: Formation
     rank: int
     local: LocalInstance
     high: Communicator
     low: Communicator | None  # of the subgroup; None for a subgroup of one
-    share: BlockShare
-    pages_alone: int
-    clock: Callable[[], float] = time.monotonic
+    share: BlockShare  # of the KV, in the numbers of the low degree unless all layers are at one
+    pages_alone: int  # of each layer of the cache, that this worker goes back to
     on_progress: Callable[[], None] = lambda: None  # called in the middle of what takes long, and is no hang
     next_low: Communicator | None = None  # of the subgroup that the group will split into
     rows: RowSource | None = None  # of layers that go back to the low degree
@@ -70,6 +64,10 @@ class Member:
 
     def use(self, share: BlockShare) -> None:
         """Let the scheduler allocate from `share` from here on."""
+        if self.formation.is_uniform:
+            share.index.open()
+        else:
+            share.index.close()
         self.share = self.local.instance.scheduler.blocks = share
 
     def take_new_blocks(self, first: int, blocks: int) -> None:
@@ -115,11 +113,9 @@ class Member:
     @contextmanager
     def moving(self) -> Iterator[None]:
         """Count what is done within as time that the transformation takes between steps."""
-        began = self.clock()
+        began = time.monotonic()
         yield
-        self.costs.moving_s += self.clock() - began
-
-    # ----------------------------------------------------------------------------- the KV cache
+        self.costs.moving_s += time.monotonic() - began
 
     def grow_kv(self, action: GrowKV) -> None:
         """Add pages to the cache; the new blocks are the leader's, who lends them."""
@@ -147,13 +143,10 @@ class Member:
         if action.purpose == "order":
             self.pages_alone = max(self.pages_alone + pages, self.local.cache.pages_for(1))
 
-    # ----------------------------------------------------------------------------- the end
-
     def fall_apart(self) -> None:
         """Serve alone again, with all weights and as many KV pages as before, as far as there are.
 
-        All sequences are recomputed. All weights of a large model take long. Raises what makes the worker
-        useless.
+        All sequences are recomputed. Raises what makes the worker useless.
         """
         self.is_over = True
         self.close()

@@ -7,35 +7,22 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from worker.distributed.communicator import Communicator
 from worker.engine.input_batch import ModelInput, attention_plan, merge_inputs, to_tensor
 from worker.model import Segment
-from worker.parallel.formation import Formation, LayerRun
+from worker.parallel.formation import LayerRun
 from worker.parallel.local_instance import LocalInstance
+from worker.parallel.member import Member
 
 
 class MergedStep:
-    """The forward pass of one step.
+    """The forward pass of one step at one member of the group."""
 
-    high and low are the communicators of the group and of this rank's subgroup; None for a subgroup of one.
-    """
-
-    def __init__(
-        self,
-        local: LocalInstance,
-        formation: Formation,
-        rank: int,
-        high: Communicator,
-        low: Communicator | None,
-    ) -> None:
-        self._local, self._formation, self._rank = local, formation, rank
-        self._high, self._low = high, low
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._local, self._formation, self._rank = member.local, member.formation, member.rank
 
     def forward(self, works: Sequence[ModelInput]) -> torch.Tensor:
-        """Run the inputs of all ranks and return this rank's logits, float32 [R, vocab].
-
-        inputs: by rank, in the block numbers of the low degree while there are two. Raises PeerLost.
-        """
+        """Run the inputs of all ranks; return this rank's logits, float32 [R, vocab]. Raises PeerLost."""
         local, device = self._local, self._local.instance.device
         runs = self._formation.runs(local.num_layers)
         batches = [self._batch(run, works) for run in runs]
@@ -73,7 +60,7 @@ class MergedStep:
             end=run.end,
             plan=attention_plan(batch, instance.limits.block_tokens, instance.device),
             degree=formation.size if run.is_high else formation.low,
-            group=self._high if run.is_high else self._low,
+            group=self._member.high if run.is_high else self._member.low,
             rows=slice(first, first + sizes[subgroup]),
             is_giver=formation.low_shard(self._rank).rank == 0,
         )
@@ -114,11 +101,7 @@ class Canary:
 
 
 def compare_canaries(heard: torch.Tensor, known: torch.Tensor | None, dtype: torch.dtype) -> str:
-    """Return what is wrong with the new shape, or an empty string.
-
-    heard, known: log-probabilities [vocab] of the new and the old shape; known is None if there was no
-    block for the canary.
-    """
+    """Return why the new shape is wrong, or "". Log-probabilities [vocab]; known: None if not measured."""
     if not bool(torch.isfinite(heard).all()):
         return "the new shape's numbers are not numbers"
     if known is None:

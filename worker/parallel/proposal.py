@@ -1,14 +1,14 @@
-"""A change of group that is not decided yet: at its coordinator, and at a member that has voted for it."""
+"""A change of group that is not decided yet, and a worker's vote on it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from bus.messages import LayerShape, Number
 from worker.distributed.messages import Message, Prepare, Vote
+from worker.distributed.rendezvous import members_key
 from worker.distributed.transport import Link
-from worker.model.shard import Shard
 from worker.parallel.executor import TensorParallelExecutor
 from worker.parallel.formation import Formation
 from worker.parallel.local_instance import LocalInstance
@@ -16,10 +16,7 @@ from worker.parallel.local_instance import LocalInstance
 
 @dataclass(slots=True)
 class PeerLinks:
-    """The links of one member of a group.
-
-    The leader has one to each other member, the others have one to the leader.
-    """
+    """The links of one member of a group: the leader's to each other member, or the other's to the leader."""
 
     others: dict[str, Link] = field(default_factory=dict)  # the leader's, by worker
     leader: Link | None = None
@@ -47,19 +44,51 @@ class PeerLinks:
 
 @dataclass(slots=True)
 class Proposal:
-    """The coordinator's record: which members were asked and what they answered."""
+    """A change of group under way at one worker, which coordinates it or has voted for it."""
 
     prepare: Prepare
     formation: Formation
-    links: dict[str, Link]  # of the others
+    worker: str
+    links: PeerLinks  # the coordinator's to the other members, or a member's to the coordinator
     votes: dict[str, Vote] = field(default_factory=dict)
-    rendezvous: dict[str, str] = field(default_factory=dict)  # by member: why it failed; "": it succeeded
+    rendezvous_ends: dict[str, str] = field(default_factory=dict)  # by member: why it failed; "": it did not
     has_called_rendezvous: bool = False
     lost: str = ""  # a member that is gone, and why
+    rendezvous: str = ""  # the one whose communicator the change needs
+    has_communicator: bool = False
 
     @property
     def group(self) -> str:
         return self.prepare.group
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.links.leader is None
+
+    @property
+    def rank(self) -> int:
+        return self.formation.members.index(self.worker)
+
+    @property
+    def next_formation(self) -> Formation:
+        """The members with whom this worker runs steps afterwards, one subgroup of them or all."""
+        return self.formation if self.prepare.grows else self.formation.part(self.rank)
+
+    @property
+    def next_group(self) -> str:
+        """The id of their group."""
+        return self.group if self.prepare.grows else f"{self.group}/{self.formation.subgroup(self.rank)}"
+
+    @property
+    def key(self) -> str:
+        """The key of their communicator."""
+        return members_key(self.next_formation.members, self.prepare.peers)
+
+    @property
+    def leads_subgroup(self) -> bool:
+        """True if this worker leads a subgroup of several after a split."""
+        is_first = self.formation.low_shard(self.rank).rank == 0
+        return not self.prepare.grows and self.formation.low > 1 and is_first
 
     @property
     def missing_votes(self) -> list[str]:
@@ -67,53 +96,45 @@ class Proposal:
 
     @property
     def refusals(self) -> list[str]:
-        refused = [f"{name}: {vote.reason}" for name, vote in self.votes.items() if vote.reason]
-        return refused + [f"{name}: {reason}" for name, reason in self.rendezvous.items() if reason]
+        reasons = [(name, vote.reason) for name, vote in self.votes.items()]
+        return [f"{name}: {reason}" for name, reason in (*reasons, *self.rendezvous_ends.items()) if reason]
 
     @property
     def is_rendezvous_done(self) -> bool:
         """True if the rendezvous of every member has ended, well or not."""
-        return all(name in self.rendezvous for name in self.formation.members)
+        return all(name in self.rendezvous_ends for name in self.formation.members)
 
     @property
     def is_rendezvous_partial(self) -> bool:
         """True if a rendezvous was called and is not known to have succeeded for all members."""
-        return self.has_called_rendezvous and (not self.is_rendezvous_done or any(self.rendezvous.values()))
-
-    def name_of(self, link: Link) -> str:
-        """Return the member at the other end, or ""."""
-        return next((name for name, each in self.links.items() if each is link), "")
-
-
-@dataclass(slots=True)
-class Prepared:
-    """A member's record: it has voted yes and waits for the decision."""
-
-    prepare: Prepare
-    formation: Formation
-    link: Link
+        has_failed = not self.is_rendezvous_done or any(self.rendezvous_ends.values())
+        return self.has_called_rendezvous and has_failed
 
 
 def vote_on(
-    prepare: Prepare,
-    formation: Formation,
-    worker: str,
+    change: Proposal,
     local: LocalInstance,
     executor: TensorParallelExecutor | None,
     *,
     in_the_way: str,
     rendezvous: str,
 ) -> Vote:
-    """Return whether `worker` can make this change, and what it would have then. in_the_way.
+    """Return whether this worker can make the change, and what it would have then.
 
-    What else forbids a change now, or "". rendezvous: the one whose communicator it has kept, or "".
+    in_the_way: why not, or "". rendezvous: the one whose communicator it has kept, or "".
     """
-    rank = formation.members.index(worker)
+    prepare, formation, rank = change.prepare, change.formation, change.rank
     shard = formation.high_shard(rank) if prepare.grows else formation.low_shard(rank)
-    numbers, not_laid_out = _numbers(local, shard, executor, is_split=not prepare.grows)
+    numbers, not_laid_out = dict[str, Number](), ""
+    try:
+        numbers = local.numbers(shard, executor.member.pages_alone if executor else None)
+        if not prepare.grows:
+            numbers |= asdict(local.row_costs(shard))
+    except ValueError as error:
+        not_laid_out = str(error)
 
     def reasons() -> Iterator[str]:
-        now = executor.formation.members if executor else (worker,)
+        now = executor.formation.members if executor else (change.worker,)
         wanted = formation.part(rank).members if prepare.grows else formation.members
         yield in_the_way
         yield "" if prepare.model == local.name else f"it serves {local.name}, not {prepare.model}"
@@ -122,29 +143,13 @@ def vote_on(
         yield not_laid_out
 
     reason = next(filter(None, reasons()), "")
-    return Vote(group=prepare.group, worker=worker, reason=reason, rendezvous=rendezvous, numbers=numbers)
-
-
-def _numbers(
-    local: LocalInstance, shard: Shard, executor: TensorParallelExecutor | None, *, is_split: bool
-) -> tuple[dict[str, Number], str]:
-    """Return the numbers of a vote, and "" or why there are none.
-
-    The weights are not laid out for this degree.
-    """
-    try:
-        numbers = local.numbers(shard, executor.member.pages_alone if executor else None)
-        return numbers | (local.row_costs(shard).numbers() if is_split else {}), ""
-    except ValueError as error:
-        return {}, str(error)
+    return Vote(
+        group=change.group, worker=change.worker, reason=reason, rendezvous=rendezvous, numbers=numbers
+    )
 
 
 def difference(own: Sequence[LayerShape], leaders: Sequence[LayerShape], leader: str) -> str:
-    """Return why two instances cannot form a group, or "".
-
-    With a part of each layer's heads in other bits the group would have a shape that was never ordered,
-    possibly below the floor of running requests.
-    """
+    """Return why two instances cannot form a group, or "": it would have a shape that was never ordered."""
     for layer, (here, there) in enumerate(zip(own, leaders, strict=True)):
         if here != there:
             return (

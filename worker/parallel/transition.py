@@ -1,13 +1,10 @@
-"""What every member of a group does between two steps while the degree changes (Gyges §4.3).
-
-Merging: layers go to the high degree, the last one first, and once all have it the group has one set of
-blocks. Splitting: blocks move to where their subgroup keeps them, weights come in beside the steps, layers go
-back, and then every subgroup is on its own.
-"""
+"""The work of each member between two steps while the degree changes (Gyges §4.3)."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,6 +12,7 @@ from worker.distributed.all_gather import all_gather
 from worker.distributed.kv_exchange import Moved, exchange
 from worker.distributed.messages import BeginSplit, FinishMerge
 from worker.parallel.block_share import BlockShare
+from worker.parallel.formation import Formation
 from worker.parallel.member import Member
 from worker.parallel.rows import HostRows, PeerRows, RowSource
 
@@ -22,10 +20,7 @@ Blocks = Sequence[Sequence[int]]  # KV blocks in use, by rank
 
 
 def move_boundary(member: Member, to: int, used: Blocks) -> None:
-    """Change the degree of the layers from `to` up to the boundary of now, weights and KV.
-
-    Raises PeerLost, and WrongVariant for rows that came damaged.
-    """
+    """Change the degree of the layers from `to` to the boundary. Raises PeerLost and WrongVariant."""
     formation, weights = member.formation, member.local.weights
     live = formation.by_subgroup(used)
     with member.moving():
@@ -40,7 +35,7 @@ def move_boundary(member: Member, to: int, used: Blocks) -> None:
                 weights.widen(layer, formation.low_shard(member.rank))
             # All layers may change between two steps, each with a GiB of rows from peers: that is no hang.
             member.on_progress()
-        member.formation = formation.moved(to)
+        member.formation = replace(formation, boundary=to)
 
 
 def finish_merge(member: Member, action: FinishMerge) -> None:
@@ -52,10 +47,11 @@ def finish_merge(member: Member, action: FinishMerge) -> None:
         return block * n + subgroup
 
     share.renumber(number)
+    share.index.open()
     member.local.instance.renumber_all_blocks(number)
     cache.grow(max(0, action.pages[member.rank] - cache.pages_per_layer))
     member.take_new_blocks(share.capacity * n, action.blocks)
-    member.formation = member.formation.grown()
+    member.formation = Formation(member.formation.members, member.formation.size)
     member.reshaped(member.formation.size)
     probe_link_bandwidth(member, is_probed=action.is_probed)
 
@@ -63,7 +59,7 @@ def finish_merge(member: Member, action: FinishMerge) -> None:
 def begin_split(member: Member, action: BeginSplit, used: Blocks) -> None:
     """Move blocks to where their subgroup keeps them, and begin to bring in the missing weights.
 
-    Blocks that finished in this very step are still counted in `used`, and free at their new local.
+    Blocks freed in this very step are in `used` too, and become free at their new place.
     """
     with member.moving():
         member.copy_blocks(action.moves)
@@ -87,10 +83,9 @@ def end_split(member: Member) -> None:
 
 
 def probe_link_bandwidth(member: Member, *, is_probed: bool) -> None:
-    """Measure what the choice between rows of peers and of the host needs, where nothing has told it yet.
+    """Measure what the choice between rows of peers and of the host needs and no transform has measured yet.
 
-    A copy of the host's is timed before the first split, beside the steps. If the leader asks for it
-    (`is_probed`), all members send each other one stage of bytes. Raises PeerLost.
+    The host's rate beside the steps; that of peers if the leader asks for it. Raises PeerLost.
     """
     local = member.local
     if not local.copier.rate.bytes_per_s:
@@ -112,7 +107,7 @@ def probe_link_bandwidth(member: Member, *, is_probed: bool) -> None:
 def _split_blocks(member: Member, action: BeginSplit, used: Blocks) -> None:
     """Give each subgroup its own blocks, in its own numbers; its members share the free ones evenly."""
     local = member.local
-    formation = member.formation.beginning(action.low, local.num_layers, grows=False)
+    formation = Formation(member.formation.members, action.low, local.num_layers, grows=False)
     n, subgroup = formation.num_subgroups, formation.subgroup(member.rank)
 
     def number(block: int) -> int:
@@ -122,9 +117,9 @@ def _split_blocks(member: Member, action: BeginSplit, used: Blocks) -> None:
     counted = {rank: {number(block) for block in used[rank]} for rank in ranks}
     free = sorted(set(range(action.blocks)).difference(*counted.values()))
     own = counted[member.rank].union(free[ranks.index(member.rank) :: len(ranks)])
+    member.formation = formation
     member.use(BlockShare(own, map(number, member.share.used), action.blocks))
     local.instance.renumber_all_blocks(number)
-    member.formation = formation
 
 
 def _row_source(member: Member, action: BeginSplit) -> RowSource:
@@ -138,7 +133,6 @@ def _row_source(member: Member, action: BeginSplit) -> RowSource:
         local.num_layers,
         ahead=action.layers_per_step,
         gather=lambda layer: _gather_rows(member, layer),
-        clock=member.clock,
     )
 
 
@@ -172,12 +166,12 @@ def _exchange_kv(member: Member, layer: int, live: Blocks) -> None:
 def _timed(member: Member, call: Callable[[], Moved], *, least_bytes: int = 0) -> Moved:
     """Make an exchange and note its rate, unless it was of too few bytes to tell the link's bandwidth."""
     local = member.local
-    began = member.clock()
+    began = time.monotonic()
     moved = call()
     if local.instance.device.type == "cuda":
         torch.cuda.synchronize(local.instance.device)  # else it is only on its way
     if moved.bytes >= least_bytes:
-        local.exchanges.add(moved.bytes, member.clock() - began)
+        local.exchanges.add(moved.bytes, time.monotonic() - began)
     member.costs.peak_bytes = max(member.costs.peak_bytes, moved.peak_bytes)
     return moved
 

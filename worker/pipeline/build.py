@@ -34,10 +34,9 @@ def start_leading(
 ) -> Generator[bool, None, EngineCore]:
     """Bring the stages together and return the engine core, as steps of a morph.
 
-    Yields False where it waits for the others. All stages keep as many blocks as the worker with the fewest
-    has. beside: the other ranks of the leader's own stage, who reach this one at `host`; model and cache
-    are rank 0's share then. Raises PipelineLost, and ModelError for fewer than `blocks`; then, and when it
-    is closed, the others have given all back, and the model and the cache are the caller's.
+    beside: the other ranks of the leader's own stage, who reach it at `host`. All stages keep as many blocks
+    as the worker with the fewest. Raises PipelineLost, and ModelError for fewer than `blocks`; then, and when
+    it is closed, the others have given all back; the model and the cache are the caller's.
     """
     device = cache.pool.backend.device
     pipeline = Pipeline(

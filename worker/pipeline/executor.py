@@ -1,9 +1,7 @@
 """Run batches through the stages of a pipeline, led by the worker of the first stage.
 
-As many batches as there are stages are in flight, so that each stage has one. Every stage takes the batches
-in the same order and finds in its KV what the ones before have written, so the next chunk of a long prompt
-may follow at once. Blocks that are freed meanwhile are written again by a later batch, behind all that read
-them.
+As many batches as stages are in flight. Every stage takes them in the same order, so the next chunk of a
+prompt may follow at once, and a freed block is written again behind all batches that read it.
 """
 
 from __future__ import annotations
@@ -28,11 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class PipelineExecutor(Executor):
-    """Embeds and runs the first layers here, sends the rest on, and computes the logits of what comes back.
-
-    `model` has the first layers, or rank 0's share of them, and `cache` their KV, with as many blocks as the
-    other stages have.
-    """
+    """Embeds and runs the first layers, sends the rest on, and computes the logits of what comes back."""
 
     def __init__(self, model: Model, cache: KVCache, pipeline: Pipeline, ranks: Ranks) -> None:
         self.pipeline, self.ranks = pipeline, ranks
@@ -55,10 +49,7 @@ class PipelineExecutor(Executor):
         return self.pipeline.has_news
 
     def execute(self, batch: ScheduledBatch) -> None:
-        """Run this stage's layers and send the residual on. Raises PipelineLost.
-
-        Any error in a stage of several ranks ends the pipeline: the other ranks wait in sums of this step.
-        """
+        """Run this stage's layers and send the residual on. Any error among several ranks is PipelineLost."""
         try:
             residual = self._run(batch)
         except DEVICE_ERRORS:

@@ -1,4 +1,4 @@
-"""Which layers of a model each stage has, and which part of them each worker, as a Deploy says. Pure."""
+"""The layers of each stage, and the part of them of each worker, as a Deploy says. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from worker.morph.run import NotApplied
 
 
 def own_part(config: ModelConfig, command: Deploy, worker: str) -> ModelConfig:
-    """Return the part of the model that `worker` has: one stage's layers, and the ends if it leads.
-
-    Raises NotApplied for stages that are not all the layers in their order, each on as many workers.
-    """
+    """Return `worker`'s layers, and the ends if it leads. Raises NotApplied for stages that do not fit."""
     stages = command.stages
     if len(stages) <= 1:
         return config
@@ -28,10 +25,7 @@ def own_part(config: ModelConfig, command: Deploy, worker: str) -> ModelConfig:
 
 
 def own_shard(command: Deploy, worker: str) -> Shard:
-    """Return the worker's place among the ranks of its stage.
-
-    A model in one stage is loaded whole: its degree changes while it serves.
-    """
+    """Return the worker's place in its stage; a model in one stage is loaded whole."""
     stages = command.stages
     if len(stages) <= 1 or not 0 <= command.stage < len(stages):
         return Shard()
@@ -44,15 +38,11 @@ def check_stages(config: ModelConfig, stages: list[Stage]) -> None:
     at = 0
     for number, stage in enumerate(stages):
         if not stage.workers or len(stage.workers) != len(stages[0].workers):
-            raise NotApplied(
-                "failed",
-                f"stage {number} is for {len(stage.workers)} workers, stage 0 for {len(stages[0].workers)}:"
-                " all stages of a pipeline have the same degree of tensor parallelism",
-            )
+            why = f"stage {number} is for {len(stage.workers)} workers, stage 0 for {len(stages[0].workers)}"
+            raise NotApplied("failed", f"{why}: all stages of a pipeline have the same degree")
         if stage.first != at or stage.end <= at:
-            raise NotApplied(
-                "failed", f"stage {number} has layers [{stage.first}, {stage.end}); layer {at} is next"
-            )
+            why = f"stage {number} has layers [{stage.first}, {stage.end}); layer {at} is next"
+            raise NotApplied("failed", why)
         at = stage.end
     if at != config.num_layers:
         raise NotApplied("failed", f"the stages end at layer {at}; the model has {config.num_layers}")

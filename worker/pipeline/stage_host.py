@@ -32,13 +32,8 @@ class StageHost:
         with self._lock:
             return list(self._runners.values())
 
-    # ----------------------------------------------------------------------------- the engine's thread
-
     def add(self, stage: LoadedStage, join_within_s: float) -> RemoteStageRunner:
-        """Run `stage` for its leader, who may have connected already.
-
-        Raises ValueError for a pipeline that has a stage here.
-        """
+        """Run `stage` for its leader, who may have connected already. Raises ValueError for a second one."""
         runner = RemoteStageRunner(
             stage,
             host=self.host,
@@ -100,8 +95,6 @@ class StageHost:
         with self._lock:
             self._runners.pop(pipeline, None)
         self.on_ended(pipeline, reason)
-
-    # ----------------------------------------------------------------------------- threads of links
 
     def _connect(self, peer: Peer) -> Link:
         return self._endpoint.connect(peer.address, peer.key)

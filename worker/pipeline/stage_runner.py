@@ -6,27 +6,14 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 
 import torch
 
 from kernels import copy_blocks
+from worker.distributed import messages
 from worker.distributed.communicator import PeerLost
-from worker.distributed.messages import (
-    EndPipeline,
-    JoinPipeline,
-    MoveBlocks,
-    Peer,
-    PipelineJoined,
-    PipelineMessage,
-    PipelineStarted,
-    RunStage,
-    StageDraining,
-    StageFailed,
-    StageOutput,
-    StartPipeline,
-    unpack,
-)
 from worker.distributed.transport import Link, to_host
 from worker.engine.engine import DEVICE_ERRORS
 from worker.engine.input_batch import attention_plan, to_tensor
@@ -44,11 +31,7 @@ class _Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
-    """Layers of a model, or a shard of them, loaded for a pipeline, and their KV cache.
-
-    The cache is as large as there is room for, under the block numbers of the leader. `release` gives every
-    page back.
-    """
+    """Layers of a model, or a shard of them, for a pipeline, and their KV cache, as large as possible."""
 
     pipeline: str
     stage: int
@@ -67,10 +50,9 @@ class LoadedStage:
 
 
 class RemoteStageRunner:
-    """Runs one stage.
+    """Runs one stage. Any failure ends it: the leader hears why, and every page is released.
 
-    Any thread may call `put` and `lose`; the engine's thread calls `step` while `can_step`, between the
-    steps of its own instances. Any failure ends the stage: the leader hears why and every page is released.
+    Any thread may call `put` and `lose`; the engine's thread calls `step` while `can_step`.
     """
 
     def __init__(
@@ -81,30 +63,28 @@ class RemoteStageRunner:
         timeout_s: float,
         join_within_s: float,
         wake: Callable[[], None],
-        connect: Callable[[Peer], Link],
+        connect: Callable[[messages.Peer], Link],
         on_ended: Callable[[str, str], None],
     ) -> None:
         """Wait for the leader.
 
-        host: where other ranks of this stage reach it. wake: called when `can_step` may have become true.
-        connect: opens a link whose messages and loss are passed to `put` and `lose`. on_ended: called in
-        the engine's thread with the pipeline and the reason, once all pages are released.
+        wake: called when `can_step` may have become true. connect: opens a link for `put` and `lose`.
+        on_ended: called in the engine's thread with pipeline and reason, once all pages are released.
         """
         self.stage, self.is_over, self.has_started = stage, False, False
         self.reason = ""  # why it is over
-        self.num_steps = 0
         self._wake, self._connect, self._on_ended = wake, connect, on_ended
         self._mail: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._leader: Link | None = None
         self._leader_name = ""
         self._source: Link | None = None  # over which steps come
         self._next: list[Link] = []  # to the ranks of the next stage
-        self._join: JoinPipeline | None = None
+        self._join: messages.JoinPipeline | None = None
         self._device = stage.cache.pool.backend.device
-        self._ranks = Ranks(
-            stage.shard, host, str(self._device), timeout_s, lambda: self._post(self._tell_started)
-        )
-        self._patience = threading.Timer(join_within_s, self._was_forgotten, (join_within_s,))
+        on_met = partial(self._post, self._tell_started)
+        self._ranks = Ranks(stage.shard, host, str(self._device), timeout_s, on_met)
+        give_up = partial(self._give_up, join_within_s)
+        self._patience = threading.Timer(join_within_s, self._post, (give_up,))
         self._patience.daemon = True
         self._patience.start()
 
@@ -114,18 +94,11 @@ class RemoteStageRunner:
 
     # ----------------------------------------------------------------------------- from other threads
 
-    def put(self, link: Link, message: PipelineMessage, payload: torch.Tensor) -> None:
-        self._post(lambda: self._take(link, message, payload))
+    def put(self, link: Link, message: messages.PipelineMessage, payload: torch.Tensor) -> None:
+        self._post(partial(self._take, link, message, payload))
 
     def lose(self, link: Link, reason: str) -> None:
-        self._post(lambda: self._lost(link, reason))
-
-    def _was_forgotten(self, seconds: float) -> None:
-        def look() -> None:
-            if self._leader is None:
-                self.end(f"no leader came within {seconds:g} s")
-
-        self._post(look)
+        self._post(partial(self._lost, link, reason))
 
     def _post(self, call: Callable[[], None]) -> None:
         self._mail.put(call)
@@ -160,7 +133,8 @@ class RemoteStageRunner:
         self.is_over, self.reason = True, reason
         self._patience.cancel()
         if self._leader:
-            self._leader.send(StageFailed(pipeline=self.pipeline, stage=self.stage.stage, reason=reason))
+            failed = messages.StageFailed(pipeline=self.pipeline, stage=self.stage.stage, reason=reason)
+            self._leader.send(failed)
             self._leader.close()
         for link in self._next:
             link.close()
@@ -172,7 +146,12 @@ class RemoteStageRunner:
     def ask_to_end(self, reason: str) -> None:
         """Tell the leader that this worker drains: requests may finish first."""
         if self._leader and not self.is_over:
-            self._leader.send(StageDraining(pipeline=self.pipeline, stage=self.stage.stage, reason=reason))
+            drains = messages.StageDraining(pipeline=self.pipeline, stage=self.stage.stage, reason=reason)
+            self._leader.send(drains)
+
+    def _give_up(self, seconds: float) -> None:
+        if self._leader is None:
+            self.end(f"no leader came within {seconds:g} s")
 
     def _lost(self, link: Link, reason: str) -> None:
         if link is self._leader:
@@ -180,48 +159,47 @@ class RemoteStageRunner:
         elif link is self._source or link in self._next:
             self.end(f"the stage {'behind' if link in self._next else 'before'} it is gone: {reason}")
 
-    def _take(self, link: Link, message: PipelineMessage, payload: torch.Tensor) -> None:
+    def _take(self, link: Link, message: messages.PipelineMessage, payload: torch.Tensor) -> None:
         match message:
-            case JoinPipeline():
+            case messages.JoinPipeline():
                 self._answer(link, message)
-            case StartPipeline() if link is self._leader:
+            case messages.StartPipeline() if link is self._leader:
                 self._start(message)
-            case RunStage():
+            case messages.RunStage():
                 self._source = link
                 self._run(message, payload)
-            case MoveBlocks():
+            case messages.MoveBlocks():
                 self._source = link
                 self._move(message)
-            case EndPipeline() if link is self._leader:
+            case messages.EndPipeline() if link is self._leader:
                 self.end(f"its leader {self._leader_name} ended it: {message.reason}")
-            case StartPipeline() | EndPipeline():
+            case messages.StartPipeline() | messages.EndPipeline():
                 pass  # not from its leader
-            case StageFailed():  # of the next stage, before its link closes
+            case messages.StageFailed():  # of the next stage, before its link closes
                 raise _Refused(f"stage {message.stage} behind it has ended: {message.reason}")
             case _:
                 raise _Refused(f"{type(message).__name__} is nothing that a stage can do")
 
     # ----------------------------------------------------------------------------- coming together
 
-    def _answer(self, link: Link, join: JoinPipeline) -> None:
+    def _answer(self, link: Link, join: messages.JoinPipeline) -> None:
         """Join, or answer why not and stay as before."""
         stage = self.stage
         if reason := self._refusal(join):
-            link.send(PipelineJoined(pipeline=self.pipeline, stage=stage.stage, reason=reason))
+            link.send(messages.PipelineJoined(pipeline=self.pipeline, stage=stage.stage, reason=reason))
             return
         self._leader, self._leader_name, self._join = link, join.leader, join
         self._next = [self._connect(peer) for peer in join.next]
-        link.send(
-            PipelineJoined(
-                pipeline=self.pipeline,
-                stage=stage.stage,
-                store=self._ranks.store,
-                blocks=stage.cache.num_blocks,
-                shape=stage.model.shape(),
-            )
+        joined = messages.PipelineJoined(
+            pipeline=self.pipeline,
+            stage=stage.stage,
+            store=self._ranks.store,
+            blocks=stage.cache.num_blocks,
+            shape=stage.model.shape(),
         )
+        link.send(joined)
 
-    def _refusal(self, join: JoinPipeline) -> str:
+    def _refusal(self, join: messages.JoinPipeline) -> str:
         stage, config = self.stage, self.stage.model.config
         if self._leader:
             return f"{self._leader_name} leads it already"
@@ -242,7 +220,7 @@ class RemoteStageRunner:
             return f"its checkpoint is another one than {join.leader}'s"
         return ""
 
-    def _start(self, start: StartPipeline) -> None:
+    def _start(self, start: messages.StartPipeline) -> None:
         cache = self.stage.cache
         if cache.num_blocks < start.blocks:
             raise _Refused(f"{start.blocks} KV blocks are wanted and it has {cache.num_blocks}")
@@ -256,13 +234,13 @@ class RemoteStageRunner:
             return
         self.has_started = True
         assert self._leader
-        self._leader.send(PipelineStarted(pipeline=self.pipeline, stage=self.stage.stage))
+        self._leader.send(messages.PipelineStarted(pipeline=self.pipeline, stage=self.stage.stage))
 
     # ----------------------------------------------------------------------------- steps
 
-    def _run(self, run: RunStage, payload: torch.Tensor) -> None:
+    def _run(self, run: messages.RunStage, payload: torch.Tensor) -> None:
         """Run this rank's share of a step. The first rank sends the result of all ranks on."""
-        model, cache, work = self.stage.model, self.stage.cache, unpack(run.work)
+        model, cache, work = self.stage.model, self.stage.cache, run.work
         assert self._leader and self._join
         residual = (
             payload.view(model.dtype).view(-1, model.config.hidden_size).to(self._device, non_blocking=True)
@@ -270,16 +248,15 @@ class RemoteStageRunner:
         rows = to_tensor(work.logit_rows, self._device) if self._join.is_last else None
         plan = attention_plan(work, cache.block_tokens, self._device)
         residual = model.run(residual, plan, cache, rows, self._ranks.group)
-        self.num_steps += 1
         if self.stage.shard.rank:
             return
         made = to_host(residual)
         if self._join.is_last:
-            self._leader.send(StageOutput(pipeline=self.pipeline, step=run.step), made)
+            self._leader.send(messages.StageOutput(pipeline=self.pipeline, step=run.step), made)
         for link in self._next:
             link.send(run, made)
 
-    def _move(self, move: MoveBlocks) -> None:
+    def _move(self, move: messages.MoveBlocks) -> None:
         sources, targets = (torch.tensor(each, device=self._device) for each in (move.sources, move.targets))
         for layer in self.stage.cache.layers:
             copy_blocks(layer, sources, targets)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,33 +45,19 @@ class _Allocations(TorchDispatchMode):  # type: ignore[misc]  # torch has no typ
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.most = 0
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.most = 0
+        self._live: dict[int, int] = {}  # nbytes of each storage
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {storage._cdata for storage in _storages((args, kwargs))}
         made = func(*args, **(kwargs or {}))
         for storage in _storages(made):
-            if storage._cdata not in given and storage._cdata not in self._known:
-                self._add(storage)
+            key = storage._cdata
+            if key not in given and key not in self._live:
+                self._live[key] = storage.nbytes()
+                weakref.finalize(storage, self._live.pop, key)
+        self.most = max(self.most, sum(self._live.values()))
         return made
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
-
-        def forget(_: object) -> None:
-            del self._known[key]
-            self.live -= nbytes
-
-        self._known[key] = weakref.ref(storage, forget)
-        self.live += nbytes
-        self.most = max(self.most, self.live)
 
 
 def _storages(values: object) -> Iterator[torch.UntypedStorage]:
@@ -87,12 +73,8 @@ def cache_bytes(device: torch.device) -> int:
     """Return the size of the device's last-level cache."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    return min(CPU_SHARE_BYTES, _size(_LAST_LEVEL))
-
-
-def _size(path: Path) -> int:
     try:
-        text = path.read_text().strip()
-        return int(text[:-1]) * _SIZES[text[-1]]
+        text = _LAST_LEVEL.read_text().strip()
+        return min(CPU_SHARE_BYTES, int(text[:-1]) * _SIZES[text[-1]])
     except (OSError, ValueError, KeyError, IndexError):
         return CPU_SHARE_BYTES

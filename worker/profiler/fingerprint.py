@@ -1,30 +1,22 @@
 """A fingerprint: the first layers of a model with its embedding and head, in every precision at once.
 
-A fingerprint of one layer is one of two whose second layer is left out. The precisions are installed side by
-side as a swap's variants are, so that they are measured in turns, and a disturbance of the machine affects
-all alike.
-
-Two layers of a small model, or of one in few bits, stay in the device's caches from step to step; those of
-the whole model do not. So as many layers are loaded as the caches hold, and steps of one or two layers take
-the next ones in turn: each step reads what was read longest ago, as in the whole model. Layers of large
-models exceed any cache; then two are loaded.
+Precisions are installed side by side and measured in turns. Two layers of a small model would stay in the
+device's caches from step to step, so as many are loaded as the caches hold, and they take turns.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-import kernels
-from bus.messages import PARTS, LayerShape, Part
-from bus.precisions import BITS, Precision
+from bus.messages import PARTS, LayerShape
+from bus.precisions import Precision
 from kernels import AttentionPlan
 from worker.memory import KVCache, PagePool
 from worker.model import Model, ModelConfig, Segment
-from worker.model.layer import Attention, FeedForward, Layer, LayerHalf
+from worker.model.layer import Attention, FeedForward, Layer
 from worker.model.layout import CheckpointTensor, RangePlan, degrees, plan_model
 from worker.model.shard import Shard
 from worker.model.sources import CheckpointWeights, RandomWeights, WeightSource
@@ -65,36 +57,30 @@ class CutPlan:
         self.precisions = [name for name in self.all_precisions if name != "full"]
         self.page_bytes = page_bytes
         self.model = plan_model(self.config, dtype, page_bytes, max_tp)
-        self.source: WeightSource = (
-            RandomWeights() if load_format == "dummy" else CheckpointWeights(config.folder)
-        )
+        is_dummy = load_format == "dummy"
+        self.source: WeightSource = RandomWeights() if is_dummy else CheckpointWeights(config.folder)
         self.matrices: dict[Precision, MatrixSource] = {
             name: find_matrices(config, self.source, name, method) for name in self.precisions
         }
         self.quantized = plan_variants(self.config, self.model, page_bytes, self.matrices)
-        self.turns: dict[Precision, int] = {"full": self._num_turns("full", cache_bytes)}
-        self.turns |= {name: self._num_turns(name, cache_bytes) for name in self.precisions}
+        names: tuple[Precision, ...] = ("full", *self.precisions)
+        self.turns = {name: self._num_turns(name, cache_bytes) for name in names}
         self.config = config.part(0, max(self.turns.values()))
         self.model = plan_model(self.config, dtype, page_bytes, max_tp)
 
     @property
     def num_pages(self) -> int:
         """The pages of the weights in all precisions."""
-        ends = sum(self._pages(part) for part in (self.model.embedding, self.model.head) if part)
-        return ends + sum(
-            turns * sum(self._pages(part) for part in self.layer_ranges(name))
-            for name, turns in self.turns.items()
-        )
+        turns = self.turns.items()
+        return self._end_pages + sum(n * self._layer_pages(name, Shard(0, 1)) for name, n in turns)
 
     def weight_bytes(self, num_layers: int, precision: Precision, tp: int = 1) -> int:
         """Return the whole pages of a model of so many layers in this precision, on all ranks of a degree.
 
         Each rank has both ends, and of a layer the pages that hold some of its shard.
         """
-        ends = sum(self._pages(part) for part in (self.model.embedding, self.model.head) if part)
-        shards = [Shard(rank, tp) for rank in range(tp)]
-        pages = sum(self._pages_at(part, shard) for part in self.layer_ranges(precision) for shard in shards)
-        return self.page_bytes * (tp * ends + num_layers * pages)
+        of_layer = sum(self._layer_pages(precision, Shard(rank, tp)) for rank in range(tp))
+        return self.page_bytes * (tp * self._end_pages + num_layers * of_layer)
 
     @property
     def degrees(self) -> list[int]:
@@ -116,8 +102,16 @@ class CutPlan:
             return list(self.model.layers[0])
         return [self.quantized[part, precision] for part in PARTS]
 
-    def _pages_at(self, part: RangePlan, shard: Shard) -> int:
-        return int(part.at(shard).pages(self.page_bytes).sum()) if shard.size > 1 else self._pages(part)
+    @property
+    def _end_pages(self) -> int:
+        """The pages of embedding and head."""
+        return sum(self._pages(part) for part in (self.model.embedding, self.model.head) if part)
+
+    def _layer_pages(self, precision: Precision, shard: Shard) -> int:
+        parts = self.layer_ranges(precision)
+        if shard.size == 1:
+            return sum(self._pages(part) for part in parts)
+        return sum(int(part.at(shard).pages(self.page_bytes).sum()) for part in parts)
 
     def _pages(self, part: RangePlan) -> int:
         return -(-part.nbytes // self.page_bytes)
@@ -161,10 +155,7 @@ class Fingerprint:
         return self.model.shape()
 
     def quantise(self, precision: Precision) -> Pieces[None]:
-        """Make the layers' halves of one precision.
-
-        Raises OutOfPages, MappingFailed, ModelError.
-        """
+        """Make the layers' halves of one precision. Raises OutOfPages, MappingFailed, ModelError."""
         for index in range(self.plan.turns[precision]):
             weights = self.model.weights[index]
             for part in PARTS:
@@ -183,10 +174,18 @@ class Fingerprint:
         """
         for tp in (1, *self.plan.shares):
             self._layers[precision, tp] = [
-                _layer_of({part: self._ranges.half((index, part, precision), shard) for part in PARTS}, tp)
+                self._layer(index, precision, shard)
                 for shard in (Shard(rank, tp) for rank in range(tp))
                 for index in range(self.plan.turns[precision])
             ]
+
+    def _layer(self, index: int, precision: Precision, shard: Shard) -> Layer:
+        """Build a layer over a rank's share of its pages, which runs as rank 0's."""
+        attention = self._ranges.half((index, "attention", precision), shard)
+        feed_forward = self._ranges.half((index, "ffn", precision), shard)
+        assert isinstance(attention, Attention)
+        assert isinstance(feed_forward, FeedForward)
+        return Layer(attention, feed_forward, Shard(0, shard.size))
 
     def release(self) -> None:
         """Free every page."""
@@ -220,41 +219,6 @@ def load_cut(plan: CutPlan, pool: PagePool) -> Pieces[Fingerprint]:
         raise
 
 
-def warm_up(plan: CutPlan, block_tokens: int, device: torch.device) -> Iterator[None]:
-    """Compile the kernels for the fingerprint's shapes in a thread, while steps go on; it can take a minute.
-
-    Raises what a compiler raises.
-    """
-    problem: list[BaseException] = []
-
-    def work() -> None:
-        config = plan.config
-        try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            for tp in (1, *plan.shares):  # Triton compiles for a number of heads
-                kernels.warm_up(
-                    plan.model.dtype,
-                    hidden_size=config.hidden_size,
-                    intermediate_size=config.intermediate_size,
-                    num_heads=config.num_heads // tp,
-                    num_kv_heads=config.num_kv_heads // tp,
-                    head_dim=config.head_dim,
-                    block_tokens=block_tokens,
-                    device=device,
-                    bits=[BITS[precision] for precision in plan.precisions],
-                )
-        except BaseException as error:  # noqa: BLE001 raised again in the engine's thread
-            problem.append(error)
-
-    thread = threading.Thread(target=work, name="fingerprint-warm-up", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        yield
-    if problem:
-        raise problem[0]
-
-
 def _fill(target: torch.Tensor, source: CheckpointTensor, weights: WeightSource) -> Pieces[None]:
     """Fill the target as `weights.fill` does, a checkpoint's some rows at a time."""
     if not isinstance(weights, CheckpointWeights):
@@ -267,13 +231,6 @@ def _fill(target: torch.Tensor, source: CheckpointTensor, weights: WeightSource)
     for first in range(0, stored.shape[0], rows):
         into[first : first + rows].copy_(stored[first : first + rows])
         yield
-
-
-def _layer_of(halves: Mapping[Part, LayerHalf], tp: int) -> Layer:
-    attention, feed_forward = halves["attention"], halves["ffn"]
-    assert isinstance(attention, Attention)
-    assert isinstance(feed_forward, FeedForward)
-    return Layer(attention, feed_forward, Shard(0, tp))
 
 
 @dataclass(slots=True)

@@ -46,10 +46,6 @@ class Grid:
         """Return True if the measurement must end, however uncertain: on a slow or busy device, too."""
         return num_rounds >= self.max_rounds or (num_rounds >= LEAST_ROUNDS and seconds >= self.max_seconds)
 
-    def num_prefills(self, point: Point) -> int:
-        """Return the steps that a batch's prompts take."""
-        return -(-point.num_tokens // self.max_num_batched_tokens)
-
     def fullest(self, precision: Precision, tp: int) -> Point:
         """Return the point whose steps take the most memory.
 
@@ -67,14 +63,17 @@ class Grid:
         If prompts take several steps, the first ones of a batch decode beside the last prefills: the shorter
         length lets all decode together before its end.
         """
-        prefills = self.num_prefills(point)
+        prefills = -(-point.num_tokens // self.max_num_batched_tokens)
         shorter = 1 if prefills == 1 else prefills + 1
         return shorter, shorter + DECODES
 
+    def context(self, point: Point) -> int:
+        """Return the tokens of one prompt and its longer output."""
+        return point.prompt_tokens + self.lengths(point)[1]
+
     def within(self, context: int) -> Grid:
         """Return the grid without points that are longer than a model's context."""
-        fitting = [one for one in self.points if one.prompt_tokens + self.lengths(one)[1] <= context]
-        return replace(self, points=fitting)
+        return replace(self, points=[one for one in self.points if self.context(one) <= context])
 
     def with_shares(self, degrees: Sequence[int]) -> Grid:
         """Return the grid with points of one rank of each degree.
@@ -91,25 +90,22 @@ class Grid:
         return Limits(
             max_num_seqs=max(point.batch_size for point in self.points),
             max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=max(point.prompt_tokens + self.lengths(point)[1] for point in self.points),
+            max_model_len=max(map(self.context, self.points)),
             block_tokens=self.block_tokens,
         )
 
     @property
     def num_blocks(self) -> int:
         """The KV blocks of the largest batch, with the spare block of each request that admission keeps."""
-        tokens = [(point.batch_size, point.prompt_tokens + self.lengths(point)[1]) for point in self.points]
-        return max(size * (-(-each // self.block_tokens) + 1) for size, each in tokens)
+        return max(one.batch_size * (-(-self.context(one) // self.block_tokens) + 1) for one in self.points)
 
 
 def _follows_from_others(point: Point, points: Sequence[Point]) -> bool:
     """Return True if the points have its prompts in smaller batches and its batch of shorter prompts."""
     others = [one for one in points if one.precision == point.precision]
-    return any(
-        one.prompt_tokens == point.prompt_tokens and one.batch_size < point.batch_size for one in others
-    ) and any(
-        one.batch_size == point.batch_size and one.prompt_tokens < point.prompt_tokens for one in others
-    )
+    sizes = [one.batch_size for one in others if one.prompt_tokens == point.prompt_tokens]
+    prompts = [one.prompt_tokens for one in others if one.batch_size == point.batch_size]
+    return min(sizes) < point.batch_size and min(prompts) < point.prompt_tokens
 
 
 def is_settled(by_depth: Sequence[Sequence[float]], num_layers: int) -> bool:
@@ -120,10 +116,9 @@ def is_settled(by_depth: Sequence[Sequence[float]], num_layers: int) -> bool:
     """
     if len(by_depth) < 2:
         return True
-    one, two = (statistics.median(seconds) for seconds in by_depth)
-    weights = (num_layers - 2, num_layers - 1)
-    whole = weights[1] * two - weights[0] * one
-    unknown = math.hypot(*(w * _standard_error(s) for w, s in zip(weights, by_depth, strict=True)))
+    one, two = by_depth
+    whole = (num_layers - 1) * statistics.median(two) - (num_layers - 2) * statistics.median(one)
+    unknown = math.hypot((num_layers - 1) * _standard_error(two), (num_layers - 2) * _standard_error(one))
     return unknown <= TOLERANCE * whole
 
 

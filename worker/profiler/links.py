@@ -1,14 +1,14 @@
-"""Measurements of the communication of ranks and stages, with another live worker.
+"""Measurements of the communication of ranks and stages with another worker (`worker.distributed.probe`).
 
-A decode sends a row for each sequence, a prefill one for each token of a chunk: so a few numbers of rows are
-measured, in turns, so that a disturbance affects all. The other end is `worker.pipeline.probe`.
+A decode sends a row for each sequence, a prefill one for each token: a few numbers of rows are measured.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 
@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 from bus.deployments import LinkKind, LinkSample, ProbePeer
 from worker.distributed.communicator import PeerLost
 from worker.distributed.messages import Echo, MeasureAllReduce, Message, ProbeFailed
-from worker.distributed.probe import PATIENCE_S, all_reduces, meet, tensors_for, use_device
+from worker.distributed.probe import PATIENCE_S, all_reduces, meet_probe, tensors_for, use_device
 from worker.distributed.transport import Link, connect, to_host
 
 log = logging.getLogger(__name__)
@@ -26,8 +26,6 @@ log = logging.getLogger(__name__)
 ROWS = (1, 8, 64, 512)
 ROUNDS, WARM_UP = 100, 2
 LIMIT_S = 10.0  # for either kind, however slow the link is
-
-Measured = dict[int, list[float]]  # bytes: seconds of repetitions
 
 
 class NoAnswer(Exception):
@@ -42,7 +40,6 @@ def measure_links(
     host: str,
     *,
     rows: Sequence[int] = ROWS,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> list[LinkSample]:
     """Measure what can be measured with a peer; return nothing if it does not answer.
 
@@ -51,16 +48,16 @@ def measure_links(
     """
     use_device(device)
     line = _Line(peer, device)
-    sizes = [count * hidden_size for count in rows]
     found: list[LinkSample] = []
     try:
-        found += _samples("hop", _measured(_hops(line, sizes, dtype, device), clock, per_turn=2))
+        tensors = tensors_for([count * hidden_size for count in rows], str(dtype), device)
+        found += _timed("hop", _hops(line, tensors), per_turn=2)
         if "all_reduce" in kinds_with(peer):
-            found += _samples("all_reduce", _measured(_sums(line, sizes, dtype, device, host), clock))
+            found += _timed("all_reduce", _sums(line, tensors, host))
     except (NoAnswer, PeerLost, RuntimeError) as error:
         log.warning("%s: the link is measured in part or not at all: %s", peer.worker, error)
     finally:
-        line.close()
+        line.link.close()
     return found
 
 
@@ -69,7 +66,15 @@ def kinds_with(peer: ProbePeer) -> set[LinkKind]:
     return {"hop", "all_reduce"} if peer.shares_host else {"hop"}
 
 
-def _samples(kind: LinkKind, measured: Measured) -> list[LinkSample]:
+def _timed(kind: LinkKind, turns: Iterator[int], per_turn: int = 1) -> list[LinkSample]:
+    """Time the turns: each yields the bytes of what it has just done, `per_turn` times."""
+    measured = defaultdict[int, list[float]](list)
+    before = started = time.perf_counter()
+    for nbytes in turns:
+        measured[nbytes].append((time.perf_counter() - before) / per_turn)
+        before = time.perf_counter()
+        if before - started > LIMIT_S:
+            break
     return [
         LinkSample(kind=kind, nbytes=nbytes, seconds=seconds[WARM_UP:])
         for nbytes, seconds in measured.items()
@@ -77,21 +82,8 @@ def _samples(kind: LinkKind, measured: Measured) -> list[LinkSample]:
     ]
 
 
-def _measured(turns: Iterator[int], clock: Callable[[], float], per_turn: int = 1) -> Measured:
-    """Time the turns: each yields the bytes of what it has just done, `per_turn` times."""
-    measured: Measured = {}
-    before = started = clock()
-    for nbytes in turns:
-        measured.setdefault(nbytes, []).append((clock() - before) / per_turn)
-        before = clock()
-        if before - started > LIMIT_S:
-            break
-    return measured
-
-
-def _hops(line: _Line, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Iterator[int]:
+def _hops(line: _Line, tensors: Sequence[torch.Tensor]) -> Iterator[int]:
     """Send tensors there and back. Raises NoAnswer."""
-    tensors = tensors_for(sizes, str(dtype), device)
     line.call(tensors[0])  # until the connection stands
     for _ in range(WARM_UP + ROUNDS):
         for tensor in tensors:
@@ -99,20 +91,18 @@ def _hops(line: _Line, sizes: Sequence[int], dtype: torch.dtype, device: torch.d
             yield tensor.nbytes
 
 
-def _sums(
-    line: _Line, sizes: Sequence[int], dtype: torch.dtype, device: torch.device, host: str
-) -> Iterator[int]:
+def _sums(line: _Line, tensors: Sequence[torch.Tensor], host: str) -> Iterator[int]:
     """Sum tensors with the peer. Raises NoAnswer, PeerLost, RuntimeError."""
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE_S))
-    at = f"{host}:{store.port}"
-    line.send(MeasureAllReduce(store=at, dtype=str(dtype), sizes=list(sizes), rounds=WARM_UP + ROUNDS))
+    at, rounds = f"{host}:{store.port}", WARM_UP + ROUNDS
+    dtype, device, sizes = tensors[0].dtype, tensors[0].device, [tensor.numel() for tensor in tensors]
+    line.link.send(MeasureAllReduce(store=at, dtype=str(dtype), sizes=sizes, rounds=rounds))
     try:
-        group = meet(at, 0, host, device)
+        group = meet_probe(at, 0, host, device)
     except PeerLost as error:
         raise NoAnswer(line.complaint() or str(error)) from error
     try:
-        tensors = tensors_for(sizes, str(dtype), device)
-        for number in all_reduces(group, tensors, WARM_UP + ROUNDS, device):
+        for number in all_reduces(group, tensors, rounds, device):
             yield tensors[number].nbytes
     finally:
         group.close()
@@ -125,16 +115,13 @@ class _Line:
         self._device = device
         self._mail: SimpleQueue[torch.Tensor | str] = SimpleQueue()
         is_gpu = device.type == "cuda"
-        self._link = connect(
+        self.link = connect(
             peer.link, peer.link_key, self._take, self._lose, timeout_s=PATIENCE_S, is_pinned=is_gpu
         )
 
-    def send(self, message: Message) -> None:
-        self._link.send(message)
-
     def call(self, tensor: torch.Tensor) -> None:
         """Send a tensor and wait until it is back on the device. Raises NoAnswer."""
-        self._link.send(Echo(), to_host(tensor))
+        self.link.send(Echo(), to_host(tensor))
         try:
             back = self._mail.get(timeout=PATIENCE_S)
         except Empty:
@@ -151,9 +138,6 @@ class _Line:
             if isinstance(said := self._mail.get(), str):
                 return said
         return ""
-
-    def close(self) -> None:
-        self._link.close()
 
     def _take(self, link: Link, message: Message, tensor: torch.Tensor) -> None:
         self._mail.put(message.reason if isinstance(message, ProbeFailed) else tensor)

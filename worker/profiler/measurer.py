@@ -10,6 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,7 +31,7 @@ from worker.profiler.device_memory import cache_bytes
 from worker.profiler.fingerprint import CutPlan
 from worker.profiler.grid import MAX_ROUNDS, ROUNDS, Grid, Point
 from worker.profiler.links import kinds_with, measure_links
-from worker.profiler.profiler import LentPages, PageSource, Profiler
+from worker.profiler.profiler import LentPages, Profiler
 from worker.shape.layer_order import losses
 
 log = logging.getLogger("worker")
@@ -40,56 +41,66 @@ class CannotMeasure(Exception):
     """A command cannot be carried out; says why."""
 
 
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise CannotMeasure for a checkpoint that cannot be measured."""
+    try:
+        yield
+    except (BadCheckpoint, ModelError, ValueError) as error:
+        raise CannotMeasure(str(error)) from error
+
+
 @dataclass(frozen=True, slots=True)
 class Measurer:
     """Carries out the Measure commands of one worker, measuring as it would serve."""
 
     pool: PagePool
     settings: WorkerSettings
-    pages: PageSource | None = None  # None: the free pages
+    lent: LentPages | None = None  # beside the free pages
     max_rounds: int = MAX_ROUNDS
 
     @property
     def device(self) -> str:
         return kind_of(self.pool.backend.device)
 
+    @_refusing()
     def find(self, command: Measure) -> Profile | None:
         """Return the stored profile of the same checkpoint, kind of device and program, or None.
 
         Raises CannotMeasure.
         """
         self._check_digest(command)
-        found = read_stored(self._path(command))
-        if found is None or not is_of(found, command.digest, self.device, program_version()):
+        try:
+            found = msgspec.json.decode(self._path(command).read_bytes(), type=Profile)
+        except (OSError, ValueError):
             return None
-        config = _config_of(command)
+        if (found.digest, found.device, found.version) != (command.digest, self.device, program_version()):
+            return None
+        config = read_config(Path(command.path))
         plan = self._plan(command, config)
-        if set(self._grid(command, config).with_shares(plan.shares).points) - points_in(found):
+        measured = {
+            Point(one.configuration.precision, one.prompt_tokens, one.batch_size, one.configuration.tp)
+            for one in found.latency
+        }
+        if set(self._grid(command, config).with_shares(plan.shares).points) - measured:
             return None
         known = replace(found, model=command.model, loss=self._losses(command, config))
         return self._with_links(command, with_shapes(known, plan), plan)
 
+    @_refusing()
     def prepare(self, command: Measure) -> Profiler:
         """Make the profiler of a command. Raises CannotMeasure."""
-        config = _config_of(command)
+        config = read_config(Path(command.path))
         plan, grid = self._plan(command, config), self._grid(command, config)
-        return Profiler(
-            plan,
-            grid,
-            self.pool,
-            page_source=self.pages,
-            max_pages=command.max_bytes // self.pool.page_bytes,
-            probe=self._probe(command, plan),
-        )
+        max_pages, probe = command.max_bytes // self.pool.page_bytes, self._probe(command, plan)
+        return Profiler(plan, grid, self.pool, lent=self.lent, max_pages=max_pages, probe=probe)
 
     def _probe(self, command: Measure, plan: CutPlan) -> Callable[[], list[LinkSample]] | None:
         """Return the function that measures links, or None without a peer."""
-        peer, settings, device = command.peer, self.settings, self.pool.backend.device
-        if peer is None or not settings.group_host:
+        peer, host, device = command.peer, self.settings.group_host, self.pool.backend.device
+        if peer is None or not host:
             return None
-        return lambda: measure_links(
-            peer, plan.config.hidden_size, plan.model.dtype, device, settings.group_host
-        )
+        return lambda: measure_links(peer, plan.config.hidden_size, plan.model.dtype, device, host)
 
     def _with_links(self, command: Measure, found: Profile, plan: CutPlan) -> Profile:
         """Measure the links of a stored profile now if there was no peer before."""
@@ -103,22 +114,20 @@ class Measurer:
         return profile
 
     def _plan(self, command: Measure, config: ModelConfig) -> CutPlan:
-        """Plan the fingerprint of a command. Raises CannotMeasure."""
-        settings = self.settings
-        try:
-            return CutPlan(
-                config,
-                command.precisions,
-                dtype=dtype_of(settings.dtype, self.pool.backend.device) or config.dtype,
-                page_bytes=self.pool.page_bytes,
-                max_tp=settings.max_tp,
-                load_format=settings.load_format,
-                method=settings.quantization,
-                cache_bytes=cache_bytes(self.pool.backend.device),
-            )
-        except (ModelError, ValueError) as error:
-            raise CannotMeasure(str(error)) from error
+        """Plan the fingerprint of a command. Raises ModelError, ValueError."""
+        settings, device = self.settings, self.pool.backend.device
+        return CutPlan(
+            config,
+            command.precisions,
+            dtype=dtype_of(settings.dtype, device) or config.dtype,
+            page_bytes=self.pool.page_bytes,
+            max_tp=settings.max_tp,
+            load_format=settings.load_format,
+            method=settings.quantization,
+            cache_bytes=cache_bytes(device),
+        )
 
+    @_refusing()
     def keep(self, command: Measure, profiler: Profiler) -> Profile:
         """Return the measured profile, and write it beside the model if its folder can be written to.
 
@@ -128,8 +137,8 @@ class Measurer:
         measured = profiler.profile(
             model=command.model, digest=command.digest, device=self.device, version=program_version()
         )
-        measured = replace(measured, loss=self._losses(command, profiler.plan.whole))
-        profile = with_shapes(measured, profiler.plan)
+        loss = self._losses(command, profiler.plan.whole)
+        profile = with_shapes(replace(measured, loss=loss), profiler.plan)
         self._write(command, profile)
         return profile
 
@@ -159,8 +168,7 @@ class Measurer:
             max_rounds=self.max_rounds,
         )
         context = config.max_position_embeddings
-        fitting = grid.within(context)
-        if not fitting.points:
+        if not (fitting := grid.within(context)).points:
             raise CannotMeasure(
                 f"prompts of {min(command.prompt_tokens)} tokens or more, with their answers, are longer than"
                 f" the model's context of {context}"
@@ -171,10 +179,7 @@ class Measurer:
         return profile_path(Path(command.path), self.device, program_version())
 
     def _check_digest(self, command: Measure) -> None:
-        try:
-            digest = folder_digest(Path(command.path))
-        except BadCheckpoint as error:
-            raise CannotMeasure(str(error)) from error
+        digest = folder_digest(Path(command.path))
         if digest != command.digest:
             raise CannotMeasure(
                 f"{command.path} is not the checkpoint that was registered ({digest}, not"
@@ -185,13 +190,6 @@ class Measurer:
 def measurer_of(model_host: ModelHost) -> Measurer:
     """Return the measurer of a worker that serves."""
     return Measurer(model_host.pool, model_host.settings, LentPages(model_host))
-
-
-def _config_of(command: Measure) -> ModelConfig:
-    try:
-        return read_config(Path(command.path))
-    except ModelError as error:
-        raise CannotMeasure(str(error)) from error
 
 
 def _points(command: Measure) -> list[Point]:
@@ -222,31 +220,10 @@ def profile_path(folder: Path, device: str, program: str) -> Path:
     return folder / FOLDER / f"fingerprint-{plain}.json"
 
 
-def read_stored(path: Path) -> Profile | None:
-    """Read a profile; None if there is none that can be read."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Profile)
-    except (OSError, ValueError):
-        return None
-
-
 def write_stored(path: Path, profile: Profile) -> None:
     """Write a profile whole or not at all. Raises OSError."""
     with writing_whole(path) as unfinished:
         unfinished.write_text(json.dumps(asdict(profile), indent=1) + "\n")
-
-
-def is_of(profile: Profile, digest: str, device: str, program: str) -> bool:
-    """Return True if the profile is of this checkpoint, kind of device and program."""
-    return (profile.digest, profile.device, profile.version) == (digest, device, program)
-
-
-def points_in(profile: Profile) -> set[Point]:
-    """Return the points that a profile holds."""
-    return {
-        Point(one.configuration.precision, one.prompt_tokens, one.batch_size, one.configuration.tp)
-        for one in profile.latency
-    }
 
 
 STAGES = 2
@@ -264,17 +241,10 @@ def with_shapes(profile: Profile, plan: CutPlan) -> Profile:
 
 
 def _laid_out(plan: CutPlan) -> Iterator[MemorySample]:
-    for precision in plan.all_precisions:
-        for depth in plan.depths:
-            for tp in plan.degrees[1:]:
-                yield MemorySample(
-                    num_layers=depth,
-                    configuration=Configuration(tp=tp, precision=precision),
-                    weight_bytes=plan.weight_bytes(depth, precision, tp),
-                )
-            if depth >= STAGES:  # stages repeat nothing: only the first has the ends
-                yield MemorySample(
-                    num_layers=depth,
-                    configuration=Configuration(pp=STAGES, precision=precision),
-                    weight_bytes=plan.weight_bytes(depth, precision),
-                )
+    for precision, depth in itertools.product(plan.all_precisions, plan.depths):
+        shapes = [Configuration(tp=tp, precision=precision) for tp in plan.degrees[1:]]
+        if depth >= STAGES:  # stages repeat nothing: only the first has the ends
+            shapes.append(Configuration(pp=STAGES, precision=precision))
+        for shape in shapes:
+            nbytes = plan.weight_bytes(depth, precision, shape.tp)
+            yield MemorySample(num_layers=depth, configuration=shape, weight_bytes=nbytes)

@@ -34,7 +34,7 @@ class ProfileProgress:
 class _Job:
     profiler: Profiler
     tell: Callable[[ProfileProgress], None]
-    steps: ProfileSteps | None = None
+    steps: ProfileSteps
     reported: str = ""
 
 
@@ -49,14 +49,14 @@ class ProfileRunner:
 
     @property
     def patience_s(self) -> float | None:
-        """How long an engine without work may sleep before `advance` is due; None: until it is woken."""
+        """The time an engine without work may sleep before `advance` is due; None: until it is woken."""
         if not self._jobs:
             return None
         return POLL_S if self._waits else 0.0
 
     def begin(self, name: str, profiler: Profiler, tell: Callable[[ProfileProgress], None]) -> None:
         """Add a profile; `tell` is called in this thread. Repeating a name changes nothing."""
-        self._jobs.setdefault(name, _Job(profiler, tell))
+        self._jobs.setdefault(name, _Job(profiler, tell, profiler.steps()))
 
     def cancel(self, name: str, reason: str = "cancelled") -> None:
         """End the profile of this name, if there is one."""
@@ -78,10 +78,11 @@ class ProfileRunner:
         self._pace.begin(is_busy)
         try:
             while self._pace.has_time:
-                job.steps = job.steps or job.profiler.steps()
                 self._waits = not next(job.steps)
                 self._pace.spent()
-                self._tell_progress(name, job)
+                if job.profiler.progress != job.reported:
+                    job.reported = job.profiler.progress
+                    job.tell(ProfileProgress(name, job.reported))
                 if self._waits:
                     return False
         except StopIteration:
@@ -93,16 +94,10 @@ class ProfileRunner:
             self._end(name, str(error) or type(error).__name__)
         return name not in self._jobs
 
-    def _tell_progress(self, name: str, job: _Job) -> None:
-        if job.profiler.progress != job.reported:
-            job.reported = job.profiler.progress
-            job.tell(ProfileProgress(name, job.reported))
-
     def _end(self, name: str, problem: str = "") -> None:
         """End a profile and free its pages. Raises MappingFailed, after which the pool cannot go on."""
         job = self._jobs.pop(name)
         self._waits = False
-        if job.steps:
-            job.steps.close()
-            job.profiler.check_integrity()
+        job.steps.close()
+        job.profiler.check_integrity()
         job.tell(ProfileProgress(name, job.reported, is_over=True, problem=problem))

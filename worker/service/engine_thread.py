@@ -1,4 +1,4 @@
-"""The one thread that owns the engine. Others hand it work through a queue and get results by a callback."""
+"""The one thread that owns the engine. Others hand it work through a queue and get results by callbacks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,6 @@ from worker.profiler.runner import ProfileRunner
 
 log = logging.getLogger(__name__)
 
-# Called in the engine's thread; an implementation hands over to its own.
-OnResults = Callable[[int, list[StepResult]], None]
-OnSnapshot = Callable[["Snapshot"], None]
-OnReports = Callable[[list[MorphReport]], None]
-OnDeath = Callable[[BaseException], None]
-
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -35,10 +29,7 @@ class Snapshot:
 
 
 class EngineThread:
-    """`submit`, `cancel`, `morph`, `fence`, `pause`, `resume` and `stop` return at once.
-
-    They take effect, in order, at the next step boundary.
-    """
+    """Runs the engine. Calls of other threads return at once and take effect in order, between two steps."""
 
     def __init__(
         self,
@@ -48,10 +39,10 @@ class EngineThread:
         grouping: Grouping | None = None,
         *,
         snapshot_s: float,
-        on_results: OnResults,
-        on_snapshot: OnSnapshot,
-        on_reports: OnReports,
-        on_death: OnDeath,
+        on_results: Callable[[int, list[StepResult]], None],
+        on_snapshot: Callable[[Snapshot], None],
+        on_reports: Callable[[list[MorphReport]], None],
+        on_death: Callable[[BaseException], None],
         measuring: ProfileRunner | None = None,
     ) -> None:
         self._engine, self._pages, self._snapshot_s = engine, pages, snapshot_s
@@ -87,24 +78,16 @@ class EngineThread:
         self._inbox.put(lambda: self._cancel(ids))
 
     def morph(self, command: Morph, peers: Mapping[str, Peer] | None = None) -> None:
-        """Begin it; its reports tell the rest. peers: of a Transform, who takes part."""
+        """Begin a morph (`MorphManager.begin`)."""
         self._inbox.put(lambda: self._morphs.begin(command, peers))
 
     def cancel_morph(self, morph_id: str) -> None:
-        """Or the profile of this id."""
+        """Cancel the morph or the profile with this id."""
         self._inbox.put(lambda: self._cancel_morph(morph_id))
 
-    def refuse_deploys(self, reason: str) -> None:
-        """No model comes any more; one that is on its way is given up."""
-        self._inbox.put(lambda: self._morphs.refuse_deploys(reason))
-
     def call(self, verb: Callable[[], None]) -> None:
-        """Between two steps."""
+        """Call `verb` in the engine's thread, between two steps."""
         self._inbox.put(verb)
-
-    def measure(self, act: Callable[[ProfileRunner], None]) -> None:
-        """Begin or cancel a profile."""
-        self._inbox.put(lambda: act(self._measuring))
 
     def prepare_communicator(self, members: Sequence[str], peers: Mapping[str, Peer]) -> None:
         """Make the communicator of a group that may form."""
@@ -112,19 +95,12 @@ class EngineThread:
             self._inbox.put(lambda: grouping.prepare_communicator(members, peers))
 
     def request_split(self) -> None:
-        """If it is in a group: let that part."""
+        """Ask the group of this worker, if it is in one, to split."""
         if grouping := self._grouping:
             self._inbox.put(grouping.request_split)
 
-    @property
-    def grouping(self) -> Grouping | None:
-        return self._grouping
-
     def use_grouping(self, grouping: Grouping | None) -> None:
-        """From here on; None: it joins no group.
-
-        Only for the engine's thread, and for others before `start`.
-        """
+        """Join groups as `grouping` says; None: join none. Only in the engine's thread or before `start`."""
         self._grouping = grouping
         if grouping:
             grouping.post = self._inbox.put
@@ -139,7 +115,7 @@ class EngineThread:
         self._inbox.put(lambda: self._fence(epoch))
 
     def pause(self) -> None:
-        """No further step until `resume`: nobody takes the results."""
+        """Run no further step until `resume`, since nobody takes the results."""
         self._inbox.put(lambda: setattr(self, "_is_paused", True))
 
     def resume(self) -> None:
@@ -150,12 +126,12 @@ class EngineThread:
         self._thread.join(within_s)
 
     def step_seconds(self) -> float:
-        """How long the current step has been running without a sign that it gets on; 0.0 between steps."""
+        """Return how long the current step has run without a sign of progress; 0.0 between steps."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - max(began, self._progressed_at)
 
     def busy_seconds(self) -> float:
-        """Time spent in steps since the start, the current one included. Rises only."""
+        """Return the time spent in steps since the start, the current one included."""
         began = self._step_began
         return self._busy_s + (0.0 if began is None else time.monotonic() - began)
 
@@ -167,7 +143,6 @@ class EngineThread:
             while not self._is_stopping:
                 self._receive()
                 self._carry_on_morphs()
-                self._tell_rest()
                 if self._is_stopping:
                     break
                 self._step()
@@ -185,7 +160,7 @@ class EngineThread:
         return self._engine.can_step(is_paused=self._is_paused)
 
     def _receive(self) -> None:
-        """Carry out what has come; with nothing to do, sleep until something does."""
+        """Carry out the calls in the queue; with nothing to do, sleep until one comes."""
         patience_s = 0.0 if self._may_step else self._patience_s
         try:
             self._inbox.get(block=patience_s != 0, timeout=patience_s)()
@@ -196,7 +171,7 @@ class EngineThread:
 
     @property
     def _patience_s(self) -> float | None:
-        """None: until something comes."""
+        """Seconds that the thread may sleep; None: until something comes."""
         measuring_s = self._measuring.patience_s if self._engine.is_alone else None
         telling_s = None if self._is_told else max(0.0, self._snapshot_due - time.monotonic())
         known = [one for one in (self._morphs.patience_s, measuring_s, telling_s) if one is not None]
@@ -204,20 +179,15 @@ class EngineThread:
 
     def _carry_on_morphs(self) -> None:
         if reports := self._morphs.advance(is_busy=self._may_step):
-            self._report(time.monotonic())  # first: a report of an end carries the numbers after it
+            self._report()  # first: a report of an end carries the numbers after it
             self._on_reports(reports)
-            self._report(time.monotonic())
+            self._report()
         # In a group the other members would wait for a measurement here.
         if self._engine.is_alone and self._measuring.advance(is_busy=self._may_step):
-            self._report(time.monotonic())
-
-    def _tell_rest(self) -> None:
-        """Return what changed since the last snapshot.
-
-        A stage that ended in the last step before it grew quiet has given its pages back.
-        """
+            self._report()
+        # A stage that ended in the last step before the engine became idle has given its pages back.
         if not self._is_told and time.monotonic() >= self._snapshot_due:
-            self._report(time.monotonic())
+            self._report()
 
     def _step(self) -> None:
         engine, before = self._engine, self._engine.num_steps
@@ -234,9 +204,9 @@ class EngineThread:
             self._on_results(self._epoch, results)
         if results and not engine.has_work:
             engine.check_integrity()
-            self._report(ended)
+            self._report()
         elif ended >= self._snapshot_due:
-            self._report(ended)
+            self._report()
 
     def _wake(self) -> None:
         self._inbox.put(lambda: None)
@@ -244,19 +214,19 @@ class EngineThread:
     def _progress(self) -> None:
         self._progressed_at = time.monotonic()
 
-    def _report(self, now: float) -> None:
-        self._snapshot_due = now + self._snapshot_s
+    def _report(self) -> None:
+        self._snapshot_due = time.monotonic() + self._snapshot_s
         self._is_told = True
         self._on_snapshot(self.snapshot())
 
     def snapshot(self) -> Snapshot:
-        """Only for the engine's thread, and for others before `start`."""
+        """Return the numbers of now. Only in the engine's thread or before `start`."""
         instances = [instance_telemetry(instance) for instance in self._engine.instances.values()]
         return Snapshot(self._num_steps, instances, self._pages())
 
     def _cancel(self, request_ids: list[str]) -> None:
         self._engine.cancel(request_ids)
-        self._report(time.monotonic())
+        self._report()
 
     def _cancel_morph(self, morph_id: str) -> None:
         self._morphs.cancel(morph_id)
@@ -268,4 +238,4 @@ class EngineThread:
         self._morphs.fence(epoch)
         self._measuring.cancel_all(f"epoch {self._epoch} ended: the worker had lost its lease")
         self._epoch = epoch
-        self._report(time.monotonic())
+        self._report()

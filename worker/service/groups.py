@@ -1,7 +1,4 @@
-"""Groups that the worker may join: how, with which workers, and what its cards say of that.
-
-A worker joins groups with its only model. Models come and go, so that changes while it runs.
-"""
+"""The groups that the worker may join with its only model; models come and go while it runs."""
 
 from __future__ import annotations
 
@@ -16,9 +13,8 @@ from bus.messages import InstanceCard, WorkerCard
 from worker.deploy.model_host import HostedModel, ModelHost, max_blocks
 from worker.distributed.messages import Peer
 from worker.model.layout import degrees
-from worker.morph.manager import MorphManager
 from worker.morph.reshard import make_resharder
-from worker.parallel.group_morphs import GroupMorphs
+from worker.parallel.group_morphs import use_grouping
 from worker.parallel.grouping import Grouping
 from worker.parallel.local_instance import LocalInstance
 from worker.service.engine_thread import EngineThread
@@ -41,23 +37,18 @@ def grouping_of(host: ModelHost, only: HostedModel) -> Grouping | None:
         copier=Copier(lambda: grouping.post(lambda: None)),
         stage_bytes=CPU_STAGE_BYTES if device.type == "cpu" else CUDA_STAGE_BYTES,
     )
-    grouping = Grouping(host.worker, local, host.transport, device=str(device))
-    return grouping
-
-
-OnRegrouped = Callable[[tuple[str, ...], str], None]
-OnCards = Callable[[list[InstanceCard]], None]
+    return (grouping := Grouping(host.worker, local, host.transport, device=str(device)))
 
 
 class GroupMembership:
-    """`update` in the engine's thread, or before that starts, whenever a model came or has gone."""
+    """The groups of one worker. Call `update` in the engine's thread whenever a model came or has gone."""
 
-    def __init__(self, host: ModelHost, morphs: MorphManager) -> None:
-        self._host, self._morphs = host, morphs
+    def __init__(self, host: ModelHost) -> None:
+        self._host = host
         self.grouping: Grouping | None = None  # None: this worker joins no group
         self.use: Callable[[Grouping | None], None] = lambda grouping: None
-        self.on_regrouped: OnRegrouped = lambda members, why: None
-        self.on_cards: OnCards = lambda cards: None
+        self.on_regrouped: Callable[[tuple[str, ...], str], None] = lambda members, why: None
+        self.on_cards: Callable[[list[InstanceCard]], None] = lambda cards: None
 
     def update(self) -> None:
         """Let the worker join groups if it has one model alone, and none otherwise."""
@@ -68,67 +59,50 @@ class GroupMembership:
         if before:
             before.close()
         self.grouping = grouping = grouping_of(self._host, only) if only else None
+        if grouping:
+            grouping.on_regrouped = lambda members, why: self.on_regrouped(members, why)
         if before or grouping:
-            self._use(grouping)
+            self.use(grouping)
+            use_grouping(self._host.morphs, grouping, layers_per_step=self._host.settings.layers_per_step)
         models = self._host.models
-        for name, resident in models.items():
-            card = _card_in(resident, grouping if resident is only else None, self._host.settings.max_tp)
-            models[name] = replace(resident, card=card)
-        self.on_cards([resident.card for resident in models.values()])
+        for name, one in models.items():
+            possible = degrees(one.model.config, self._host.settings.max_tp) if grouping else [1]
+            tokens = {tp: grouping.local.tokens_at(tp) for tp in possible} if grouping else {}
+            most = max_blocks(one.target, max(possible))
+            card = replace(one.card, degrees=possible, tokens_at=tokens, max_blocks=most)
+            models[name] = replace(one, card=card)
+        self.on_cards([one.card for one in models.values()])
 
     def _only(self) -> HostedModel | None:
-        """Return the only model, all of whose layers are here, or None.
-
-        A worker in a stage of several ranks joins no other group: two groups that wait for each other
-        crosswise would never go on.
-        """
+        """Return the only model, all of whose layers are here, or None."""
         host = self._host
-        if host.stages and host.stages.has_ranks:
+        if host.stages and host.stages.has_ranks:  # two groups would wait for each other crosswise
             return None
         models = list(host.models.values())
         return models[0] if len(models) == 1 and models[0].card.pp == 1 else None
-
-    def _use(self, grouping: Grouping | None) -> None:
-        if grouping:
-            grouping.on_regrouped = lambda members, why: self.on_regrouped(members, why)
-        self.use(grouping)
-        layers_per_step = self._host.settings.layers_per_step
-        self._morphs.join_groups(GroupMorphs(grouping, layers_per_step=layers_per_step) if grouping else None)
-
-
-def _card_in(resident: HostedModel, grouping: Grouping | None, max_tp: int) -> InstanceCard:
-    possible = degrees(resident.model.config, max_tp) if grouping else [1]
-    tokens = {tp: grouping.local.tokens_at(tp) for tp in possible} if grouping else {}
-    most = max_blocks(resident.target, max(possible))
-    return replace(resident.card, degrees=possible, tokens_at=tokens, max_blocks=most)
 
 
 FIRST_LOOK_S, LOOK_S = 2.0, 15.0  # others may still load
 
 
 async def meet_neighbours(bus: Bus, own: Callable[[], WorkerCard], thread: EngineThread) -> None:
-    """Prepare the communicators of groups that this worker would lead, until cancelled. own.
-
-    Returns its present card.
-    """
+    """Prepare the communicators of groups that this worker, of the card `own()`, would lead."""
     pause_s = FIRST_LOOK_S
     while True:
         await asyncio.sleep(pause_s)
-        pause_s = LOOK_S
         card = own()
         if not card.link or len(card.instances) != 1:
             continue
+        pause_s = LOOK_S
         with suppress(BusUnavailable):
-            cards = await peers_of(bus, card)
+            live = [member.card for member in await bus.members() if member.card and member.lease_epoch]
+            cards = {
+                each.id: each
+                for each in live
+                if each.host == card.host and each.link and each.state == "serving"
+            }
             for members in led_groups(card, cards.values()):
                 thread.prepare_communicator(members, {name: as_peer(cards[name]) for name in members})
-
-
-async def peers_of(bus: Bus, own: WorkerCard) -> dict[str, WorkerCard]:
-    """Return the cards of live workers of this host that serve and may join groups, `own` among them."""
-    cards = [member.card for member in await bus.members() if member.card and member.lease_epoch]
-    there = [card for card in cards if card.host == own.host and card.link and card.state == "serving"]
-    return {card.id: card for card in there}
 
 
 def as_peer(card: WorkerCard) -> Peer:
@@ -136,11 +110,7 @@ def as_peer(card: WorkerCard) -> Peer:
 
 
 def led_groups(own: WorkerCard, cards: Iterable[WorkerCard]) -> Iterator[tuple[str, ...]]:
-    """Yield the aligned groups that `own` would lead.
-
-    Of the host's workers of a model, in the order of their names, the first two, the next two, the first
-    four and so on.
-    """
+    """Yield the groups that `own` would lead: the first two of its model's workers, the next two ..."""
     [instance] = own.instances
     alike = [
         card.id

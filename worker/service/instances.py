@@ -1,7 +1,7 @@
 """The instances that a worker serves: their cards, and the streams that their requests come on.
 
-Models come and go while others serve. One that comes is read before its card is shown; one that goes is off
-the card before its stream is given up, since gateways that have not looked yet still send to it.
+The stream of a model that comes is read before its card is shown. One that goes is off the card before its
+stream is given up, since gateways that have not looked yet still send to it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,8 @@ GATEWAYS_LOOK_S = 2.2  # gateways read the cards every 2 s: until then one of th
 CHECK_S = 0.05
 
 
-class Instances:
-    """The instances, in the event loop.
-
-    `on_changed`: the card has changed. `on_read_out(instance)`: no request comes to an instance that
-    leaves.
-    """
+class Instances(HostListener):
+    """The instances, in the event loop. `in_engine` calls a function in the engine's thread."""
 
     def __init__(
         self,
@@ -39,11 +35,11 @@ class Instances:
         cards: Iterable[InstanceCard],
         *,
         on_changed: Callable[[], None],
-        on_read_out: Callable[[str], None],
+        in_engine: Callable[[Callable[[], None]], None],
         on_error: Callable[[BaseException], None],
     ) -> None:
         self._bus, self._intake, self._ledger = bus, intake, ledger
-        self._on_changed, self._on_read_out, self._on_error = on_changed, on_read_out, on_error
+        self._on_changed, self._in_engine, self._on_error = on_changed, in_engine, on_error
         self._cards = {card.id: card for card in cards}
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._hurries: dict[str, asyncio.Event] = {}
@@ -63,8 +59,6 @@ class Instances:
     async def backlog(self) -> int:
         """Entries that are unread or not yet acknowledged; 0 without a Redis to hold any."""
         return sum([await self._backlog(name) for name in list(self._cards)])
-
-    # ----------------------------------------------------------------------------- readers
 
     def read(self, epoch: int) -> None:
         """Readers belong to an epoch: their consumer's name and what they accept carry it."""
@@ -92,8 +86,6 @@ class Instances:
     async def close(self) -> None:
         await end(*self._readers.values(), *self._leaving.values(), *self._cleaning.values())
 
-    # ----------------------------------------------------------------------------- who comes and goes
-
     def on_loading(self, model: str) -> None:
         self.loading = model
         self._on_changed()
@@ -103,10 +95,12 @@ class Instances:
         self._read(card.id)
         self._on_changed()
 
-    def on_unloading(self, name: str) -> None:
+    def on_unloading(self, name: str, on_drained: Callable[[], None]) -> None:
         """Take the card away at once and read the stream until nothing more can come."""
         self._hurries[name] = asyncio.Event()
-        self._leaving[name] = asyncio.create_task(self._read_out(name), name=f"last requests of {name}")
+        self._leaving[name] = asyncio.create_task(
+            self._read_out(name, on_drained), name=f"last requests of {name}"
+        )
         self._leaving[name].add_done_callback(self._ended)
         self._on_changed()
 
@@ -130,7 +124,7 @@ class Instances:
         task.add_done_callback(lambda _: self._cleaning.pop(name, None))
         self._on_changed()
 
-    async def _read_out(self, name: str) -> None:
+    async def _read_out(self, name: str, on_drained: Callable[[], None]) -> None:
         hurry = self._hurries[name]
         with suppress(TimeoutError):
             async with asyncio.timeout(GATEWAYS_LOOK_S):
@@ -139,40 +133,17 @@ class Instances:
             await asyncio.sleep(CHECK_S)
         if reader := self._readers.get(name):
             await end(reader)
-        self._on_read_out(name)
+        self._in_engine(on_drained)
 
     async def _clean_up(self, name: str, reader: asyncio.Task[None] | None) -> None:
         if reader:
             await end(reader)
         stream = self._bus.names.requests(name)
         with suppress(BusUnavailable, BusFull):  # then it is put away with what this worker leaves
-            await self._bus.link.run(lambda client: client.delete(stream))
+            await self._bus.run(lambda client: client.delete(stream))
 
     async def _backlog(self, name: str) -> int:
         try:
             return await self._bus.length(self._bus.names.requests(name))
         except BusUnavailable:
             return 0
-
-
-class InstanceUpdates(HostListener):
-    def __init__(self, loop: asyncio.AbstractEventLoop, models: Instances) -> None:
-        self._post, self._instances = loop.call_soon_threadsafe, models
-
-    def on_loading(self, model: str) -> None:
-        self._post(self._instances.on_loading, model)
-
-    def on_loaded(self, card: InstanceCard) -> None:
-        self._post(self._instances.on_loaded, card)
-
-    def on_unloading(self, instance: str) -> None:
-        self._post(self._instances.on_unloading, instance)
-
-    def on_unload_urgent(self, instance: str) -> None:
-        self._post(self._instances.on_unload_urgent, instance)
-
-    def on_unload_aborted(self, instance: str) -> None:
-        self._post(self._instances.on_unload_aborted, instance)
-
-    def on_unloaded(self, instance: str) -> None:
-        self._post(self._instances.on_unloaded, instance)

@@ -5,30 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar, get_args
+from typing import get_args
 
-from bus.client import Bus, BusFull, BusUnavailable, GroupReader, StreamReader
+from bus.client import Bus, BusFull, BusUnavailable
 from bus.deployments import Measure
 from bus.messages import Cancel, CancelMorph, Command, Deploy, Drain, Morph, Submit, Transform
 from bus.names import consumer
 from worker.distributed.messages import Peer
 from worker.service.engine_thread import EngineThread
+from worker.service.groups import as_peer
 from worker.service.ledger import Ledger, Ticket, log_ids
 from worker.service.publisher import Outbox
-from worker.service.tasks import end
+from worker.service.tasks import RETRY_S, end, until_taken
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-RETRY_S = 0.5
 COMMANDS = (*get_args(Command), Measure)
 
 
 class Intake:
-    """Gives requests to the engine's thread and keeps the ledger of them."""
+    """Gives requests and commands to the engine's thread."""
 
     def __init__(
         self,
@@ -46,17 +44,13 @@ class Intake:
         self.on_cancel_morph: Callable[[str], None] = lambda morph_id: None  # beside the engine's thread
         self.is_listening = asyncio.Event()  # from here on no command is missed
 
-    # ----------------------------------------------------------------------------- requests
-
     async def read_requests(self, instance: str, epoch: int) -> None:
-        """Read until cancelled, for one epoch.
-
-        Entries that earlier epochs left pending are ended first: their gateways submit the requests again.
-        """
+        """Read for one epoch, until cancelled; entries that earlier epochs left pending are ended first."""
         stream = self._bus.names.requests(instance)
         async with self._bus.group_reader(stream, consumer(self._worker, epoch), Submit) as reader:
-            await self._open(reader)
-            await self._end_leftovers(reader)
+            await until_taken(self._bus, reader.open)
+            if ended := await until_taken(self._bus, reader.claim_all):
+                log.info("ended %d entries that an earlier epoch left in %s", ended, stream)
             while True:
                 try:
                     batch = await reader.read()
@@ -68,23 +62,6 @@ class Intake:
                     return
                 for entry_id, submit in batch:
                     self._offer(submit, instance, stream, entry_id, epoch)
-
-    async def _open(self, reader: GroupReader[Submit] | StreamReader[Any]) -> None:
-        await self._until_done(reader.open)
-
-    async def _end_leftovers(self, reader: GroupReader[Submit]) -> None:
-        if ended := await self._until_done(reader.claim_all):
-            log.info("ended %d entries that an earlier epoch left in %s", ended, reader.stream)
-
-    async def _until_done(self, call: Callable[[], Awaitable[T]]) -> T:
-        """However long Redis is away or full; the call may be repeated."""
-        while True:
-            try:
-                return await call()
-            except (BusUnavailable, BusFull) as error:
-                log.debug("not yet: %s", error)
-                await asyncio.sleep(RETRY_S)
-                await self._bus.wait_up()
 
     def _offer(self, submit: Submit, instance: str, stream: str, entry_id: str, epoch: int) -> None:
         verdict = self._ledger.offer(submit, instance, entry_id, epoch)
@@ -99,16 +76,11 @@ class Intake:
         log.debug("begun", extra=log_ids(submit.trace_id, submit.request_id) | {"attempt": submit.attempt})
         self._thread.submit(instance, submit)
 
-    # ----------------------------------------------------------------------------- commands
-
     async def read_commands(self, on_drain: Callable[[], None]) -> None:
-        """Read until cancelled, and carry out commands for the present epoch.
-
-        A morph for another epoch is answered `stale`.
-        """
+        """Carry out commands for the present epoch until cancelled. Morphs of others are answered `stale`."""
         stream = self._bus.names.control(self._worker)
         async with self._bus.reader(stream, *COMMANDS) as reader:
-            await self._open(reader)
+            await until_taken(self._bus, reader.open)
             self.is_listening.set()
             try:
                 async for batch in reader:
@@ -119,9 +91,7 @@ class Intake:
 
     def _obey(self, command: Command | Measure, on_drain: Callable[[], None]) -> None:
         match command:
-            case Deploy() if len(command.stages) > 1 and command.stage == 0:
-                self._begin(command)
-            case Transform():
+            case Transform() | Deploy(stages=[_, _, *_], stage=0):
                 self._begin(command)
             case _ if isinstance(command, Morph):
                 self._thread.morph(command)
@@ -137,26 +107,20 @@ class Intake:
                 self.on_measure(command)
 
     def _begin(self, command: Transform | Deploy) -> None:
-        """Look up the workers that take part on their cards, and begin.
-
-        The same order again changes nothing.
-        """
+        """Begin a morph of several workers; the same order again changes nothing."""
         if command.id not in self._beginning:
             task = asyncio.create_task(self._with_peers(command), name=f"peers of {command.id}")
             self._beginning[command.id] = task
             task.add_done_callback(lambda _: self._beginning.pop(command.id))
 
     async def _with_peers(self, command: Transform | Deploy) -> None:
-        """Begin the morph even if the cards cannot be read.
-
-        Its answer is then that no worker can be reached.
-        """
+        """Begin the morph even if the cards cannot be read; its answer is then that no worker is reached."""
         peers: dict[str, Peer] = {}
         try:
             for member in await self._bus.members():
                 card = member.card
                 if card and card.link and member.lease_epoch == card.epoch:
-                    peers[card.id] = Peer(card.id, card.epoch, card.link, card.link_key)
+                    peers[card.id] = as_peer(card)
         except BusUnavailable as error:
             log.warning("the workers of %s are not known: %s", command.id, error)
         except Exception:
@@ -165,7 +129,7 @@ class Intake:
             self._thread.morph(command, peers)
 
     def _cancel_morph(self, morph_id: str) -> None:
-        """Cancel a morph behind its order, if that is still on its way to the engine."""
+        """Cancel a morph, behind its order if that is still on its way to the engine."""
         self.on_cancel_morph(morph_id)
         if task := self._beginning.get(morph_id):
             task.add_done_callback(lambda _: self._thread.cancel_morph(morph_id))
@@ -173,12 +137,11 @@ class Intake:
             self._thread.cancel_morph(morph_id)
 
     def _cancel(self, command: Cancel) -> None:
-        """Unknown ids are remembered."""
         tickets = [self._ledger.cancel(name, command.up_to_attempt) for name in command.request_ids]
         self._stop([ticket for ticket in tickets if ticket])
 
     def drop_gateway(self, gateway: str) -> int:
-        """Stop what a gateway asked for that is gone. Returns how many requests."""
+        """Stop the requests of a gateway that is gone. Returns how many."""
         tickets = self._ledger.drop_gateway(gateway)
         self._stop(tickets)
         return len(tickets)
@@ -197,28 +160,17 @@ GRACE_S = 3.0
 
 
 async def watch_gateways(bus: Bus, ledger: Ledger, intake: Intake, outbox: Outbox) -> None:
-    """Cancel the requests of gateways that are gone, looking once a second until cancelled."""
+    """Cancel the requests of gateways that were missing at every look that Redis answered for a while."""
     missing_since: dict[str, float] = {}
     while True:
         await asyncio.sleep(CHECK_S)
-        if not len(ledger):
-            missing_since.clear()
-            continue
         with suppress(BusUnavailable, BusFull):
-            for gateway in await _gone(bus, ledger.gateways(), missing_since):
-                stopped = intake.drop_gateway(gateway)
-                log.warning("gateway %s is gone; stopped its %d requests", gateway, stopped)
-                outbox.drop_gateway(bus.names.tokens(gateway))
-
-
-async def _gone(bus: Bus, asked: set[str], missing_since: dict[str, float]) -> list[str]:
-    """Return the gateways that were missing at every look for the grace period.
-
-    Only looks that Redis answered count.
-    """
-    live = await bus.live_gateways(asked)
-    now = time.monotonic()
-    for gateway in list(missing_since):
-        if gateway in live or gateway not in asked:
-            del missing_since[gateway]
-    return [gateway for gateway in asked - live if now - missing_since.setdefault(gateway, now) >= GRACE_S]
+            asked = ledger.gateways()
+            missing = asked - await bus.live_gateways(asked)
+            now = time.monotonic()
+            missing_since = {gateway: missing_since.get(gateway, now) for gateway in missing}
+            for gateway, since in missing_since.items():
+                if now - since >= GRACE_S:
+                    stopped = intake.drop_gateway(gateway)
+                    log.warning("gateway %s is gone; stopped its %d requests", gateway, stopped)
+                    outbox.drop_gateway(bus.names.tokens(gateway))

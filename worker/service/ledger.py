@@ -1,7 +1,6 @@
-"""Which request runs here, for whom, and which stream entry must be acknowledged when it ends.
+"""The requests that run here, for whom, and the stream entry to acknowledge when one ends. Pure.
 
-Pure bookkeeping: no I/O, no clock. It makes an at-least-once bus harmless: a Submit that comes twice, late,
-or behind its own Cancel is recognised here.
+It makes an at-least-once bus harmless: it knows a Submit that comes twice, late, or behind its own Cancel.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from dataclasses import dataclass
 
 from bus.messages import Submit
 
-# Ids of cancelled and of ended requests, each, that are remembered for a Submit that comes late or again.
-# That is a matter of seconds; this many requests do not end in them.
+# Ids of cancelled and of ended requests, each, for a Submit that comes late or again. That takes seconds, in
+# which fewer requests end.
 MAX_REMEMBERED = 10_000
 
 
@@ -30,27 +29,22 @@ class Ticket:
 
     @property
     def log_ids(self) -> dict[str, str]:
-        """`extra` of a line in the log: the ids that the gateway's lines have, too."""
         return log_ids(self.trace_id, self.request_id)
 
 
 def log_ids(trace_id: str, request_id: str) -> dict[str, str]:
-    """request_id: of one sequence; a call of a client has several where it asks for several choices."""
+    """Return the ids of the gateway's log lines: of a client's call and of one of its sequences."""
     return {"request_id": trace_id, "sequence": request_id}
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`run`: give it to the engine.
+    """The decision about a Submit."""
 
-    `replaced`: an older attempt to abort first. `reason`: why not to run. `is_in_use`: the entry is that of
-    the attempt which runs; not to be acknowledged now.
-    """
-
-    run: bool
-    replaced: Ticket | None = None
-    reason: str = ""
-    is_in_use: bool = False
+    run: bool  # give it to the engine
+    replaced: Ticket | None = None  # an older attempt to abort first
+    reason: str = ""  # why not to run it
+    is_in_use: bool = False  # its entry is that of the attempt which runs: do not acknowledge it now
 
 
 class _Attempts:
@@ -67,9 +61,6 @@ class _Attempts:
 
     def __contains__(self, submit: Submit) -> bool:
         return submit.attempt <= self._last.get(submit.request_id, -math.inf)
-
-    def clear(self) -> None:
-        self._last.clear()
 
 
 class Ledger:
@@ -92,10 +83,7 @@ class Ledger:
         return {ticket.gateway for ticket in self._tickets.values()}
 
     def drop_gateway(self, gateway: str) -> list[Ticket]:
-        """Remove and return the tickets of a gateway.
-
-        Nothing is remembered: a gateway that was only paused submits the same requests again.
-        """
+        """Remove and return a gateway's tickets; one that was only paused may submit the requests again."""
         dropped = [ticket for ticket in self._tickets.values() if ticket.gateway == gateway]
         for ticket in dropped:
             del self._tickets[ticket.request_id]
@@ -119,10 +107,7 @@ class Ledger:
         return Verdict(run=True, replaced=known)
 
     def end(self, request_id: str, attempt: int) -> Ticket | None:
-        """Remove and return the ticket of a request that ended.
-
-        None if it is not here, or another attempt is.
-        """
+        """Remove and return the ticket of an attempt that ended; None if it is not here."""
         ticket = self._tickets.get(request_id)
         if ticket is None or ticket.attempt != attempt:
             return None
@@ -140,9 +125,6 @@ class Ledger:
         return self._tickets.pop(request_id) if ticket and ticket.attempt <= limit else None
 
     def clear(self) -> None:
-        """Remove all tickets, since a new epoch runs nothing.
-
-        Cancellations stay: they are about requests, not about epochs.
-        """
+        """Begin an epoch without tickets. Cancellations stay: they are about requests, not about epochs."""
         self._tickets.clear()
-        self._ended.clear()
+        self._ended = _Attempts()

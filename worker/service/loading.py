@@ -1,7 +1,4 @@
-"""Loading, in a thread of its own: the lease is renewed meanwhile and SIGTERM is heard.
-
-This module brings no torch, which takes seconds: what only wants to catch CannotServe need not wait for it.
-"""
+"""Loading, in a thread of its own: the lease is renewed meanwhile and SIGTERM is heard."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import TYPE_CHECKING
 from bus.messages import InstanceCard, PageCounts
 from bus.settings import WorkerSettings
 
-if TYPE_CHECKING:  # the engine brings torch; who only wants to catch CannotServe need not wait for it
+if TYPE_CHECKING:  # they import torch, which takes seconds: CannotServe can be caught without
     from worker.deploy.model_host import ModelHost
     from worker.distributed.transport import Transport
     from worker.engine.engine import Engine
@@ -36,6 +33,8 @@ class CannotServe(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
+    """A worker's engine and models, ready to serve."""
+
     engine: Engine
     pages: Callable[[], PageCounts]
     device: str
@@ -51,7 +50,7 @@ class Loaded:
 
     @property
     def grouping(self) -> Grouping | None:
-        """How the worker joins groups; None if it joins none."""
+        """The object by which the worker joins groups; None if it joins none."""
         return self.group_membership.grouping if self.group_membership else None
 
     @property
@@ -76,10 +75,7 @@ class _Stopped(Exception):
 
 
 class LoadTask:
-    """`run` returns what was loaded, or None if `stop` was set first.
-
-    Raises what the loader or the lease's renewal raises.
-    """
+    """The loading of one worker's models."""
 
     def __init__(self, load: Loader, settings: WorkerSettings, worker: str) -> None:
         self._load, self._settings, self._worker = load, settings, worker
@@ -91,6 +87,7 @@ class LoadTask:
     async def run(
         self, membership: Membership, stop: asyncio.Event, renewal: asyncio.Task[None]
     ) -> Loaded | None:
+        """Load; None if `stop` was set first. Raises what the loader or the lease's renewal raises."""
         threading.Thread(target=self._work, name="load", daemon=True).start()
         stopping = asyncio.create_task(stop.wait())
         try:
@@ -124,9 +121,7 @@ class LoadTask:
             os._exit(exit_status)
         self._done.exception()
 
-    # ----------------------------------------------------------------------------- the loading thread
-
-    def _work(self) -> None:
+    def _work(self) -> None:  # in the loading thread
         try:
             loaded = self._load(self._settings, self._worker, self._progress)
         except BaseException as error:  # noqa: BLE001 the waiting side raises it again

@@ -5,27 +5,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 
 from bus.client import Bus, BusFull, BusUnavailable
 from bus.deployments import Measure, Profile
 from bus.messages import Event
 from worker.profiler.measurer import CannotMeasure, Measurer
-from worker.profiler.runner import ProfileProgress
+from worker.profiler.runner import ProfileProgress, ProfileRunner
 from worker.service.engine_thread import EngineThread
-from worker.service.tasks import end
+from worker.service.tasks import end, until_taken
 
 log = logging.getLogger("worker")
 
 PROGRESS_S = 2.0  # between two events about one profile
-RETRY_S = 0.5
 
 
 class Measures:
     """Runs Measure commands. A profile ends in its key, or in an event that says why there is none."""
 
-    def __init__(self, bus: Bus, worker: str, thread: EngineThread, measurer: Measurer | None) -> None:
-        """Answer with `measurer`; None if this worker measures nothing."""
-        self._bus, self._worker, self._thread, self._measurer = bus, worker, thread, measurer
+    def __init__(
+        self, bus: Bus, worker: str, thread: EngineThread, runner: ProfileRunner, measurer: Measurer | None
+    ) -> None:
+        """Answer with `measurer`, None if this worker measures nothing; `runner` belongs to `thread`."""
+        self._bus, self._worker, self._thread = bus, worker, thread
+        self._runner, self._measurer = runner, measurer
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: set[str] = set()
@@ -43,7 +46,7 @@ class Measures:
     def refuse(self, reason: str) -> None:
         """Refuse further commands and cancel those that run."""
         self._measurer = None
-        self._thread.measure(lambda measuring: measuring.cancel_all(reason))
+        self._thread.call(lambda: self._runner.cancel_all(reason))
 
     async def close(self) -> None:
         await end(*self._tasks.values())
@@ -73,7 +76,7 @@ class Measures:
         def tell(one: ProfileProgress) -> None:
             self._loop.call_soon_threadsafe(news.put_nowait, one)
 
-        self._thread.measure(lambda measuring: measuring.begin(command.id, profiler, tell))
+        self._thread.call(lambda: self._runner.begin(command.id, profiler, tell))
         await self._until_over(command, news)
         profile = await asyncio.to_thread(measurer.keep, command, profiler)
         self._check_wanted(command)
@@ -96,7 +99,9 @@ class Measures:
             if time.monotonic() - reported_at >= PROGRESS_S:
                 reported_at = time.monotonic()
                 log.info("measuring %s: %s", command.model, one.progress)
-                await self._send(self._event("profile_progress", command, one.progress))
+                with suppress(BusUnavailable, BusFull):
+                    event = self._event("profile_progress", command, one.progress)
+                    await self._bus.publish(self._bus.names.events, event)
         if one.problem:
             raise CannotMeasure(one.problem)
 
@@ -111,18 +116,8 @@ class Measures:
         )
 
     async def _send(self, message: Event | Profile) -> None:
-        """Send an event or a profile, however long Redis is away; drop progress instead of waiting."""
-        is_news = isinstance(message, Event) and message.kind == "profile_progress"
-        while True:
-            try:
-                if isinstance(message, Event):
-                    await self._bus.publish(self._bus.names.events, message)
-                else:
-                    await self._bus.catalogue.write(message)
-                return
-            except (BusUnavailable, BusFull) as error:
-                if is_news:
-                    return
-                log.debug("trying again: %s", error)
-                await asyncio.sleep(RETRY_S)
-                await self._bus.wait_up()
+        """Send an event or a profile, however long Redis is away."""
+        if isinstance(message, Event):
+            await until_taken(self._bus, lambda: self._bus.publish(self._bus.names.events, message))
+        else:
+            await until_taken(self._bus, lambda: self._bus.catalogue.write(message))

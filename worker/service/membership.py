@@ -1,9 +1,7 @@
 """The epoch, lease and card of this worker.
 
-A lease that could not be renewed in time is lost, whatever the reason (stopped process, partition, Redis
-without its data): other workers may have taken the work over. So nothing is published unless the lease was
-renewed within its own length. A worker that finds its lease lost fences itself: it drops all it ran, takes a
-larger epoch and registers again.
+Nothing is published unless the lease was renewed within its own length. A worker that finds its lease lost
+fences itself: it drops all it ran, takes a larger epoch and registers again.
 """
 
 from __future__ import annotations
@@ -11,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from bus.client import Bus, BusFull, BusUnavailable, RedisProblem
 from bus.messages import WorkerCard
+from worker.service.tasks import RETRY_S, until_taken
 
 log = logging.getLogger(__name__)
 
-RETRY_S, FULL_RETRY_S = 0.2, 1.0
 # Compilers hold the interpreter's lock for seconds at a time. No request waits for a worker that loads.
 LEASES_WHILE_LOADING = 10
 
@@ -33,7 +31,7 @@ class Membership:
     """
 
     def __init__(self, bus: Bus, card: WorkerCard, lease_s: float) -> None:
-        self._bus, self._card, self._lease_s = bus, card, lease_s
+        self._bus, self.card, self._lease_s = bus, card, lease_s
         self.on_fenced: Callable[[int], None] = lambda epoch: None
         self._is_stale = False  # Redis has an older card
         self._showing = asyncio.Lock()  # a card must not be overtaken by an older one
@@ -43,26 +41,19 @@ class Membership:
 
     @property
     def epoch(self) -> int:
-        return self._card.epoch
+        return self.card.epoch
 
     @property
     def _length_s(self) -> float:
-        return self._lease_s * (LEASES_WHILE_LOADING if self._card.state == "loading" else 1)
-
-    @property
-    def card(self) -> WorkerCard:
-        return self._card
+        return self._lease_s * (LEASES_WHILE_LOADING if self.card.state == "loading" else 1)
 
     async def join(self) -> None:
         """Take an epoch and register, however long Redis is away or full. Raises RedisProblem."""
-        await self._until_done(self._take_epoch)
-        await self._until_done(self._register)
+        await until_taken(self._bus, self._take_epoch)
+        await until_taken(self._bus, self._register)
 
     async def run(self) -> None:
-        """Renew the lease three times in its length, and show the card where that failed before.
-
-        Raises RedisProblem: others cannot see this worker any more.
-        """
+        """Renew the lease three times in its length, and show a stale card. Raises RedisProblem."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._lease_s / 3):
@@ -80,10 +71,10 @@ class Membership:
 
     async def update(self, **changes: Any) -> None:
         """Change fields of the card and show it; where Redis cannot take it, with a later renewal."""
-        was_loading = self._card.state == "loading"
-        self._card = replace(self._card, **changes)
+        was_loading = self.card.state == "loading"
+        self.card = replace(self.card, **changes)
         self._is_stale = True
-        if was_loading and self._card.state != "loading":
+        if was_loading and self.card.state != "loading":
             self._hurry.set()  # the lease is a short one from here on
         await self._show()
 
@@ -97,13 +88,13 @@ class Membership:
     async def leave(self) -> None:
         """Give the lease up: what is left of this epoch is replayed elsewhere at once."""
         with suppress(BusUnavailable, BusFull, RedisProblem):  # then it runs out
-            await self._bus.drop_lease(self._card.id, self.epoch)
+            await self._bus.drop_lease(self.card.id, self.epoch)
 
     async def _renew(self) -> bool:
         began, length_s = time.monotonic(), self._length_s
         # Redis may shorten the lease although its answer gets lost.
         self._valid_until = min(self._valid_until, began + length_s)
-        is_ours = await self._bus.renew_lease(self._card.id, self.epoch, length_s)
+        is_ours = await self._bus.renew_lease(self.card.id, self.epoch, length_s)
         if is_ours:
             self._prolong(began + length_s)
         return is_ours
@@ -111,41 +102,28 @@ class Membership:
     async def _fence(self) -> None:
         """Take a new epoch; the controller sees it in the lease and tells the others."""
         lost = self.epoch
-        await self._until_done(self._take_epoch)
+        await until_taken(self._bus, self._take_epoch)
         log.warning("epoch %d lost its lease; dropping what ran, going on as epoch %d", lost, self.epoch)
         self.on_fenced(self.epoch)
-        await self._until_done(self._register)
+        await until_taken(self._bus, self._register)
 
     async def _take_epoch(self) -> None:
-        """Take the present time in milliseconds as epoch, but more than the last one.
-
-        A clock may have been set back.
-        """
-        last = max(self.epoch, await self._bus.last_epoch(self._card.id))
-        self._card = replace(self._card, epoch=max(time.time_ns() // 1_000_000, last + 1))
+        """Take the present time in milliseconds as epoch, or more where the clock was set back."""
+        last = max(self.epoch, await self._bus.last_epoch(self.card.id))
+        self.card = replace(self.card, epoch=max(time.time_ns() // 1_000_000, last + 1))
 
     async def _register(self) -> None:
-        began, length_s, card = time.monotonic(), self._length_s, self._card
+        began, length_s, card = time.monotonic(), self._length_s, self.card
         await self._bus.register_worker(card, length_s)
-        self._is_stale = card is not self._card
+        self._is_stale = card is not self.card
         self._prolong(began + length_s)
 
     async def _show(self) -> None:
         async with self._showing:
-            card = self._card
+            card = self.card
             with suppress(BusUnavailable, BusFull):
                 if await self._bus.update_card(card):
-                    self._is_stale = card is not self._card
-
-    async def _until_done(self, call: Callable[[], Awaitable[None]]) -> None:
-        while True:
-            try:
-                return await call()
-            except (BusUnavailable, BusFull) as error:
-                level = logging.WARNING if isinstance(error, BusFull) else logging.DEBUG
-                log.log(level, "cannot register yet: %s", error)
-                await asyncio.sleep(FULL_RETRY_S if isinstance(error, BusFull) else RETRY_S)
-                await self._bus.wait_up()
+                    self._is_stale = card is not self.card
 
     def _prolong(self, until: float) -> None:
         """Count the lease from before the command was sent, so that this clock is the stricter one."""

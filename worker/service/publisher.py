@@ -7,20 +7,21 @@ are out. A parcel whose answer was lost is sent again: gateways drop deltas that
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
-from typing import Protocol
 
 from bus.client import Bus, BusFull, BusUnavailable
 from bus.messages import Delta, MorphReport, StepOutput
 from bus.names import Names
 from worker.engine.engine import StepResult
+from worker.service.engine_thread import EngineThread
 from worker.service.ledger import Ledger, Ticket
+from worker.service.tasks import until_taken
 
 log = logging.getLogger(__name__)
 
@@ -28,21 +29,12 @@ MAX_PARCELS_AT_ONCE = 64  # of one MULTI: Redis serves no other client while it 
 FULL_RETRY_S = 0.2  # Redis at maxmemory: gateways trim as they read
 
 
-class Brake(Protocol):
-    """The engine's thread, as far as the outbox knows it."""
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-
 @dataclass(slots=True)
 class Parcel:
     """One step's output for one gateway, and the stream entries that it completes, in one MULTI.
 
-    An entry is acknowledged if and only if the last token of its request is out. A full Redis is the
-    exception: entries that stay until tokens fit could be what fills it. If the worker dies then, the
-    gateway, which never saw the end, submits the request again.
+    An entry is acknowledged if and only if the last token of its request is out, except while Redis is full:
+    the entries could be what fills it. If the worker dies then, the gateway submits the request again.
     """
 
     output: StepOutput | None = None
@@ -54,7 +46,7 @@ class Outbox:
     """`put` from the event loop; `run` publishes. `may_publish` waits while this worker may not speak."""
 
     def __init__(
-        self, bus: Bus, brake: Brake, may_publish: Callable[[], Awaitable[None]], capacity: int = 512
+        self, bus: Bus, brake: EngineThread, may_publish: Callable[[], Awaitable[None]], capacity: int = 512
     ) -> None:
         self._bus, self._brake, self._may_publish, self._capacity = bus, brake, may_publish, capacity
         self._parcels: deque[Parcel] = deque()
@@ -112,18 +104,17 @@ class Outbox:
                 batch.ack(stream, entry_id)
         try:
             await batch.send()
+            return True
         except BusUnavailable:
             await self._bus.wait_up()
-            return False
         except BusFull as error:
             log.warning("Redis is full, %d steps wait: %s", len(self._parcels), error)
             await self._send_acks()
             await asyncio.sleep(FULL_RETRY_S)
-            return False
-        return True
+        return False
 
     async def _send_acks(self) -> None:
-        """Acknowledge all waiting entries alone: that frees memory, and takes none outside a MULTI."""
+        """Acknowledge all waiting entries alone, which frees memory."""
         parcels = [parcel for parcel in self._parcels if parcel.acks]
         batch = self._bus.batch()
         for parcel in parcels:
@@ -144,6 +135,8 @@ class Outbox:
 
 
 class OutputPublisher:
+    """Puts the outputs of steps into the outbox."""
+
     def __init__(self, names: Names, worker: str, ledger: Ledger, outbox: Outbox) -> None:
         self._names, self._worker = names, worker
         self._ledger, self._outbox = ledger, outbox
@@ -156,10 +149,10 @@ class OutputPublisher:
             ticket = self._ledger.get(delta.request_id)
             if ticket is None or ticket.attempt != delta.attempt:
                 continue
-            parcel = parcels.get(ticket.gateway)
-            if parcel is None:
-                parcel = parcels[ticket.gateway] = self._parcel(ticket.gateway, epoch, result)
-            assert parcel.output is not None
+            if ticket.gateway not in parcels:
+                parcels[ticket.gateway] = self._parcel(ticket.gateway, epoch, result)
+            parcel = parcels[ticket.gateway]
+            assert parcel.output
             parcel.output.deltas.append(delta)
             if delta.finish_reason:
                 self._ledger.end(delta.request_id, delta.attempt)
@@ -184,10 +177,7 @@ class OutputPublisher:
 
 
 def _log(ticket: Ticket, delta: Delta) -> None:
-    """Log the end of a request.
-
-    An error is logged here too, since the gateway may retry elsewhere and its client never sees it.
-    """
+    """Log the end of a request, errors too: the gateway may retry elsewhere, so that no client sees them."""
     ids = ticket.log_ids | {"attempt": ticket.attempt}
     if delta.error is not None:
         level = logging.INFO if delta.reject_reason else logging.WARNING
@@ -197,15 +187,11 @@ def _log(ticket: Ticket, delta: Delta) -> None:
 
 
 MAX_WAITING = 1000  # while Redis is away; then the oldest are lost
-REPORT_RETRY_S = 1.0
 REST_S = 2.0  # for the last reports of a worker that leaves
 
 
 class ReportPublisher:
-    """`put` from the event loop; `run` publishes.
-
-    Readers know a morph by its id: a report whose answer from Redis was lost comes twice.
-    """
+    """`put` from the event loop; `run` publishes. A report whose answer from Redis was lost comes twice."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -224,29 +210,14 @@ class ReportPublisher:
             await self._publish_all()
 
     async def send_rest(self) -> None:
-        """Publish what still waits after `run` was cancelled, and what the end of the engine's thread added.
-
-        A Redis that is away gets none of it.
-        """
-        with contextlib.suppress(TimeoutError):
+        """Publish the last reports after `run` was cancelled, if Redis takes them in time."""
+        with suppress(TimeoutError):
             async with asyncio.timeout(REST_S):
                 await self._publish_all()
 
     async def _publish_all(self) -> None:
         while self._waiting:
-            report = self._waiting.popleft()
-            try:
-                await self._publish(report)
-            except BaseException:
-                self._waiting.appendleft(report)
-                raise
-
-    async def _publish(self, report: MorphReport) -> None:
-        while True:
-            try:
-                return await self._bus.publish(self._bus.names.events, report)
-            except BusUnavailable:
-                await self._bus.wait_up()
-            except BusFull as error:
-                log.warning("Redis is full, morph reports wait: %s", error)
-                await asyncio.sleep(REPORT_RETRY_S)
+            report = self._waiting[0]
+            await until_taken(self._bus, partial(self._bus.publish, self._bus.names.events, report))
+            if self._waiting[0] is report:  # else it was dropped meanwhile
+                self._waiting.popleft()

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import torch
 
 import kernels
+from bus.messages import Deploy, Retire
 from bus.precisions import BITS, PRECISIONS
 from bus.settings import WorkerSettings
-from worker.deploy.deployments import ModelDeployments
+from worker.deploy.load import LoadRun
 from worker.deploy.loader import dtype_of
 from worker.deploy.model_host import ModelHost
+from worker.deploy.stage_load import PipelineLoadRun, StageLoadRun
 from worker.deploy.startup import serve_models
+from worker.deploy.unload import UnloadRun
 from worker.distributed.probe import ProbeResponder
 from worker.distributed.transport import Transport
-from worker.engine.build import (
-    MIB,
-    make_pool,
-)
+from worker.engine.build import MIB, make_pool
 from worker.engine.engine import Engine
 from worker.memory import MappingFailed, OutOfPages
 from worker.model import ModelError
 from worker.morph.manager import MorphManager
-from worker.morph.run import NotApplied
+from worker.morph.run import NotApplied, Peers
+from worker.pipeline.split import leader_of
 from worker.pipeline.stage_host import StageHost
 from worker.service.groups import GroupMembership
 from worker.service.loading import CannotServe, Loaded, Progress
 
-log = logging.getLogger("worker")
+# Of the time, while the engine is busy: on a CPU loading takes cores and memory from the steps. A swap, which
+# is a matter of some layers, takes less; at its share a load would take minutes.
+LOAD_SHARE = 0.25
 
 
 def load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
@@ -43,11 +45,15 @@ def load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
 def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
     folders = model_folders(settings.models, may_be_empty=settings.may_be_empty)
     device = _device(settings.device)
-    kernels.configure(settings.threads)
+    kernels.configure(settings.threads, settings.product_kernel)
     pool = make_pool(device, settings.memory_mb * MIB, settings.page_kib * 1024)
     engine = Engine(device)
-    model_host = ModelHost(worker, pool, engine, settings)
-    morphs = _morph_manager(worker, model_host, settings, device)
+    # On a CPU copying takes cores and memory from the steps: both kinds of work share the allowance.
+    share = settings.morph_share
+    step_share, copy_share = (share / 2, share / 2) if device.type == "cpu" else (share, 1.0)
+    morphs = MorphManager(worker, {}, step_share=step_share, copy_share=copy_share)
+    model_host = ModelHost(worker, pool, engine, settings, morphs)
+    _take_deployments(model_host)
     serve_models(folders, model_host, progress)
     if not folders:
         progress("compiling kernels")
@@ -58,39 +64,31 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
         )
         ProbeResponder(model_host.transport, device)
         engine.parts = model_host.stages = StageHost(model_host.transport)
-    group_membership = GroupMembership(model_host, morphs)
+    group_membership = GroupMembership(model_host)
     group_membership.update()
     model_host.on_changed = group_membership.update
     return Loaded(engine, pool.counts, str(device), pool.page_bytes, morphs, model_host, group_membership)
 
 
-def _morph_manager(
-    worker: str,
-    host: ModelHost,
-    settings: WorkerSettings,
-    device: torch.device,
-) -> MorphManager:
-    """Return the manager of morphs.
+def _take_deployments(host: ModelHost) -> None:
+    """Run Deploy and Retire over the models of `host`, and share KV pages between them."""
+    morphs = host.morphs
+    copier = morphs.make_copier(LOAD_SHARE)  # its own thread, so that swaps need not wait for a load
 
-    On a CPU copying takes cores and memory from the steps: both kinds of work share the allowance.
-    """
-    share = settings.morph_share
-    of_each = (share / 2, share / 2) if device.type == "cpu" else (share, 1.0)
-    return MorphManager(
-        worker,
-        {},
-        step_share=of_each[0],
-        copy_share=of_each[1],
-        deployments=ModelDeployments(host),
-    )
+    def deploy(command: Deploy, peers: Peers) -> LoadRun:
+        if len(command.stages) < 2:
+            return LoadRun(command, host, copier)
+        if host.worker != leader_of(command):
+            return StageLoadRun(command, host, copier)
+        return PipelineLoadRun(command, host, copier, peers)
+
+    morphs.starters[Deploy] = deploy
+    morphs.starters[Retire] = lambda command, peers: UnloadRun(command, host)
+    morphs.share_kv = host.share_kv
 
 
 def compile_ahead(device: torch.device, settings: WorkerSettings) -> None:
-    """Compile the kernels of a worker that waits for models.
-
-    A compiler holds up all threads of the process for longer than a lease lasts. Kernels for a model's own
-    sizes are compiled with it.
-    """
+    """Compile kernels before models are deployed: that holds up all threads for longer than a lease."""
     if device.type == "cpu":
         kernels.warm_up(
             dtype_of(settings.dtype, device) or torch.float32,
@@ -105,10 +103,7 @@ def compile_ahead(device: torch.device, settings: WorkerSettings) -> None:
 
 
 def model_folders(models: list[str], *, may_be_empty: bool = False) -> dict[str, Path]:
-    """Return the folder of each served name, from `name=dir` or `dir` (then the folder's name).
-
-    Raises CannotServe.
-    """
+    """Return the folder of each name, from `name=dir` or `dir` (then the folder's). Raises CannotServe."""
     folders: dict[str, Path] = {}
     for entry in models:
         name, is_named, folder = entry.partition("=")

@@ -17,7 +17,7 @@ from worker.service.engine_thread import EngineThread, Snapshot
 
 
 class TelemetryReporter:
-    """Sleeps until the engine has something new or the idle interval is over."""
+    """Publishes the engine's numbers when it has new ones or the idle interval is over."""
 
     def __init__(
         self,

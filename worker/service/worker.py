@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +18,9 @@ from bus.settings import Settings
 from worker.engine.engine import StepResult
 from worker.profiler.measurer import kind_of, measurer_of
 from worker.profiler.runner import ProfileRunner
-from worker.service.engine_thread import EngineThread, Snapshot
+from worker.service.engine_thread import EngineThread
 from worker.service.groups import meet_neighbours
-from worker.service.instances import GATEWAYS_LOOK_S, Instances, InstanceUpdates
+from worker.service.instances import GATEWAYS_LOOK_S, Instances
 from worker.service.intake import Intake, watch_gateways
 from worker.service.ledger import Ledger
 from worker.service.loading import Loaded, Loader, LoadTask
@@ -34,14 +34,12 @@ log = logging.getLogger("worker")
 
 DRAIN_CHECK_S = 0.05
 PARTING_CHECK_S = 0.3
-NEIGHBOURS_S = 0.5
 
 
 async def serve(settings: Settings, bus: Bus, stop: asyncio.Event, load: Loader) -> None:
     """Serve until `stop` is set or a Drain command comes.
 
-    Raises CannotServe and RedisProblem; anything else it raises is a bug or a broken device, and a restart
-    is the cure.
+    Raises CannotServe and RedisProblem; anything else is a bug or a broken device, and a restart helps.
     """
     worker = settings.worker.id or f"{socket.gethostname()}-0"
     card = WorkerCard(
@@ -57,24 +55,18 @@ async def serve(settings: Settings, bus: Bus, stop: asyncio.Event, load: Loader)
     membership = Membership(bus, card, settings.worker.lease_s)
     try:
         await run_until(stop, membership.join())
-        if not stop.is_set():
-            await _live(settings, bus, stop, load, membership)
+        if stop.is_set():
+            return
+        # While the lease is renewed: without it other workers may do the same work.
+        renewal = asyncio.create_task(membership.run(), name="lease")
+        try:
+            loaded = await LoadTask(load, settings.worker, worker).run(membership, stop, renewal)
+            if loaded:
+                await Serving(settings, bus, worker, loaded, membership).run(stop, renewal)
+        finally:
+            await end(renewal)
     finally:
         await membership.leave()
-
-
-async def _live(
-    settings: Settings, bus: Bus, stop: asyncio.Event, load: Loader, membership: Membership
-) -> None:
-    """Load and serve while the lease is renewed: without it other workers may do the same work."""
-    worker = membership.card.id
-    renewal = asyncio.create_task(membership.run(), name="lease")
-    try:
-        loaded = await LoadTask(load, settings.worker, worker).run(membership, stop, renewal)
-        if loaded:
-            await Serving(settings, bus, worker, loaded, membership).run(stop, renewal)
-    finally:
-        await end(renewal)
 
 
 class Serving:
@@ -88,36 +80,33 @@ class Serving:
         self._died: asyncio.Future[None] = self._loop.create_future()
         self._draining = asyncio.Event()
         self._ledger = Ledger()
+        runner = ProfileRunner(self._settings.morph_share)
         self._thread = EngineThread(
             loaded.engine,
             loaded.pages,
             loaded.morphs,
             loaded.grouping,
             snapshot_s=self._settings.telemetry_s,
-            on_results=self._results_in_thread,
-            on_snapshot=self._snapshot_in_thread,
-            on_reports=self._reports_in_thread,
-            on_death=self._death_in_thread,
-            measuring=ProfileRunner(self._settings.morph_share),
+            on_results=self._in_loop(self._take_results),
+            on_snapshot=self._in_loop(lambda snapshot: self._reporter.take(snapshot)),
+            on_reports=self._in_loop(self._take_reports),
+            on_death=self._in_loop(self._die),
+            measuring=runner,
         )
         self._outbox = Outbox(bus, self._thread, membership.may_publish)
-
-        def epoch() -> int:
-            return membership.epoch
-
         self._dispatch = OutputPublisher(bus.names, worker, self._ledger, self._outbox)
-        self._intake = Intake(bus, worker, epoch, self._ledger, self._thread, self._outbox)
+        self._intake = Intake(bus, worker, lambda: membership.epoch, self._ledger, self._thread, self._outbox)
         self._reporter = TelemetryReporter(
             bus,
             worker,
-            epoch,
+            lambda: membership.epoch,
             self._thread,
             busy_interval_s=self._settings.telemetry_s,
             idle_interval_s=self._settings.idle_telemetry_s,
         )
         self._morph_reports = ReportPublisher(bus)
         measurer = measurer_of(loaded.model_host) if loaded.model_host else None
-        self._measures = Measures(bus, worker, self._thread, measurer)
+        self._measures = Measures(bus, worker, self._thread, runner, measurer)
         self._intake.on_measure = self._measures.begin
         self._intake.on_cancel_morph = self._measures.cancel
         self._instances = Instances(
@@ -126,15 +115,16 @@ class Serving:
             self._ledger,
             loaded.cards,
             on_changed=self._residents_changed,
-            on_read_out=self._read_out,
+            in_engine=self._thread.call,
             on_error=self._die,
         )
         if loaded.model_host:
-            loaded.model_host.listener = InstanceUpdates(self._loop, self._instances)
+            loaded.model_host.listener = self._instances
+            loaded.model_host.post = self._loop.call_soon_threadsafe
         if group_membership := loaded.group_membership:
             group_membership.use = self._thread.use_grouping
-            group_membership.on_regrouped = self._regrouped_in_thread
-            group_membership.on_cards = self._cards_in_thread
+            group_membership.on_regrouped = self._in_loop(lambda *group: self._show(self._show_group(*group)))
+            group_membership.on_cards = self._in_loop(self._take_cards)
         self._showing: asyncio.Task[None] | None = None
 
     async def run(self, stop: asyncio.Event, renewal: asyncio.Task[None]) -> None:
@@ -151,7 +141,7 @@ class Serving:
             self._morph_reports.run(),
             self._intake.read_commands(self._draining.set),
             watch_gateways(self._bus, self._ledger, self._intake, self._outbox),
-            self._meet_neighbours(),
+            meet_neighbours(self._bus, lambda: self._membership.card, self._thread),
             watch_steps(self._thread, self._settings.watchdog_s),
         )
         tasks: list[asyncio.Future[None]] = [asyncio.create_task(each) for each in work]
@@ -177,23 +167,11 @@ class Serving:
         self._thread.fence(epoch)
         self._instances.read(epoch)
 
-    # ----------------------------------------------------------------------------- parts of a life
-
     def _residents_changed(self) -> None:
         """Show on the card that a model comes, is here, goes or is gone, once the worker is announced."""
-        if self._membership.card.state == "loading":
-            return
-        models = self._instances
-        self._show(
-            self._membership.update(
-                instances=models.shown,
-                loading=[models.loading] if models.loading else [],
-            )
-        )
-
-    def _read_out(self, instance: str) -> None:
-        if model_host := self._loaded.model_host:
-            self._thread.call(lambda: model_host.mark_drained(instance))
+        if self._membership.card.state != "loading":
+            shown, loading = self._instances.shown, self._instances.loading
+            self._show(self._membership.update(instances=shown, loading=[loading] if loading else []))
 
     async def _announce(self) -> None:
         loaded = self._loaded
@@ -211,12 +189,6 @@ class Serving:
         models = ", ".join(card.model for card in loaded.cards) or "no model yet: waiting for deployments"
         log.info("serving %s on %s", models, loaded.device)
 
-    async def _meet_neighbours(self) -> None:
-        await self._intake.is_listening.wait()
-        while self._membership.card.state != "serving":  # noqa: ASYNC110 a moment in a life
-            await asyncio.sleep(NEIGHBOURS_S)
-        await meet_neighbours(self._bus, lambda: self._membership.card, self._thread)
-
     async def _until_drained(self, stop: asyncio.Event) -> None:
         await run_until(stop, self._intake.is_listening.wait())
         if stop.is_set():  # no gateway has seen a card to send to
@@ -230,19 +202,16 @@ class Serving:
             await end(*waits)
 
     async def _drain(self) -> None:
-        """Finish what runs.
-
-        Submits of gateways that have not yet seen the card change are run, too: they would only come back
-        as replays elsewhere.
-        """
+        """Finish the requests, also those of gateways that have not yet seen the card change."""
         log.info("draining: %d requests to finish", len(self._ledger))
-        self._thread.refuse_deploys(f"{self._membership.card.id} is draining")
+        why = f"{self._membership.card.id} is draining"
+        self._thread.call(lambda: self._loaded.morphs.refuse_deploys(why))
         await self._membership.update(state="draining")
-        self._measures.refuse(f"{self._membership.card.id} is draining")
+        self._measures.refuse(why)
         try:
             async with asyncio.timeout(self._settings.drain_timeout_s):
                 await self._part()  # first, since a group whose leader drains takes nothing new
-                await self._end_stages()
+                await self._end_stages(why)
                 if self._bus.up:  # else no gateway can send anything either
                     await asyncio.sleep(GATEWAYS_LOOK_S)
                 while len(self._ledger) or await self._instances.backlog():  # noqa: ASYNC110 one wait a life
@@ -254,31 +223,25 @@ class Serving:
                 log.warning("%d requests did not finish in time; they go on elsewhere", unfinished)
 
     async def _part(self) -> None:
-        """Leave the group, if the worker is in one.
-
-        Then the requests of other members are not computed again.
-        """
+        """Leave the group, if the worker is in one, so that other members compute no request again."""
         while self._thread.is_in_group:
             self._thread.request_split()
             await asyncio.sleep(PARTING_CHECK_S)
 
-    async def _end_stages(self) -> None:
+    async def _end_stages(self, why: str) -> None:
         """End the stages that this worker runs for leaders elsewhere, after their requests."""
         stages = self._loaded.model_host.stages if self._loaded.model_host else None
         if stages:
-            why = f"{self._membership.card.id} is draining"
             self._thread.call(lambda: stages.ask_to_end(why))
             while stages.runners:  # noqa: ASYNC110 one wait a life
                 await asyncio.sleep(DRAIN_CHECK_S)
 
     async def _show_group(self, members: tuple[str, ...], why: str) -> None:
         """Show the group on the cards: the leader's is the group's, the others say whom they follow."""
-        worker = self._membership.card.id
+        own = self._membership.card
         self._reporter.group = members
-        cards = [
-            replace(card, tp=max(1, len(members)), workers=list(members) or [worker])
-            for card in self._membership.card.instances
-        ]
+        shape: Any = {"tp": max(1, len(members)), "workers": list(members) or [own.id]}
+        cards = [replace(card, **shape) for card in own.instances]
         self._instances.replace(cards)
         log.info("serving in %s: %s", f"a group of {', '.join(members)}" if members else "no group", why)
         await self._membership.update(instances=cards)
@@ -287,27 +250,21 @@ class Serving:
         if not self._died.done():
             self._died.set_exception(error)
 
-    # ----------------------------------------------------------------------------- from the engine's thread
+    def _in_loop(self, call: Callable[..., None]) -> Callable[..., None]:
+        """Return a function that calls `call` in the event loop."""
 
-    def _results_in_thread(self, epoch: int, results: list[StepResult]) -> None:
-        self._loop.call_soon_threadsafe(self._take_results, epoch, results)
+        def post(*args: Any) -> None:
+            self._loop.call_soon_threadsafe(call, *args)
+
+        return post
 
     def _take_results(self, epoch: int, results: list[StepResult]) -> None:
         if epoch == self._membership.epoch:
             for result in results:
                 self._dispatch.take(epoch, result)
 
-    def _snapshot_in_thread(self, snapshot: Snapshot) -> None:
-        self._loop.call_soon_threadsafe(self._reporter.take, snapshot)
-
-    def _reports_in_thread(self, reports: list[MorphReport]) -> None:
-        self._loop.call_soon_threadsafe(self._take_reports, reports)
-
     def _take_reports(self, reports: list[MorphReport]) -> None:
-        """Publish reports, those of an end with the numbers after it.
-
-        A report of a model that is served, or no longer, follows the card that shows so.
-        """
+        """Publish reports, those of an end with the numbers after it, and of models behind the card."""
         latest = self._reporter.latest
         reports = [one if one.state == "running" else replace(one, telemetry=latest) for one in reports]
         if any(report.kind in ("deploy", "retire") for report in reports):
@@ -318,12 +275,6 @@ class Serving:
     async def _put_reports(self, reports: list[MorphReport]) -> None:
         self._morph_reports.put(reports)
 
-    def _regrouped_in_thread(self, members: tuple[str, ...], why: str) -> None:
-        self._loop.call_soon_threadsafe(self._regrouped, members, why)
-
-    def _regrouped(self, members: tuple[str, ...], why: str) -> None:
-        self._show(self._show_group(members, why))
-
     def _show(self, then: Coroutine[Any, Any, None]) -> None:
         """Update cards one after the other: a newer card must not be overtaken by an older one."""
         self._showing = asyncio.create_task(self._after(self._showing, then))
@@ -333,13 +284,7 @@ class Serving:
             await asyncio.wait([before])
         await then
 
-    def _cards_in_thread(self, cards: list[InstanceCard]) -> None:
-        self._loop.call_soon_threadsafe(self._take_cards, cards)
-
     def _take_cards(self, cards: list[InstanceCard]) -> None:
         """Show cards whose possible degrees have changed."""
         self._instances.replace(cards)
         self._residents_changed()
-
-    def _death_in_thread(self, error: BaseException) -> None:
-        self._loop.call_soon_threadsafe(self._die, error)

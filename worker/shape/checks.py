@@ -27,8 +27,7 @@ def num_rows(nbytes: int) -> int:
 def row_sums(data: torch.Tensor) -> torch.Tensor:
     """Return int64 [rows] on the host: the sum of each row of uint8 [n], which may lie anywhere.
 
-    A row is 4096 bytes, read as words of eight and added modulo 2^64; the last row is padded with zeros. A
-    changed bit changes a sum, and swapped rows show.
+    A row is 4096 bytes, read as words of eight and added modulo 2^64; the last one is padded with zeros.
     """
     sums = RowSums(data)
     sums.take(0, len(data))
@@ -36,11 +35,7 @@ def row_sums(data: torch.Tensor) -> torch.Tensor:
 
 
 class RowSums:
-    """The sums of uint8 [n] anywhere, taken piece by piece.
-
-    On the CPU the calling thread takes them without the interpreter's lock, and quicker (27 GB/s) while the
-    bytes are in its caches.
-    """
+    """The sums of uint8 [n], taken piece by piece: quicker (27 GB/s) while the bytes are in caches."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self.found = torch.zeros(num_rows(len(data)), dtype=torch.int64)
@@ -68,11 +63,7 @@ _REFERENCE_ELEMENTS = 1 << 18
 # Largest error of one output, and of all together, in units of the outputs' root mean square. Sums are added
 # in other orders, and outputs are rounded to the dtype: a bfloat16 of 4 deviations is off by up to 0.008 of
 # one. A page of 64 KiB that was not copied is 0.05 of one product in a 7B model's FFN.
-_LIMITS = {
-    torch.float32: (1e-3, 1e-4),
-    torch.float16: (2e-2, 2e-3),
-    torch.bfloat16: (8e-2, 8e-3),
-}
+_LIMITS = {torch.float32: (1e-3, 1e-4), torch.float16: (2e-2, 2e-3), torch.bfloat16: (8e-2, 8e-3)}
 
 
 class WrongVariant(RuntimeError):
@@ -111,10 +102,7 @@ def num_outputs(half: LayerHalf) -> int:
 
 
 def check_outputs(what: str, half: LayerHalf, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    """Compare the outputs of `probe` with `expected`, float32 [num_outputs], flat.
-
-    Raises WrongVariant, naming `what` and the error.
-    """
+    """Compare the outputs of `probe` with `expected`, float32 [num_outputs]. Raises WrongVariant."""
     first = 0
     for i, got in enumerate(probe(half, dtype)):
         # Squares of a damaged float32 would overflow to infinity, against which no error counts.
@@ -143,10 +131,7 @@ class CheckedPages:
     def __init__(
         self, what: str, target: VirtualRange, nbytes: int, sums: torch.Tensor | None, advice: str
     ) -> None:
-        """Check against `sums`, the `row_sums` of the whole variant of `nbytes`; None: check nothing.
-
-        what and advice go into the error.
-        """
+        """Check against `sums`, the `row_sums` of all `nbytes`, if given. what, advice: for the error."""
         self._what, self._target, self._nbytes = what, target, nbytes
         self._sums, self._advice = sums, advice
 
@@ -155,10 +140,7 @@ class CheckedPages:
         return self._target.tensor(torch.uint8, (end - begin,), offset_bytes=begin)
 
     def put(self, begin: int, source: torch.Tensor) -> None:
-        """Write contiguous uint8 [n] from host or device at `begin`, and check it.
-
-        It begins with a row of `row_sums` and ends with one, or with the variant. Raises WrongVariant.
-        """
+        """Write contiguous uint8 [n] at `begin`: whole rows, or up to the end. Raises WrongVariant."""
         end = begin + len(source)
         sums = RowSums(self.read(begin, end)) if self._sums is not None else None
 

@@ -5,27 +5,25 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Protocol
 
 STOP_S = 10.0  # a chunk takes milliseconds: a copy that needs longer to stop is stuck
 
 
-class CopyJob(Protocol):
-    """Fills the pages of one variant in another thread than the engine's, holding no lock meanwhile."""
+MayGoOn = Callable[[], bool]
 
-    @property
-    def nbytes(self) -> int: ...
 
-    @property
-    def read_bytes(self) -> int:
-        """The bytes that the job must go through to write `nbytes`; its time is in proportion."""
+@dataclass(frozen=True, slots=True)
+class CopyJob:
+    """A job that fills the pages of one variant in another thread than the engine's, holding no lock."""
 
-    def __call__(self, may_go_on: Callable[[], bool], /) -> None:
-        """Copy in chunks of some milliseconds; ask after each, and return at once on False.
+    nbytes: int
+    read_bytes: int  # to go through in order to write `nbytes`; its time is in proportion
+    copy: Callable[[MayGoOn], None]  # in chunks of milliseconds, while `may_go_on`, until the device has them
 
-        On a device with streams, return when the device has everything.
-        """
+    def __call__(self, may_go_on: MayGoOn) -> None:
+        self.copy(may_go_on)
 
 
 class Copy:
@@ -52,7 +50,7 @@ class Copy:
 
     @property
     def error_text(self) -> str:
-        """What the job raised, for people; empty for nothing."""
+        """The error of the job, for people; empty for nothing."""
         return f"{type(self._error).__name__}: {self._error}" if self._error else ""
 
     def raise_error(self) -> None:
@@ -65,10 +63,7 @@ class Copy:
         self._stopping.set()
 
     def stop(self) -> None:
-        """Stop, and return when nothing is written any more, at the latest after one chunk.
-
-        Raises RuntimeError if the copy does not stop: its memory cannot be given to anybody else.
-        """
+        """Stop, and return when nothing is written any more. Raises RuntimeError if a chunk does not end."""
         self._stopping.set()
         with self._lock:
             if not self._is_running:
@@ -109,7 +104,7 @@ class Copier:
         """Prepare; the thread starts with the first copy.
 
         on_done: called in the copying thread after each copy. share: called after each chunk; the part of the
-        time (0..1] that copying may take now. On a CPU it takes cores and memory from the steps.
+        time (0..1] for copies. On a CPU they take cores and memory from the steps.
         """
         self.rate = Rate()  # of the bytes that jobs read, pauses not counted
         self._on_done, self._share = on_done, share
@@ -169,9 +164,8 @@ IDLE_TURN_S = 0.005
 class Pace:
     """A limit to the share of the engine's time that morphs take at step boundaries.
 
-    Morphs work in small units. A unit begins while the units before have taken less than `share` of the time
-    that passed; the steps after a longer unit pay for it. So steps lose at most `share` of their speed on any
-    device.
+    A unit of work begins while those before have taken less than `share` of the time that passed; the steps
+    after a longer unit pay for it.
     """
 
     def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:

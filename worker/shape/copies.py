@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -11,6 +12,7 @@ from worker.model.layout import RangePlan
 from worker.model.sources import WeightSource
 from worker.model.weights import tensors_in
 from worker.shape.checks import CheckedPages, row_sums
+from worker.shape.copier import CopyJob, MayGoOn
 
 # A millisecond on either device: a copy can be stopped, and rests, after each chunk. Smaller chunks cost more
 # calls (1 MiB on a CPU: half as long again).
@@ -24,73 +26,52 @@ _ADVICE = (
 ByteSpan = tuple[int, int]  # [begin, end) in bytes of a range
 
 
-class HostCopy:
-    """A copy of a host image into the mapped pages of one variant.
+def host_copy(
+    what: str,
+    image: torch.Tensor,
+    sums: torch.Tensor,
+    target: VirtualRange,
+    device: torch.device,
+    spans: Sequence[ByteSpan],
+) -> CopyJob:
+    """Return a job that copies `spans`, whole mapped pages, of an image, uint8 [n], and checks each chunk.
 
-    Every chunk is read again and compared with the sums made with the image; a difference raises
-    WrongVariant.
+    sums: `row_sums` of the image. It raises WrongVariant, which names `what`.
     """
+    pages = CheckedPages(what, target, image.numel(), sums, _ADVICE)
+    chunk_bytes = _CPU_CHUNK_BYTES if device.type == "cpu" else _CUDA_CHUNK_BYTES
 
-    def __init__(
-        self,
-        what: str,
-        image: torch.Tensor,
-        sums: torch.Tensor,
-        target: VirtualRange,
-        device: torch.device,
-        spans: Sequence[ByteSpan],
-    ) -> None:
-        """Copy `spans` of an image, uint8 [n], whose `row_sums` are `sums`.
-
-        The image has at most the bytes of the range. Each span begins with a page and lies in mapped pages.
-        what: for the error.
-        """
-        self._image, self._spans = image, list(spans)
-        self._pages = CheckedPages(what, target, image.numel(), sums, _ADVICE)
-        self._chunk_bytes = _CPU_CHUNK_BYTES if device.type == "cpu" else _CUDA_CHUNK_BYTES
-        self.nbytes = self.read_bytes = sum(end - begin for begin, end in spans)
-
-    def __call__(self, may_go_on: Callable[[], bool]) -> None:
-        """Copy chunk by chunk, in any thread; ask after each, and return at once on False."""
-        for begin, end in self._spans:
-            for first in range(begin, end, self._chunk_bytes):
-                self._pages.put(first, self._image[first : min(first + self._chunk_bytes, end)])
+    def copy(may_go_on: MayGoOn) -> None:
+        for begin, end in spans:
+            for first in range(begin, end, chunk_bytes):
+                pages.put(first, image[first : min(first + chunk_bytes, end)])
                 if not may_go_on():
                     return
 
+    nbytes = sum(end - begin for begin, end in spans)
+    return CopyJob(nbytes, nbytes, copy)
 
-class SourceCopy:
-    """A copy of parts of a half from the checkpoint, for layers without host images.
 
-    The half is laid out in host memory as it was at load, tensor by tensor; then the spans are copied.
+def source_copy(
+    what: str,
+    plan: RangePlan,
+    source: WeightSource,
+    target: VirtualRange,
+    spans: Sequence[ByteSpan],
+    device: torch.device,
+) -> CopyJob:
+    """Return a job that lays out a half from the checkpoint and copies `spans` as `host_copy` does.
+
+    It asks after each tensor, some tens of MiB, too, and also raises ModelError.
     """
 
-    def __init__(
-        self,
-        what: str,
-        plan: RangePlan,
-        source: WeightSource,
-        target: VirtualRange,
-        spans: Sequence[ByteSpan],
-        device: torch.device,
-    ) -> None:
-        """Copy `spans`, whole mapped pages, of the half that `plan` lays out in full precision."""
-        self._what, self._plan, self._source = what, plan, source
-        self._target, self._spans, self._device = target, spans, device
-        self.nbytes = sum(end - begin for begin, end in spans)
-        self.read_bytes = plan.nbytes  # the whole half, however few bytes are copied
+    def copy(may_go_on: MayGoOn) -> None:
+        where = device if source.depends_on_device else torch.device("cpu")
+        with suppress(_CopyStopped):
+            image = lay_out(plan, source, where, may_go_on).cpu()
+            host_copy(what, image, row_sums(image), target, device, spans)(may_go_on)
 
-    def __call__(self, may_go_on: Callable[[], bool]) -> None:
-        """Copy; ask after each tensor, some tens of MiB, then as `HostCopy` does.
-
-        Raises ModelError too.
-        """
-        where = self._device if self._source.depends_on_device else torch.device("cpu")
-        try:
-            image = lay_out(self._plan, self._source, where, may_go_on).cpu()
-        except _CopyStopped:
-            return
-        HostCopy(self._what, image, row_sums(image), self._target, self._device, self._spans)(may_go_on)
+    return CopyJob(sum(end - begin for begin, end in spans), plan.nbytes, copy)
 
 
 class _CopyStopped(Exception):
@@ -98,12 +79,9 @@ class _CopyStopped(Exception):
 
 
 def lay_out(
-    plan: RangePlan, source: WeightSource, device: torch.device, may_go_on: Callable[[], bool] = lambda: True
+    plan: RangePlan, source: WeightSource, device: torch.device, may_go_on: MayGoOn = lambda: True
 ) -> torch.Tensor:
-    """Return uint8 [plan.nbytes] in full precision, as it lies in the pages of a model.
-
-    Asks `may_go_on` after each tensor.
-    """
+    """Return uint8 [plan.nbytes] in full precision, as it lies in a model's pages."""
     laid_out = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device)
     tensors = tensors_in(laid_out, plan)
     for each in plan.sources:

@@ -50,10 +50,7 @@ class MatrixSource(Protocol):
     has_input_scale: bool
 
     def read(self, layer: int, product: str, full: Tensors) -> Pieces[list[QuantizedMatrix]]:
-        """Read the matrices of one of `INPUTS`, in its order.
-
-        full: the tensors of the layer's half in full precision.
-        """
+        """Read the matrices of one of `INPUTS`, in its order. full: the half's tensors in full precision."""
 
 
 class SetMatrices:
@@ -124,8 +121,8 @@ def find_matrices(
 ) -> MatrixSource:
     """Open the quantised set in the model's folder, or round the loaded weights to nearest without one.
 
-    config: of the model or of some of its layers. method: "awq", "gptq", "rtn", or "" for the best set there
-    is. Raises ModelError for a set that is damaged, of another model, or asked for and missing.
+    method: "awq", "gptq", "rtn", or "" for the best set there is. Raises ModelError for a set that is
+    damaged, of another model, or asked for and missing.
     """
     if isinstance(source, CheckpointWeights):
         if path := find_set(config.folder, precision, method):

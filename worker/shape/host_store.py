@@ -1,7 +1,6 @@
 """Byte images in host memory, made once on a host and mapped by all of its workers.
 
-The images are one file in memory (`/dev/shm`), mapped read-only by each worker. With CUDA the mapping is
-pinned as well, so that copies run beside the device's work at the full speed of the bus.
+They are one file in memory (`/dev/shm`), mapped read-only. With CUDA the mapping is pinned as well.
 """
 
 from __future__ import annotations
@@ -46,9 +45,8 @@ class HostStore(Generic[Name]):
     ) -> None:
         """Map the images that `key`, any text, identifies; make them if no process has yet.
 
-        make(images, progress) fills zeros. progress(bytes done, bytes in all) is also called while another
-        process makes the images. Raises ModelError if the folder cannot hold them, and what `make` and
-        `progress` raise; then no file is left.
+        make(images, progress) fills zeros. progress(bytes done, bytes in all): also called while another
+        process makes them. Raises ModelError: no room, and what either raises; then no file is left.
         """
         self._offsets, total = _place(sizes)
         self._sizes = dict(sizes)
@@ -86,10 +84,7 @@ class HostStore(Generic[Name]):
         return self._view(self._memory, name)
 
     def close(self) -> None:
-        """Leave the images to the other workers; the last one's close frees the memory.
-
-        No copy may run. Views stay readable. Repeating it is harmless.
-        """
+        """Leave the images to the other workers; the last one frees the memory. No copy may run."""
         if self.is_pinned:
             torch.cuda.cudart().cudaHostUnregister(self._memory.address)
             self.is_pinned = False
@@ -106,11 +101,8 @@ class HostStore(Generic[Name]):
         self._memory = _Mapping(self._file.fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
         if (code := int(register(self._memory.address, nbytes, 0))) == 0:
             return True
-        log.warning(
-            "%d MiB of host memory could not be pinned (CUDA error %d): swaps are slower",
-            nbytes // _MIB,
-            code,
-        )
+        why = "%d MiB of host memory could not be pinned (CUDA error %d): swaps are slower"
+        log.warning(why, nbytes // _MIB, code)
         return False
 
 

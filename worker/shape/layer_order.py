@@ -28,9 +28,8 @@ _REMEDY = "make it again with `instar profile`, or remove it"
 class OrderProfile:
     """A measured order of layers.
 
-    model: `checkpoint_digest` of the checkpoint. sequence: the layers, in the order of their swaps. scores:
-    as `worker.offline.importance.Scores`. perplexity: of the calibration text with 0, 1, ... layers of the
-    sequence swapped; empty in older files.
+    scores: as `worker.offline.importance.Scores`. perplexity: of the calibration text with 0, 1, ... layers
+    of the sequence swapped; empty in older files.
     """
 
     model: str
@@ -48,10 +47,7 @@ class OrderProfile:
 
     @property
     def loss(self) -> float | None:
-        """The share of perplexity that all layers in this precision add; None if unknown.
-
-        A gain is noise and counts as 0.
-        """
+        """The share of perplexity that all layers in this precision add, at least 0; None if unknown."""
         if len(self.perplexity) != len(self.sequence) + 1:
             return None
         return max(0.0, self.perplexity[-1] / self.perplexity[0] - 1)
@@ -61,12 +57,6 @@ def profile_path(folder: Path, precision: str) -> Path:
     return folder / FOLDER / f"profile-{precision}.json"
 
 
-def find_profile(folder: Path) -> Path | None:
-    """Return the path of the profile that a worker follows, or None."""
-    paths = (profile_path(folder, precision) for precision in _PREFERRED)
-    return next((path for path in paths if path.is_file()), None)
-
-
 def write_profile(path: Path, profile: OrderProfile) -> None:
     """Write a profile whole or not at all. Raises OSError."""
     with writing_whole(path) as unfinished:
@@ -74,10 +64,7 @@ def write_profile(path: Path, profile: OrderProfile) -> None:
 
 
 def read_profile(path: Path, *, model: str, num_layers: int) -> OrderProfile:
-    """Read a profile of the checkpoint with digest `model`.
-
-    Raises ModelError: not a profile, damaged, or of another model.
-    """
+    """Read a profile of the checkpoint with digest `model`. Raises ModelError if it cannot be used."""
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
         profile = OrderProfile(**found)
@@ -97,14 +84,13 @@ def read_profile(path: Path, *, model: str, num_layers: int) -> OrderProfile:
 def load_order(folder: str | Path, name: str = "") -> tuple[list[int], OrderName]:
     """Return the order that the setting `name` asks for, and the name of that order.
 
-    "" means the profile if there is one, else front-to-back, the paper's default without a profile. Raises
-    ModelError: an unknown name, "profile" without a profile, a profile that cannot be used.
+    "": the profile if there is one, else front-to-back, as in the paper. Raises ModelError.
     """
     folder = Path(folder)
     if name and name not in ORDERS:
         raise ModelError(f"worker.layer_order = {name!r}: use one of {', '.join(ORDERS)}")
     config = read_config(folder)
-    path = find_profile(folder)
+    path = next((path for each in _PREFERRED if (path := profile_path(folder, each)).is_file()), None)
     if name == "profile" and path is None:
         raise ModelError(
             f'worker.layer_order = "profile", and {folder} has none: make one with `instar profile {folder}`'
@@ -112,7 +98,8 @@ def load_order(folder: str | Path, name: str = "") -> tuple[list[int], OrderName
     if path is not None and name in ("", "profile"):
         digest = checkpoint_digest(config, CheckpointWeights(folder))
         return read_profile(path, model=digest, num_layers=config.num_layers).sequence, "profile"
-    return plain_order(config, name), _plain_name(name)
+    plain = next((order for order in ORDERS[1:] if order == name), ORDERS[1])
+    return plain_order(config, plain), plain
 
 
 def plain_order(config: ModelConfig, name: str, seed: int = 0) -> list[int]:
@@ -125,18 +112,13 @@ def plain_order(config: ModelConfig, name: str, seed: int = 0) -> list[int]:
     return layers
 
 
-def _plain_name(name: str) -> OrderName:
-    return next((order for order in ORDERS[1:] if order == name), "front-to-back")
-
-
 log = logging.getLogger("worker")
 
 
 def losses(config: ModelConfig, precisions: Iterable[Precision], method: str = "") -> dict[Precision, float]:
     """Return the share of perplexity that each precision costs, as profiles beside the model say.
 
-    method: of the worker's settings. A precision is left out unless its profile is of this checkpoint and of
-    the method that is served. Reads a few MB. Raises ModelError if the checkpoint cannot be read.
+    Without those of another checkpoint or method. Raises ModelError if the checkpoint cannot be read.
     """
     folder, found = config.folder, dict[Precision, float]()
     paths = {

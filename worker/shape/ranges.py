@@ -1,7 +1,6 @@
-"""The address ranges of a model's variants, and the pages of each that a shard needs.
+"""The address ranges of a model's variants, one for each half and precision, and the pages of a shard.
 
-Every half of every layer has one range for each precision. Each rank of a group needs its own pages of the
-FFN and all pages of the attention; pages that no rank here reads are not mapped.
+A rank needs its own pages of the FFN and all pages of the attention.
 """
 
 from __future__ import annotations
@@ -38,10 +37,7 @@ class VariantRanges:
         pool: PagePool,
         quantized: Mapping[tuple[Part, Precision], RangePlan] | None = None,
     ) -> None:
-        """Reserve a range for each variant below full; the ranges of full are the model's own.
-
-        quantized: the layouts of the variants below full. Raises MappingFailed.
-        """
+        """Reserve ranges for `quantized` layouts; those of full are the model's. Raises MappingFailed."""
         self._model, self._pool = model, pool
         full = dict(zip(PARTS, model.plan.layers[0], strict=True))  # the layers are alike
         self.plans: dict[tuple[Part, Precision], RangePlan] = {(part, "full"): full[part] for part in PARTS}
@@ -61,10 +57,7 @@ class VariantRanges:
         return self._ranges[variant]
 
     def needed(self, variant: VariantKey, shard: Shard) -> PageMask:
-        """Return a mask of the pages that a shard needs.
-
-        Raises ValueError for a degree that the weights are not laid out for.
-        """
+        """Return a mask of the pages that a shard needs. Raises ValueError for a degree without a layout."""
         _, part, precision = variant
         key = (part, precision, shard)
         if key not in self._needed:
@@ -89,10 +82,7 @@ class VariantRanges:
         return build_half(self._model, variant, tensors, shard)
 
     def map(self, variant: VariantKey, shard: Shard) -> int:
-        """Map the missing pages that the shard needs, not zeroed; return how many: all or none.
-
-        Raises OutOfPages and MappingFailed.
-        """
+        """Map a shard's missing pages, not zeroed: all or none. Raises OutOfPages and MappingFailed."""
         memory = self._ranges[variant]
         before = memory.pages != NO_PAGE
         try:
@@ -103,10 +93,7 @@ class VariantRanges:
         return memory.num_mapped - int(before.sum())
 
     def unmap_others(self, variant: VariantKey, shard: Shard) -> int:
-        """Unmap the pages that the shard does not need; return how many.
-
-        Raises MappingFailed, perhaps half-way; then call it again.
-        """
+        """Unmap the pages that the shard does not need. After MappingFailed call it again."""
         memory = self._ranges[variant]
         before = memory.pages != NO_PAGE
         memory.have(before & self.needed(variant, shard))

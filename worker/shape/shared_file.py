@@ -1,12 +1,7 @@
 """A file that is made once on a host, shared by the processes that need it, and removed by the last one.
 
-Users of the file hold a shared lock on it (flock), makers and removers the exclusive one. The kernel releases
-a lock with its process, however that ends. The header counts the bytes written, and says "whole" only when
-everything is in the file; a file that is not whole is made again.
-
-::
-
-    header, one page     magic | key | bytes written | bytes in all | 1 if whole
+Users hold a shared lock on the file (flock), makers and removers the exclusive one. Its header, one page,
+is: magic | key | bytes written | bytes in all | 1 if whole. A file that is not whole is made again.
 """
 
 from __future__ import annotations
@@ -18,6 +13,8 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import psutil
 
 OnProgress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
@@ -57,9 +54,8 @@ def open_shared(
 ) -> SharedFile:
     """Open the whole file of this `key` (64 letters); make it if no process has yet.
 
-    write(fd, progress) fills bytes HEADER_BYTES and later of a file of zeros. progress is called while the
-    file is written or waited for; what either of them raises ends the attempt and leaves no file. Raises
-    FolderFull before anything is written, and OSError.
+    write(fd, progress) fills bytes HEADER_BYTES and later of a file of zeros. What it or `progress` raises
+    leaves no file. Raises FolderFull before anything is written, and OSError.
     """
     path = folder / f"instar-{os.getuid()}-{key[:24]}.images"
     remove_abandoned(folder, but=path)
@@ -131,10 +127,7 @@ def _make(
 
 
 def _allocate(fd: int, folder: Path, size: int) -> None:
-    """Allocate the file's blocks now. Raises FolderFull.
-
-    A page that cannot be had while it is written would end the process by a signal.
-    """
+    """Allocate all blocks, since a page missing later would end the process. Raises FolderFull."""
     free = writable_bytes(folder)
     if free < size:
         raise FolderFull(free)
@@ -145,20 +138,10 @@ def _allocate(fd: int, folder: Path, size: int) -> None:
 
 
 def writable_bytes(folder: Path) -> int:
-    """Return the bytes that can be written to a folder.
-
-    The free bytes of its file system, limited by the machine's free memory if the file system is in memory.
-    """
+    """Return a folder's free bytes, limited by the machine's free memory for a file system in memory."""
     stats = os.statvfs(folder)
     free = stats.f_bavail * stats.f_frsize
-    return min(free, _available_memory()) if _is_memory(folder) else free
-
-
-def _available_memory() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 2**63
+    return min(free, psutil.virtual_memory().available) if _is_memory(folder) else free
 
 
 def _is_memory(folder: Path) -> bool:

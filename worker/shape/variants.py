@@ -1,7 +1,6 @@
 """The variants of a model's layers: their ranges, their host images, and the copies into pages.
 
-Every half of every layer has one range for each precision. Full is mapped when the model is loaded; the
-others are reserved addresses until a swap maps them. All variants wait in host memory (`HostStore`).
+Full is mapped at the load; the others are reserved addresses until a swap maps them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from worker.model.shard import Shard
 from worker.model.sources import CheckpointWeights, checkpoint_digest
 from worker.model.weights import Tensors, tensors_in
 from worker.shape.checks import CheckedPages, check_outputs, expected_outputs, num_outputs, num_rows, row_sums
-from worker.shape.copies import HostCopy, lay_out
+from worker.shape.copier import CopyJob
+from worker.shape.copies import host_copy, lay_out
 from worker.shape.host_images import MatrixSource, find_matrices, plan_variants, write_half
 from worker.shape.host_store import HostStore, Images
 from worker.shape.ranges import PageMask, VariantKey, VariantRanges, build_half, checked_pages, variant_name
@@ -31,7 +31,7 @@ ImageKey = tuple[int, Part, Precision, str]  # the last is "weights", their "sum
 
 
 class LayerVariants:
-    """What swaps ask of a model (`worker.morph.verbs.Variants`), called in the engine's thread."""
+    """The variants of a model's layers (`worker.morph.verbs.Variants`), called in the engine's thread."""
 
     def __init__(
         self,
@@ -46,9 +46,8 @@ class LayerVariants:
     ) -> None:
         """Reserve the ranges, and open this model's host images, making them if no worker has yet.
 
-        precisions: besides full. method: of quantisation, as in `find_matrices`. progress: bytes of the
-        images done and in all. matrices: found already, for a model without pages; then call `open` for the
-        images. Raises ModelError: a set that cannot be used, no room on the host.
+        precisions: besides full. method: as in `find_matrices`. matrices: found already, for a model without
+        pages; then call `open` for the images. Raises ModelError: a set that cannot be used, no room.
         """
         self._model, self._pool = model, pool
         self.precisions: list[Precision] = [name for name in PRECISIONS if name in ("full", *precisions)]
@@ -70,37 +69,38 @@ class LayerVariants:
             raise
 
     def open(self, host_dir: Path, progress: OnProgress | None = None) -> None:
-        """Open the host images, making them if no worker has yet; in any thread, before any copy.
-
-        Raises ModelError and what `progress` raises.
-        """
-        self._opened = self._open_store(host_dir, progress)
+        """Open or make the host images, in any thread, before any copy. Raises ModelError."""
+        model = self._model
+        sizes: dict[ImageKey, int] = {}
+        for variant in self._places():
+            plan = self.ranges.plans[variant[1:]]
+            imagined = self._whole(variant, torch.empty(plan.nbytes, dtype=torch.uint8, device="meta"))
+            sizes[*variant, "weights"], sizes[*variant, "sums"] = plan.nbytes, 8 * num_rows(plan.nbytes)
+            sizes[*variant, "outputs"] = 4 * num_outputs(imagined)
+        contents = [identity(model, self._device), *(matrices.name for matrices in self._matrices.values())]
+        key = f"{contents} {model.config.rms_norm_eps} {self.ranges.plans}"
+        pin = self._device.type == "cuda"
+        self._opened = HostStore(host_dir, key, sizes, self._make, pin=pin, progress=progress)
 
     def pages(self, layer: int, part: Part, precision: Precision) -> int:
         """Return the pages that a variant takes while it is mapped."""
         return int(self._needed((layer, part, precision)).sum())
 
     def map(self, layer: int, part: Part, precision: Precision) -> None:
-        """Map what the variant's shard needs, for a copy to fill: all or none.
-
-        Raises MappingFailed or OutOfPages.
-        """
+        """Map what the variant's shard needs: all or none. Raises MappingFailed or OutOfPages."""
         self.ranges.map((layer, part, precision), self._shard(layer))
 
-    def copy_job(self, layer: int, part: Part, precision: Precision) -> HostCopy:
-        """Return the job that fills the mapped pages from the host image in another thread.
-
-        It raises WrongVariant there if the pages do not hold the image afterwards.
-        """
+    def copy_job(self, layer: int, part: Part, precision: Precision) -> CopyJob:
+        """Return the job that fills the mapped pages from the host image, or raises WrongVariant there."""
         variant = (layer, part, precision)
         return self.copy_pages(variant, self._needed(variant))
 
-    def copy_pages(self, variant: VariantKey, pages: PageMask) -> HostCopy:
+    def copy_pages(self, variant: VariantKey, pages: PageMask) -> CopyJob:
         """Return the job that fills some of the pages."""
         image, sums = (self._store.image((*variant, kind)) for kind in ("weights", "sums"))
         spans = self.ranges.spans(variant, pages)
         memory = self.ranges.memory(variant)
-        return HostCopy(variant_name(variant), image, sums.view(torch.int64), memory, self._device, spans)
+        return host_copy(variant_name(variant), image, sums.view(torch.int64), memory, self._device, spans)
 
     def checked(self, variant: VariantKey) -> CheckedPages:
         """Return a variant's pages for data from elsewhere."""
@@ -112,10 +112,9 @@ class LayerVariants:
         return self._store.image((layer, part, precision, "weights"))
 
     def check(self, layer: int, part: Part, precision: Precision) -> None:
-        """Check that the mapped variant computes what its host image does. Raises WrongVariant.
+        """Check, once, that the mapped variant computes what its host image does. Raises WrongVariant.
 
-        Once for each variant: the same bytes at the same addresses give the same outputs, and the copy checks
-        the bytes. The image has no outputs for a part of a half.
+        The image has no outputs for a part of a half; copies check the bytes.
         """
         variant = (layer, part, precision)
         if variant not in self._proven and self._shard(layer).size == 1:
@@ -128,10 +127,7 @@ class LayerVariants:
         self._model.install(layer, self._resident((layer, part, precision)))
 
     def unmap(self, layer: int, part: Part, precision: Precision) -> None:
-        """Unmap a variant that no launched work uses.
-
-        Raises MappingFailed, perhaps half-way; then call it again.
-        """
+        """Unmap a variant that no launched work uses. After MappingFailed call it again."""
         self.ranges.memory((layer, part, precision)).resize(0)
 
     def release(self) -> None:
@@ -144,8 +140,6 @@ class LayerVariants:
     def _store(self) -> HostStore[ImageKey]:
         assert self._opened, "the host images were not opened"
         return self._opened
-
-    # ----------------------------------------------------------------------------- ranges and halves
 
     def _places(self) -> Iterator[VariantKey]:
         for layer in range(len(self._model.weights)):
@@ -164,10 +158,7 @@ class LayerVariants:
         return self.ranges.half(variant, self._shard(variant[0]))
 
     def _full(self, layer: int, part: Part) -> tuple[torch.Tensor, Tensors]:
-        """Return the half in full precision: uint8 [its bytes], and the tensors in them.
-
-        From the model's pages or, if it is not filled yet, from its source.
-        """
+        """Return the half in full precision, uint8, and its tensors: from filled pages or the source."""
         weights, plan = self._model.weights[layer], self._model.plan.layers[layer][PARTS.index(part)]
         if self._is_filled:
             full = weights.attention if part == "attention" else weights.feed_forward
@@ -181,26 +172,6 @@ class LayerVariants:
         """Build the half of all heads and rows over uint8 [n] anywhere."""
         return build_half(self._model, variant, tensors_in(image, self.ranges.plans[variant[1:]]), Shard())
 
-    # ----------------------------------------------------------------------------- host images
-
-    def _open_store(self, folder: Path, progress: OnProgress | None) -> HostStore[ImageKey]:
-        model = self._model
-        sizes: dict[ImageKey, int] = {}
-        for variant in self._places():
-            plan = self.ranges.plans[variant[1:]]
-            imagined = self._whole(variant, torch.empty(plan.nbytes, dtype=torch.uint8, device="meta"))
-            sizes[*variant, "weights"], sizes[*variant, "sums"] = plan.nbytes, 8 * num_rows(plan.nbytes)
-            sizes[*variant, "outputs"] = 4 * num_outputs(imagined)
-        contents = [identity(model, self._device), *(matrices.name for matrices in self._matrices.values())]
-        return HostStore(
-            folder,
-            f"{contents} {model.config.rms_norm_eps} {self.ranges.plans}",
-            sizes,
-            self._make,
-            pin=self._device.type == "cuda",
-            progress=progress,
-        )
-
     def _make(self, images: Images[ImageKey], progress: OnProgress) -> None:
         total, done = sum(self.ranges.plans[variant[1:]].nbytes for variant in self._places()), 0
         for variant in self._places():
@@ -213,15 +184,11 @@ class LayerVariants:
                 write_half(tensors_in(made, plan), self._matrices[precision], layer, tensors)
             images[*variant, "weights"].copy_(made)
             images[*variant, "sums"].view(torch.int64).copy_(row_sums(made))
-            images[*variant, "outputs"].view(torch.float32).copy_(
-                self._expected(variant, images[*variant, "weights"])
-            )
+            copied = images[*variant, "weights"].to(self._device)
+            outputs = expected_outputs(self._whole(variant, copied), self._model.dtype)  # by the reference
+            images[*variant, "outputs"].view(torch.float32).copy_(outputs)
             done += plan.nbytes
             progress(done, total)
-
-    def _expected(self, variant: VariantKey, image: torch.Tensor) -> torch.Tensor:
-        """Return the outputs by the plain reference, from the image in host memory."""
-        return expected_outputs(self._whole(variant, image.to(self._device)), self._model.dtype)
 
     @property
     def _device(self) -> torch.device:
@@ -229,10 +196,7 @@ class LayerVariants:
 
 
 def identity(model: Model, device: torch.device) -> str:
-    """Return a name for these layers: the same for a checkpoint wherever its files lie, with or without ends.
-
-    Of the ranks of a first stage only one has the ends, and all share the images.
-    """
+    """Return a name for these layers: the same wherever a checkpoint lies, with or without ends."""
     source = model.source
     if isinstance(source, CheckpointWeights):
         return checkpoint_digest(replace(model.config, has_ends=False), source)

@@ -37,6 +37,11 @@ def own(**fields: object) -> str:
     return f"{json.dumps(line)}\n{json.dumps(line | fields)}\n"
 
 
+def told_of(rest: str, reason: str) -> str:
+    """Of the second of these lines, from its prompt_tokens on."""
+    return f'line 2: \'{{"at": 1.0, "prompt_tokens": {rest}\': {reason}'
+
+
 @pytest.mark.parametrize(
     ("name", "known_as", "count"),
     [
@@ -188,22 +193,35 @@ def test_what_is_neither_a_file_nor_a_burst_is_answered_with_what_was_meant(text
         (
             '{"at": 1, "prompt_tokens": 2}\n',
             "auto",
-            "line 1: has no output_tokens, but at, prompt_tokens; a line is an object such as {",
+            'line 1: \'{"at": 1, "prompt_tokens": 2}\': Object missing required field `output_tokens`',
+        ),
+        (own(prompt_tokens=-2), "instar", told_of('-2, "output_tokens": 1}', "Expected `int` >= 0")),
+        (own(output_tokens=1.5), "auto", told_of('2, "output_tokens": 1.5}', "Expected `int`, got `float`")),
+        (own(output_tokens=True), "auto", told_of('2, "output_tokens": true}', "Expected `int`, got `bool`")),
+        (
+            own(at=None),
+            "auto",
+            'line 2: \'{"at": null, "prompt_tokens": 2, "output_tokens": 1}\': Expected `float`',
         ),
         (
-            own(prompt_tokens=-2),
-            "instar",
-            "line 2: prompt_tokens is '-2', not a whole number of tokens, 0 to 1",
+            own(prompt_token_ids="a"),
+            "auto",
+            told_of(
+                '2, "output_tokens": 1, "prompt_token_ids": "a"}',
+                "Expected `array | null`, got `str` - at `$.",
+            ),
         ),
-        (own(output_tokens=1.5), "auto", "line 2: output_tokens is '1.5', not a whole number"),
-        (own(output_tokens=True), "auto", "line 2: output_tokens is 'true', not a whole number"),
-        (own(at=None), "auto", "line 2: at is 'null', not a number of seconds"),
-        (own(prompt_token_ids="a"), "auto", "line 2: prompt_token_ids is 'a', not a list of token ids"),
-        (own(prompt_token_ids=[1, -2]), "auto", "line 2: prompt_token_ids holds '-2', not a whole number"),
+        (
+            own(prompt_token_ids=[1, -2]),
+            "auto",
+            told_of(
+                '2, "output_tokens": 1, "prompt_token_ids": [1, -2]}', "Expected `int` >= 0 - at `$.prompt_to"
+            ),
+        ),
         (own(prompt_token_ids=[1]), "auto", "line 2: prompt_tokens is 2, prompt_token_ids holds 1"),
-        (own() + "{broken\n", "auto", "line 3: '{broken' is not JSON; a line is an object such as"),
-        (own() + "[1]\n", "auto", "line 3: '[1]' is not an object; a line is an object such as"),
-        ("a,b\n", "instar", "line 1: 'a,b' is not JSON; a line is an object"),
+        (own() + "{broken\n", "auto", "line 3: '{broken': JSON is malformed: "),
+        (own() + "[1]\n", "auto", "line 3: '[1]': Expected `object`, got `array`; a line is an object such"),
+        ("a,b\n", "instar", "line 1: 'a,b': JSON is malformed: "),
         ("a" * 200_000, "auto", "line 1: cannot be read as CSV: field larger than field limit"),
     ],
 )

@@ -12,7 +12,6 @@ from bus.messages import InstanceCard, Metrics, PageCounts, Stage, WorkerCard
 from controller.deployments.free_memory import FreeMemory, free_memory
 from controller.deployments.observation import WorkerView
 from controller.deployments.planner import Question, planned
-from controller.planning.placement import LoadWindow
 from tests.controller.deployments.test_planning import question
 from tests.support import metrics_samples
 from tests.support.deployment_world import instance, profile
@@ -98,7 +97,7 @@ def test_a_worker_with_a_later_stage_is_no_empty_one() -> None:
 
 
 def _is_placed(asked: Question, found: FreeMemory) -> bool:
-    return planned(asked, found, LoadWindow(), 0.0).chosen is not None
+    return planned(asked, found).chosen is not None
 
 
 @pytest.mark.parametrize("shape", [{"tp": 2, "pp": 1}, {"tp": 1, "pp": 2}])
@@ -113,7 +112,7 @@ def test_devices_of_two_kinds_are_never_in_one_configuration(shape: dict[str, in
     measured = {kind: replace(profile_of(truth), device=kind, degrees=[1, 2]) for kind in set(kinds)}
     asked = replace(asked, devices=devices, profiles=measured)
     free = dict.fromkeys(("w0", "w1", "w2"), 4 * truth.memory(Configuration(), Intent()))
-    plan = planned(asked, FreeMemory(free, []), LoadWindow(), 0.0)
+    plan = planned(asked, FreeMemory(free, []))
     assert plan.chosen is not None
     assert [worker for stage in plan.stages for worker in stage.workers] == ["w0", "w2"]
     assert not _is_placed(replace(asked, devices=devices[:2]), FreeMemory(free, []))

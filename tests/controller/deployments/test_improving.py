@@ -19,7 +19,6 @@ from controller.deployments.observation import COOLDOWN_MS, Observation
 from controller.deployments.planner import Question, Situation, planned
 from controller.deployments.transitions import Transition
 from controller.planning.intent import compare
-from controller.planning.placement import LoadWindow
 from controller.planning.plan import Plan
 from tests.controller.deployments.test_properties import NAMES, STEPS, act, check_always, check_at_rest
 from tests.support.deployment_world import Worker, World, estimate, instance
@@ -231,7 +230,7 @@ def test_of_idle_workers_as_estimates_tell_latency_takes_more_and_device_hours_n
     room = FreeMemory(dict.fromkeys(names, 2 * truth.memory(Configuration(), intent)), [])
 
     def plan(question: Question) -> Plan:
-        return planned(question, room, LoadWindow(), 0.0)
+        return planned(question, room)
 
     transition = next_of_improving(old, Situation(contents, seen, plan))
     if not moves:

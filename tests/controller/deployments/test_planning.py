@@ -13,12 +13,11 @@ from controller.deployments.free_memory import FreeMemory
 from controller.deployments.observation import WorkerView
 from controller.deployments.planner import Question, kept_by, planned
 from controller.planning.making_room import Tenant
-from controller.planning.placement import LoadWindow, Placing
+from controller.planning.placement import Placing
 from tests.support.deployment_world import instance
 from tests.support.known_truths import Truth, profile_of
 
 TRUTH = Truth(layers=8)
-NOW_S = 120.0
 HELD = instance("other", "w0")
 LIMITED = Intent(max_latency_s=2 * TRUTH.latency(Configuration(), Intent()))
 WHOLE = TRUTH.memory(profile_of(TRUTH).memory[0].configuration, Intent())
@@ -37,14 +36,6 @@ def question(*workers: str, kind: str = "cpu", intent: Intent | None = None) -> 
     )
 
 
-def loads(**busy: float) -> LoadWindow:
-    window = LoadWindow()
-    for name, share in busy.items():
-        window.see(name, 0.0, 0.0)
-        window.see(name, NOW_S, share)
-    return window
-
-
 @pytest.mark.parametrize(
     ("placing", "worker"),
     [
@@ -57,28 +48,29 @@ def loads(**busy: float) -> LoadWindow:
 )
 def test_the_worker_is_the_one_that_the_placement_chooses(placing: Placing | None, worker: str) -> None:
     room = FreeMemory(dict.fromkeys(("w0", "w1", "w2"), WHOLE), [])
-    window = loads(w0=0.4, w1=0.9, w2=0.1)
-    found = planned(question("w0", "w1", "w2"), room, window, NOW_S, placing)
+    asked = question("w0", "w1", "w2")
+    views = [replace(one, load=load) for one, load in zip(asked.devices, (0.4, 0.9, 0.1), strict=True)]
+    found = planned(replace(asked, devices=views), room, placing)
     assert found.chosen is not None
     assert [stage.workers for stage in found.stages] == [[worker]]
     assert found.blocks == 20
 
 
 def test_a_worker_that_told_nothing_of_its_pages_gets_no_model() -> None:
-    found = planned(question("w0"), FreeMemory({}, []), LoadWindow(), NOW_S)
+    found = planned(question("w0"), FreeMemory({}, []))
     assert found.chosen is None and not found.is_unmet
     assert ", 0 bytes are free on w0, which hold 0 layers" in found.reason
 
 
 def test_an_intent_that_nothing_meets_is_refused_for_good() -> None:
     impossible = question("w0", intent=Intent(max_latency_s=1e-6))
-    found = planned(impossible, FreeMemory({"w0": WHOLE}, []), LoadWindow(), NOW_S)
+    found = planned(impossible, FreeMemory({"w0": WHOLE}, []))
     assert found.chosen is None and found.is_unmet
 
 
 def test_a_kind_of_device_that_was_not_measured_gets_no_plan() -> None:
     there = question("w0", kind="cuda:0")
-    found = planned(there, FreeMemory({"w0": WHOLE}, []), LoadWindow(), NOW_S)
+    found = planned(there, FreeMemory({"w0": WHOLE}, []))
     assert (found.chosen, found.estimates) == (None, [])
     assert found.reason == "no worker of a kind that was measured takes orders"
 
@@ -109,7 +101,7 @@ def test_what_the_intent_fixes_is_placed_whatever_else_is_cheaper(
     names = ("w0", "w1", "w2", "w3")
     asked = question(*names, intent=Intent(**fixed))
     room = FreeMemory(dict.fromkeys(names, 2 * WHOLE), [])
-    found = planned(asked, room, LoadWindow(), NOW_S)
+    found = planned(asked, room)
     assert found.chosen is not None
     chosen = found.chosen.configuration
     assert all(getattr(chosen, name) == value for name, value in fixed.items())
@@ -118,7 +110,7 @@ def test_what_the_intent_fixes_is_placed_whatever_else_is_cheaper(
 
 def test_a_fixed_number_of_stages_waits_for_workers_that_are_yet_to_come() -> None:
     asked = question("w0", "w1", intent=Intent(pp=3))
-    found = planned(asked, FreeMemory(dict.fromkeys(("w0", "w1"), WHOLE), []), LoadWindow(), NOW_S)
+    found = planned(asked, FreeMemory(dict.fromkeys(("w0", "w1"), WHOLE), []))
     assert found.chosen is None and not found.is_unmet
     assert "needs 3 devices, there are 2" in found.reason
 
@@ -134,7 +126,7 @@ def test_a_group_is_made_of_empty_workers_where_it_was_measured_to_be_faster() -
     measured = profile_of(TRUTH, configurations=(Configuration(), Configuration(tp=2)))
     asked = question("w0", "w1", "w2", intent=Intent(minimise="latency"))
     fast = able(replace(asked, profiles={"cpu": measured}), 1, 2, 4)
-    found = planned(fast, room, LoadWindow(), NOW_S)
+    found = planned(fast, room)
     assert found is not None and found.chosen is not None
     assert (found.chosen.configuration, found.stages[0].workers) == (Configuration(tp=2), ["w0", "w1"])
     refused = {one.configuration.tp: one.refusal for one in found.estimates if one.configuration.pp == 1}
@@ -147,7 +139,7 @@ def test_a_group_is_made_of_empty_workers_where_it_was_measured_to_be_faster() -
     assert "needs 2 groups of 2 devices of one host without another model, there are 1" in both
     held = [replace(one, card=replace(one.card, instances=[HELD])) for one in fast.devices[:2]]
     busy = replace(fast, devices=[*held, fast.devices[2]])
-    answer = planned(busy, room, LoadWindow(), NOW_S)
+    answer = planned(busy, room)
     assert answer.chosen is not None and answer.chosen.configuration.tp == 1
 
 
@@ -162,7 +154,7 @@ def test_a_group_is_made_of_empty_workers_where_it_was_measured_to_be_faster() -
 )
 def test_otherwise_it_is_served_by_one_worker(asked: Question) -> None:
     room = FreeMemory(dict.fromkeys(("w0", "w1"), 2 * WHOLE), [])
-    found = planned(asked, room, LoadWindow(), NOW_S)
+    found = planned(asked, room)
     assert found is not None and found.chosen is not None
     assert found.chosen.configuration.tp == 1
     assert {one.configuration.tp for one in found.estimates} == {1, 2, 4}  # the map tells of all
@@ -175,13 +167,13 @@ def test_memory_of_what_goes_counts_as_free_and_its_worker_as_empty() -> None:
     asked = replace(asked, devices=[*held, asked.devices[1]])
     tenant = Tenant(instance="other@w0", workers=("w0",), weight_bytes=2 * WHOLE, kv_bytes=0)
     room = FreeMemory({"w0": 0, "w1": 2 * WHOLE}, [tenant])
-    assert planned(asked, room, LoadWindow(), NOW_S).chosen is None
+    assert planned(asked, room).chosen is None
     going = replace(asked, gone=frozenset({"other@w0"}))
-    assert planned(going, room, LoadWindow(), NOW_S).chosen is not None
+    assert planned(going, room).chosen is not None
 
 
 def test_a_plan_estimates_what_serves_already_too() -> None:
-    found = planned(question("w0"), FreeMemory({"w0": WHOLE}, []), LoadWindow(), NOW_S)
+    found = planned(question("w0"), FreeMemory({"w0": WHOLE}, []))
     rows = {one.configuration: one for one in found.estimates}
     assert found.chosen is not None and rows[Configuration()] == found.chosen
     assert Configuration(tp=64) not in rows
@@ -191,6 +183,6 @@ def test_a_group_that_nobody_measured_is_taken_where_only_it_may_meet_a_limit() 
     limit_s = 0.9 * TRUTH.latency(Configuration(), Intent())
     room = FreeMemory(dict.fromkeys(("w0", "w1"), 2 * WHOLE), [])
     asked = able(question("w0", "w1", intent=Intent(max_latency_s=limit_s)), 1, 2)
-    found = planned(asked, room, LoadWindow(), NOW_S)
+    found = planned(asked, room)
     assert found.chosen is not None and found.chosen.configuration.tp == 2
     assert found.chosen.latency_s.basis == "assumed"

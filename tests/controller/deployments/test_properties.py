@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bus.deployments import Measure, RemoveModel
 from bus.messages import CancelMorph, Deploy
-from controller.deployments.transitions import MAX_ATTEMPTS, instance_at, shown_by
+from controller.deployments.transitions import MAX_ATTEMPTS
 from tests.support.deployment_world import World
 from tests.support.pipeline_world import PipelineWorld
 
@@ -98,7 +98,7 @@ def check_always(world: World) -> None:
 def check_at_rest(world: World) -> None:
     """Instances on the cards are those of deployments that serve, where they do; so are stages."""
     serving = [one for one in world.contents.deployments.values() if one.state == "serving"]
-    assert set(world.shown()) == {instance_at(one, worker) for one in serving for worker in shown_by(one)}
+    assert set(world.shown()) == {one.instance_at(worker) for one in serving for worker in one.shown_by}
     if isinstance(world, PipelineWorld):
         assert {part.load for part in world.parts} <= {f"{one.id}-{one.loads}" for one in serving}
         assert not world.leading

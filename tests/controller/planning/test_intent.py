@@ -137,6 +137,12 @@ def test_a_limit_nothing_meets_is_answered_with_the_best_there_is() -> None:
         rank(ROWS, Intent(max_cost=0.5, max_loss=0.1))
 
 
+def test_the_nearest_needs_no_more_devices_than_there_are() -> None:
+    with pytest.raises(UnmetError, match=r"the nearest is tp1 pp1 full: takes 2 s") as unmet:
+        rank([PLAIN, WIDE], Intent(max_latency_s=0.5), 1)
+    assert unmet.value.best is not None and unmet.value.best.configuration == PLAIN.configuration
+
+
 def test_the_nearest_keeps_the_floor_of_quality_if_anything_does() -> None:
     with pytest.raises(UnmetError) as unmet:
         rank([SMALL, PLAIN], Intent(max_cost=0.5, max_loss=0.01))

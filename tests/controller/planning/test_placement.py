@@ -43,8 +43,6 @@ def test_a_worker_that_was_just_seen_counts_as_idle_before() -> None:
     window.see("w0", 0.0, 1.0)
     window.see("w0", 12.0, 0.5)
     assert window.load("w0", 12.0) == pytest.approx(6 / 120)
-    window.forget("w0")
-    assert window.load("w0", 12.0) == 0.0
 
 
 def test_samples_that_come_twice_or_late_change_nothing() -> None:

@@ -196,14 +196,14 @@ def test_an_order_without_pages_says_whose_kv_lies_idle_and_how_to_have_it(place
 
 def test_pages_do_not_flap_between_two_who_want_by_turns(place: Place, monkeypatch: Any) -> None:
     """Both have requests all the time: shares become fair, and stay."""
-    shares = place.morphs._deployments.shares  # type: ignore[union-attr]
+    host = place.model_host
     for _ in range(4):
         submit_many(place, "first", len(place.client.ends) * 2, 20)
         submit_many(place, "second", len(place.client.ends) * 2, 20)
-        began, before = time.monotonic(), shares.num_moves
+        began, before = time.monotonic(), host.num_kv_moves
         place.run()
         took_s = time.monotonic() - began
-    assert shares.num_moves - before <= 4 + 20 * took_s
+    assert host.num_kv_moves - before <= 4 + 20 * took_s
 
 
 def test_a_resize_by_order_is_left_alone_while_it_runs_and_its_size_is_the_models_own_then(

@@ -105,6 +105,7 @@ def test_a_request_that_cannot_run_ends_with_an_error_that_says_why() -> None:
         ("negative", [-1], {}),
         ("bias", [1], {"logit_bias": {VOCAB: 1.0}}),
         ("nan", [1], {"temperature": float("nan")}),
+        ("penalty", [1], {"presence_penalty": float("nan")}),
         ("infinite", [1], {"logit_bias": {1: float("inf")}}),
         ("below", [1], {"logprobs": -2}),
     ]
@@ -118,6 +119,7 @@ def test_a_request_that_cannot_run_ends_with_an_error_that_says_why() -> None:
     assert "token id -1" in client.errors["negative"]
     assert f"token id {VOCAB} of the logit_bias" in client.errors["bias"]
     assert client.errors["nan"] == "temperature is nan; it must lie between 0 and 1e+09"
+    assert client.errors["penalty"] == "presence_penalty is nan; it must lie between -1e+09 and 1e+09"
     assert "not a finite number" in client.errors["infinite"]
     assert "logprobs is -2" in client.errors["below"]
 

@@ -216,7 +216,7 @@ def test_wrong_requests_to_the_allocator_change_nothing() -> None:
 
 def test_integrity_notices_a_block_that_is_free_twice() -> None:
     blocks = BlockAllocator(4)
-    blocks._free.append(2)
+    blocks._free.add([2])
     with pytest.raises(BrokenInvariant):
         blocks.check_integrity()
 
@@ -287,6 +287,24 @@ def test_the_memory_of_a_burst_goes_back_when_no_block_is_in_use(monkeypatch: py
 
         replaced, kv.allocator = kv.allocator, BlockAllocator(kv.num_blocks)
         assert replaced.on_empty is None  # it does not know the blocks in use any more
+        kv.release()
+
+
+def test_memory_of_cached_blocks_stays_even_where_no_whole_page_can_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.memory.kv_cache.RETAINED_BYTES", 0)
+    with checked_pool(CpuBackend, PAGES) as pool:
+        kv = cache(pool)
+        kv.grow(4)
+        for indexed in range(kv.num_blocks):  # above this block nothing can be found again
+            blocks = kv.allocator.allocate(kv.num_blocks)
+            for layer in kv.layers:
+                layer[blocks] = 1.0
+            kv.allocator.index.add(indexed, bytes([indexed]), "full")
+            kv.allocator.free(blocks)
+            assert all(bool((layer[: indexed + 1] == 1.0).all()) for layer in kv.layers)
+            kv.check_integrity()
         kv.release()
 
 

@@ -11,7 +11,6 @@ import torch
 
 import kernels
 from bench.kernels.checks import MIXED, AttentionCase, assert_close, plan_of
-from kernels import reference
 from tests.support.kv_layouts import Layout, as_kernels_see, kv_stride_order, pieces_per_shard, storage_shape
 
 SIZES = (5, 4, 8, 16)  # blocks, heads, tokens, dim
@@ -27,8 +26,8 @@ def check_kernels(backend: str, device: str = "cpu") -> None:
         k, v = (torch.randn(num_blocks * tokens, heads, head_dim, generator=random) for _ in range(2))
         slots = torch.arange(num_blocks * tokens)
         expected = torch.zeros(num_blocks + 2, heads, 2, tokens, head_dim)
-        reference.store_kv(k, v, expected, slots)
-        wanted = reference.paged_attention(q, expected, plan, 0.1, sliding_window=case.window)
+        kernels.store_kv.reference(k, v, expected, slots)
+        wanted = kernels.paged_attention.reference(q, expected, plan, 0.1, sliding_window=case.window)
         results = []
         for layout in Layout:
             storage = torch.zeros(storage_shape(layout, num_blocks + 2, heads, tokens, head_dim))

@@ -17,7 +17,7 @@ import torch
 from bench.common.engines import fill_cache, make_instance
 from bench.common.loading import load_model
 from bus.messages import LayerShape, MorphReport, Resize, Swap
-from bus.precisions import Precision
+from bus.precisions import QUANTIZED, Precision
 from tests.support.engine_toys import Client, request, run
 from tests.support.paths import DEMO_MODEL
 from tests.worker.engine.test_oracle import DEVICE, generate
@@ -196,7 +196,7 @@ def test_the_tokens_before_a_swap_equal_the_oracles_and_the_stream_goes_on(
     assert morphing.instance.shape_id == f"tp1-int3x{morphing.num_layers}"
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4", "int3"])
+@pytest.mark.parametrize("precision", QUANTIZED)
 def test_layers_swapped_while_others_decode_give_what_layers_swapped_at_rest_give(
     host_dir: Path, precision: Precision
 ) -> None:

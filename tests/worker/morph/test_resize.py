@@ -122,7 +122,11 @@ def test_a_shrink_that_is_overtaken_by_new_blocks_goes_back(rig: Rig) -> None:
     ("blocks", "state", "says"),
     [
         (24, "failed", "this instance needs at least 25 KV blocks"),
-        (107, "deferred", "this instance can have at most 106 KV blocks"),
+        (
+            107,
+            "deferred",
+            "at most 106 KV blocks: the device's budget less the weights; layers in fewer bits leave",
+        ),
     ],
 )
 def test_sizes_that_can_never_be_are_refused_with_the_limits(
@@ -141,7 +145,7 @@ def test_growth_keeps_the_reserve_and_waits_for_pages(rig: Rig) -> None:
     other.map(0, 10)
     resize(rig, 106)
     report = ended(rig)
-    assert report.state == "deferred" and "4 of them are kept for swaps" in report.reason
+    assert report.state == "deferred" and "4 of them are kept for swaps; layers in" in report.reason
     assert (report.numbers["pages_needed"], report.numbers["pages_free"]) == (20, 14)
     assert rig.cache.num_blocks == 80
     resize(rig, 106, "patient", wait_s=5.0)

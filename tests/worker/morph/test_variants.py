@@ -426,7 +426,8 @@ def test_a_copy_stops_when_it_is_told_to(wide: Path, tmp_path: Path, monkeypatch
     worker.join(10)
     assert len(asked) == 2 and job.nbytes > 3 * 4096
     copied = made.bytes(0, "ffn", "int8")
-    assert copied[:8192].equal(job._image[:8192]) and not copied[8192:].any()
+    image = made.variants.image(0, "ffn", "int8")
+    assert copied[:8192].equal(image[:8192]) and not copied[8192:].any()
     made.variants.unmap(0, "ffn", "int8")
     made.close()
 

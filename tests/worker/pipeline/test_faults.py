@@ -16,6 +16,7 @@ from bench.common.oracles import make_oracle
 from bench.common.service import wait_for
 from bus.messages import RejectReason, SamplingParams
 from tests.support.pipeline_workers import LIMITS, WAIT_S, Line, StageWorker, follow, load, release
+from worker.distributed.messages import Peer
 from worker.distributed.transport import Link
 from worker.engine.core import Output
 from worker.engine.sequence import own_request
@@ -124,7 +125,7 @@ def test_a_rank_that_fails_in_a_step_leaves_no_other_in_its_sums(folder: Path, w
 def test_a_leader_of_ranks_that_dies_leaves_no_page_anywhere(folder: Path) -> None:
     with Line(folder, [0, 1, 4], tp=2) as line:
         busy(line)
-        for link in line.executor.pipeline._links:
+        for link in (rank.link for rank in line.executor.pipeline._ranks):
             hang_up(link)
         line.executor.ranks.close()
         line.leader.thread.stop()
@@ -153,7 +154,7 @@ def test_a_rank_that_hangs_holds_the_others_no_longer_than_the_timeout(folder: P
 def test_a_leader_that_dies_leaves_no_page_at_any_stage(folder: Path) -> None:
     with Line(folder, [0, 1, 3, 4]) as line:
         busy(line)
-        for link in line.executor.pipeline._links:
+        for link in (rank.link for rank in line.executor.pipeline._ranks):
             hang_up(link)
         line.leader.thread.stop()
         wait_empty(*line.workers[1:])
@@ -169,7 +170,7 @@ def test_pages_that_a_stage_gives_back_are_told_though_no_step_follows(folder: P
         follower = stage.stages.runners[0]
 
         def end_behind_a_snapshot() -> None:
-            stage.thread._report(time.monotonic())  # the next is not due for a second
+            stage.thread._report()  # the next is not due for a second
             follower._post(lambda: follower.end("it has had enough"))
 
         stage.call(end_behind_a_snapshot)
@@ -276,7 +277,7 @@ def test_nobody_joins_without_the_key(folder: Path) -> None:
 
 def lead(folder: Path, leader: StageWorker, worker: StageWorker, key: bytes, why: str) -> None:
     model, cache = load(folder, leader.pool, (0, 2), LIMITS, torch.float32)
-    behind = [RemoteStage("w1", 1, worker.transport.address, key, 2, 4)]
+    behind = [RemoteStage(2, 4, [Peer("w1", 1, worker.transport.address, key)])]
     steps = start_leading(
         "m@w0", "w0", model, cache, LIMITS, behind, blocks=10**6, timeout_s=5.0, wake=leader.wake
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from bench.common.oracles import make_oracle
-from tests.support.pipeline_workers import Line
+from tests.support.pipeline_workers import LIMITS, Line
 from worker.morph.resizer import KVResizer
 
 LAYERS = 5
@@ -111,6 +112,29 @@ def test_blocks_that_move_at_the_leader_move_at_every_stage_behind_what_is_on_it
         assert {str(i): line.leader.tokens[str(i)] for i in range(len(prompts))} == {
             str(i): tokens for i, tokens in enumerate(expected)
         }
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_beginnings_are_found_behind_batches_in_flight_cancels_preemptions_and_moves(
+    folder: Path, oracle: Any, prompts: list[list[int]], tp: int
+) -> None:
+    beginning = prompts[4][:48]
+    asked = {str(i): [*beginning[: 16 * (i % 4)], *prompts[i % 3 + 1]] for i in range(16)}
+    limits = replace(LIMITS, prefix_cache=True)
+    with Line(folder, [0, 1, 3, 5], tp=tp, blocks=40, max_blocks=40, limits=limits) as line:
+        resizer = KVResizer(line.instance, line.cache, reserve_pages=0, useful_pages=10_000)
+        for name, prompt in asked.items():
+            line.submit(f"gone {name}", prompt[:-1], 40)
+            line.submit(name, prompt, NUM_NEW)
+            line.leader.thread.cancel([f"gone {name}"])
+            line.leader.call(lambda: _vacate(resizer))
+            line.leader.call(line.leader.engine.check_integrity)
+        line.leader.wait_ends(*asked)
+        for name, prompt in asked.items():
+            assert line.leader.tokens[name] == generate(oracle, prompt), name
+        assert sum(line.leader.cached[name] for name in asked) > 0
+        assert line.instance.scheduler.num_preemptions > 0
+        line.leader.call(line.cache.check_integrity)
 
 
 def _vacate(resizer: KVResizer) -> None:

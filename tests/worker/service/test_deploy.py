@@ -108,7 +108,7 @@ async def test_a_model_that_comes_is_shown_and_answers_and_one_that_goes_is_clea
 
 
 async def _is_gone(bench: DeployBench, stream: str) -> bool:
-    return not await bench.bus.link.run(lambda client: client.exists(stream))
+    return not await bench.bus.run(lambda client: client.exists(stream))
 
 
 async def test_what_is_not_finished_in_time_is_told_to_run_elsewhere(bench: DeployBench) -> None:

@@ -118,7 +118,7 @@ async def test_a_gateway_whose_lease_ran_out_may_submit_its_requests_again(
     lease = bench.bus.names.gateway_lease("g0")
     await bench.submit("a", [1], 190)
     await bench.until(lambda: bench.tokens("a"))
-    await bench.bus.link.run(lambda client: client.delete(lease))
+    await bench.bus.run(lambda client: client.delete(lease))
     await bench.until(lambda: bench.instance.stats.finished["cancelled"] == 1)
     await bench.bus.renew_gateway("g0", 60.0)
     bench.model.step_s = 0.0

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from bus.client import Bus, BusUnavailable, RedisPassword, connect
+from bus.client import Bus, BusUnavailable, connect
+from bus.errors import RedisPassword
 from bus.messages import Cancel, Drain, Submit
 from bus.names import consumer
 from bus.settings import RedisSettings

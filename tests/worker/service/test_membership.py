@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from bus.client import Bus, BusUnavailable, RedisForbidden, connect
+from bus.client import Bus, BusUnavailable, connect
+from bus.errors import RedisForbidden
 from bus.settings import Settings, WorkerSettings
 from tests.conftest import settings_of
 from tests.support.bus_samples import card
@@ -69,7 +70,7 @@ async def test_an_epoch_is_above_the_one_before_though_the_clock_was_set_back(bu
     await bus.register_worker(card("w0", ahead), lease_s=0.01)
     async with member(bus) as membership:
         assert membership.epoch == ahead + 1
-        await bus.link.run(lambda client: client.delete(bus.names.lease("w0")))
+        await bus.run(lambda client: client.delete(bus.names.lease("w0")))
         async with asyncio.timeout(5):
             while membership.epoch == ahead + 1:
                 await asyncio.sleep(0.02)

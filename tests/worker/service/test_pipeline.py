@@ -181,7 +181,7 @@ async def test_a_follower_that_loses_its_lease_ends_the_instance(pair: tuple[Sta
     await deploy(pair, "d")
     before = await follower.epoch()
     lease = follower.bus.names.lease("w1")
-    await follower.bus.link.run(lambda client: client.delete(lease))
+    await follower.bus.run(lambda client: client.delete(lease))
     await leader.until(lambda: _is_empty(leader))
     await follower.until(lambda: _is_empty(follower))
     assert await follower.epoch() > before

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bus.client import BusFull, BusUnavailable, RedisPassword
+from bus.errors import BusFull, BusUnavailable, RedisPassword
 from bus.messages import WorkerCard
 from tests.support.bus_samples import card
 from worker.service.membership import Membership

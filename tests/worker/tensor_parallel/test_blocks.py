@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.messages import Number, SamplingParams
+from bus.prefix_keys import first_key, next_key
 from tests.support.group_workers import BLOCK_TOKENS, model_fixtures, resize, transform, workers
 from tests.worker.tensor_parallel.test_workers import oracle, prompt
 from worker.distributed.messages import Announce, CountBlocks, MemberStatus, Prepare, Ready, Vote
@@ -22,7 +24,7 @@ from worker.morph.run import NotApplied
 from worker.parallel.block_share import BlockShare, SubgroupTooFull, in_parts, loans, plan_block_moves
 from worker.parallel.coordinator import StepCoordinator
 from worker.parallel.formation import Formation
-from worker.parallel.proposal import Proposal
+from worker.parallel.proposal import PeerLinks, Proposal
 from worker.parallel.transform import TransformRun
 
 
@@ -82,6 +84,108 @@ def test_a_block_that_is_given_back_as_blocks_move_is_not_lost() -> None:
         share.move(moves, 8)
     assert sorted(block for share in shares for block in share.free_ids + share.used) == list(range(8))
     assert shares[0].used == [2]
+
+
+class TwoShares:
+    """Two members' shares and what each block really holds; `held` by one sequence each."""
+
+    KEYS = tuple(next_key(first_key(""), [i]) for i in range(5))
+
+    def __init__(self, capacity: int = 12) -> None:
+        self.capacity = capacity
+        self.shares = [BlockShare(range(i, capacity, 2), (), capacity) for i in (0, 1)]
+        self.held: list[set[int]] = [set(), set()]
+        self.contents: dict[int, bytes] = {}
+        for share in self.shares:
+            share.index.open()
+
+    def write(self, who: int, key: bytes | None) -> None:
+        """Fill a new block; None: in part."""
+        if self.shares[who].num_free:
+            [block] = self.shares[who].allocate(1)
+            self.held[who].add(block)
+            self.contents[block] = key or b""
+            if key:
+                self.shares[who].index.add(block, key, "full")
+
+    def find(self, who: int, key: bytes) -> None:
+        for block in self.shares[who].index.find([key], "full"):
+            assert self.contents[block] == key, "a block was found by tokens that it does not hold"
+            self.shares[who].reuse([block])
+            self.held[who].add(block)
+
+    def free(self, who: int, blocks: Sequence[int]) -> None:
+        self.shares[who].free(blocks)
+        self.held[who] -= set(blocks)
+
+    def lend(self, who: int, n: int) -> None:
+        self.shares[1 - who].take(self.shares[who].give(n))
+
+    def shrink(self, capacity: int, freed: Sequence[set[int]]) -> None:
+        """As a group does: some blocks are freed between the count and the moves."""
+        used = self.held[0] | self.held[1]
+        if not len(used) <= capacity <= self.capacity:
+            return
+        moves = plan_moves_below(used, capacity)
+        for who in (0, 1):
+            self.free(who, sorted(freed[who] & self.held[who]))
+        moved = {to: self.contents[block] for block, to in moves.items()}
+        self.contents.update(moved)
+        self.capacity = capacity
+        for who in (0, 1):
+            self.shares[who].move(moves, capacity)
+            self.held[who] = {moves.get(block, block) for block in self.held[who]}
+
+    def renumber(self) -> None:
+        """As the end of a merge does."""
+
+        def number(block: int) -> int:
+            return block * 2 + 1
+
+        self.capacity = 2 * self.capacity + 1
+        self.contents = {number(block): key for block, key in self.contents.items()}
+        for who, share in enumerate(self.shares):
+            share.index.close()
+            share.renumber(number)
+            share.index.open()
+            self.held[who] = set(map(number, self.held[who]))
+            share.capacity = self.capacity
+
+    def check(self) -> None:
+        for who, share in enumerate(self.shares):
+            share.check_integrity()
+            assert set(share.used) == self.held[who]
+            share.index.check_integrity(self.capacity)
+        assert not set(self.shares[0].free_ids) & set(self.shares[1].free_ids)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_shares_find_what_a_block_holds_however_blocks_are_lent_moved_and_renumbered(
+    data: st.DataObject,
+) -> None:
+    world = TwoShares()
+    for _ in range(data.draw(st.integers(5, 40))):
+        who, key = data.draw(st.integers(0, 1)), data.draw(st.sampled_from(TwoShares.KEYS))
+        match data.draw(
+            st.sampled_from(["write"] * 4 + ["find"] * 3 + ["free"] * 4 + ["lend", "shrink", "number"])
+        ):
+            case "write":
+                world.write(who, data.draw(st.sampled_from([key, None])))
+            case "find":
+                world.find(who, key)
+            case "free" if world.held[who]:
+                world.free(who, data.draw(st.lists(st.sampled_from(sorted(world.held[who])), unique=True)))
+            case "lend":
+                world.lend(who, data.draw(st.integers(1, 3)))
+            case "shrink":
+                everywhere = st.sets(st.integers(0, world.capacity))
+                world.shrink(
+                    data.draw(st.integers(1, world.capacity)), [data.draw(everywhere), data.draw(everywhere)]
+                )
+            case "number" if world.capacity < 50:
+                world.renumber()
+        world.check()
 
 
 @pytest.mark.parametrize(("subgroups", "blocks"), [(2, 6), (3, 6)])
@@ -153,7 +257,7 @@ def test_groups_with_caches_of_different_sizes_do_not_become_one() -> None:
     invite = Prepare(
         group="g", leader="w0", model="m", members=members, low=2, grows=True, peers={}, shape=[]
     )
-    proposal = Proposal(invite, Formation(tuple(members), 2, 4), {})
+    proposal = Proposal(invite, Formation(tuple(members), 2, 4), "w0", PeerLinks())
     for name, blocks in zip(members, (50, 60, 50, 60), strict=True):
         numbers: dict[str, Number] = {
             "blocks": blocks,

@@ -26,7 +26,7 @@ model, folder = model_fixtures(num_hidden_layers=2)
 
 
 def after_the_order(grouping: Grouping, proposal: Proposal) -> None:
-    grouping.abort(proposal, "a member was lost")
+    grouping.change.abort(proposal, "a member was lost")
 
 
 def before_the_order(_: Grouping, proposal: Proposal) -> None:
@@ -155,9 +155,9 @@ def test_an_order_of_a_group_that_falls_apart_ends_at_once(folder: Path) -> None
             None if isinstance(message, Prepare) else take(link, message)
         )
         order = transform(each, 1)
-        each[0].wait(lambda: each[0].grouping._change.is_under_way, "the question")
+        each[0].wait(lambda: each[0].grouping.change.is_under_way, "the question")
         began = time.monotonic()
-        each[0].call(lambda: each[0].grouping.break_up("a member was lost"))
+        each[0].call(lambda: each[0].grouping.fall_apart("a member was lost"))
         report = each[0].end_of(order)
         assert (report.state, report.reason) == ("failed", "a member was lost")
         assert time.monotonic() - began < 5

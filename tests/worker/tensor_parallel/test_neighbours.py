@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 from bench.common.oracles import make_oracle
 from bus.messages import InstanceCard, WorkerCard
 from tests.support.group_workers import transform, workers
-from worker.distributed.communicator import PeerLost, connect
+from worker.distributed.communicator import Communicator, PeerLost, connect
 from worker.distributed.messages import Peer
 from worker.distributed.rendezvous import CommunicatorPool, new_rendezvous
 from worker.service.groups import led_groups
@@ -64,7 +64,7 @@ def test_a_transform_finds_the_communicator_that_was_made_ahead(tmp_path: Path) 
         for worker in each:
             made = worker.grouping._communicators
             worker.wait(lambda made=made: made.kept("w0.1 w1.1"), "the meeting")  # type: ignore[misc]
-        kept = each[0].grouping._communicators._kept["w0.1 w1.1"].communicator
+        kept = each[0].grouping._communicators._kept["w0.1 w1.1"][1]
         assert each[0].end_of(transform(each, 2)).state == "applied"
         assert each[0].grouping.executor is not None and each[0].grouping.executor.member.high is kept
         assert each[0].end_of(transform(each, 1)).state == "applied"
@@ -76,13 +76,13 @@ def test_members_that_met_ahead_and_for_an_order_at_once_have_the_same_communica
     """One of them hears of the meeting ahead last of all, and had heard of the other one first."""
     make_oracle("llama").save_pretrained(tmp_path)
     with workers(tmp_path, 2) as each:
-        met, late = each[1].grouping._rendezvous_ended, list[tuple[str, str]]()
+        met, late = each[1].grouping._rendezvous_ended, list[tuple[str, Communicator | str]]()
 
-        def hear_late(rendezvous: str, reason: str) -> None:
+        def hear_late(rendezvous: str, made: Communicator | str) -> None:
             if rendezvous in each[1].grouping._ahead._keys:
-                late.append((rendezvous, reason))
+                late.append((rendezvous, made))
             else:
-                met(rendezvous, reason)
+                met(rendezvous, made)
 
         each[1].grouping._rendezvous_ended = hear_late  # type: ignore[method-assign]
         each[0].thread.prepare_communicator(("w0", "w1"), {worker.name: worker.peer for worker in each})
@@ -113,15 +113,9 @@ def test_nothing_is_kept_of_a_meeting_that_nobody_waits_for(tmp_path: Path) -> N
     """Its order was given up while the members met; or one of them is never reached, again and again."""
     make_oracle("llama").save_pretrained(tmp_path)
     with workers(tmp_path, 1, timeout_s=30.0) as (worker,):
-        grouping, made = worker.grouping, worker.grouping._communicators._made
+        grouping = worker.grouping
         alone = connect(HashStore(), 0, 1, timeout_s=5)
-
-        def met_too_late() -> None:
-            made["given up"] = alone
-            grouping._rendezvous_ended("given up", "")
-
-        worker.call(met_too_late)
-        assert "given up" not in made
+        worker.call(lambda: grouping._rendezvous_ended("given up", alone))
         with pytest.raises(PeerLost):
             alone.all_reduce(torch.ones(1))
 

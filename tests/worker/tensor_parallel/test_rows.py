@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from worker.distributed.all_gather import all_gather
 from worker.distributed.communicator import PeerLost
 from worker.distributed.kv_exchange import Moved
 from worker.model.shard import Shard
-from worker.parallel.rows import RowChoice, RowCosts, choose_rows, row_costs
+from worker.parallel.rows import RowChoice, RowCosts, choose_rows
 from worker.shape.checks import ROW_BYTES, CheckedPages
 from worker.shape.copier import Rate
 from worker.shape.copies import ByteSpan
@@ -32,7 +33,7 @@ FAST = RowCosts(
 
 
 def costs(**other: float) -> RowCosts:
-    return row_costs({**FAST.numbers(), **other})
+    return replace(FAST, **other)  # type: ignore[arg-type]
 
 
 def test_rows_come_from_peers_where_that_is_sooner_done() -> None:
@@ -128,7 +129,7 @@ def test_every_rank_gets_what_its_peers_have(
     size: int, low: int, stage_bytes: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "messages":
-        monkeypatch.setattr("worker.distributed.all_gather.outboxes_of", lambda group, nbytes: None)
+        monkeypatch.setattr("worker.distributed.carriers.outboxes_of", lambda group, nbytes: None)
 
     def work(member: Member) -> Moved:
         memory = Bytes(spans(member.group.rank, size))

@@ -9,7 +9,7 @@ import pytest
 
 from worker.distributed.messages import Abort, LeadSubgroup, Message, Peer, Prepare
 from worker.parallel.formation import Formation
-from worker.parallel.proposal import PeerLinks, Prepared
+from worker.parallel.proposal import PeerLinks, Proposal
 from worker.parallel.two_phase_commit import TwoPhaseCommit
 
 MEMBERS = ["w0", "w1", "w2", "w3"]  # as pairs: w0 w2 and w1 w3
@@ -42,8 +42,8 @@ def asked(worker: str, to_leader: Any) -> Any:
     invite = Prepare(
         group="g", leader="w0", model="m", members=MEMBERS, low=2, grows=False, peers=peers, shape=[]
     )
-    change._prepared = Prepared(invite, formation, to_leader)
-    change._open_subgroup_links(invite, formation)
+    change._pending = Proposal(invite, formation, worker, PeerLinks(leader=to_leader))
+    change._open_subgroup_links(change._pending)
     return change
 
 

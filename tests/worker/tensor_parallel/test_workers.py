@@ -27,8 +27,11 @@ def prompt(seed: int, n: int) -> list[int]:
 class Load:
     """Requests at all workers, each end followed by another beginning, until `stop`."""
 
-    def __init__(self, each: list[GroupWorker], model: Any, per_worker: int = 2) -> None:
-        self.each, self.model = each, model
+    def __init__(
+        self, each: list[GroupWorker], model: Any, per_worker: int = 2, beginning: tuple[int, ...] = ()
+    ) -> None:
+        """beginning: of all prompts."""
+        self.each, self.model, self.beginning = each, model, beginning
         self.asked: dict[str, tuple[GroupWorker, list[int], int]] = {}
         self.cancelled: set[str] = set()
         for worker in each:
@@ -38,7 +41,8 @@ class Load:
     def begin(self, worker: GroupWorker, tokens: int = 0) -> str:
         i = len(self.asked)
         name = f"{worker.name}-{i}"
-        self.asked[name] = worker, prompt(i, 5 + 7 * i % 40), tokens or 30 + 17 * i % 60
+        tokens_in = [*self.beginning, *prompt(i, 5 + 7 * i % 40)]
+        self.asked[name] = worker, tokens_in, tokens or 30 + 17 * i % 60
         worker.submit(name, *self.asked[name][1:])
         return name
 
@@ -151,6 +155,8 @@ def test_a_worker_that_is_about_to_leave_lets_its_group_part_first(
         each[leaves].thread.request_split()
         for worker in each:
             worker.wait(lambda: not any(one.thread.is_in_group for one in each), "the parting")
+        each[0].wait(lambda: each[0].reports[-1].state == "applied", "the report of the split")
+        assert each[0].reports[-1].reason == "a member of the group is about to leave"
         load.check()
         assert all(worker.instance.scheduler.num_recomputed == 0 for worker in each)
 

@@ -1,0 +1,536 @@
+"""The messages of the bus, as plain dataclasses. Standard library only: the engine uses them too.
+
+`bus.deployments` has those of deploying by intent, `bus.policy` the morph policy. docs/structure.md says how
+attempt, epoch and index make delivery effectively once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+from bus.precisions import PRECISIONS, Precision, lowest
+
+SCHEMA_VERSION = 1
+
+Part = Literal["attention", "ffn"]
+Number = int | float
+
+PARTS: tuple[Part, ...] = ("attention", "ffn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """The precision of each half of a layer."""
+
+    attention: Precision = "full"
+    ffn: Precision = "full"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Layers [first, end) on `workers`, by shard. The first worker of the first stage leads the pipeline."""
+
+    workers: list[str]
+    first: int
+    end: int
+
+
+def layers_below_full(layers: Iterable[LayerShape]) -> int:
+    """Return the number of layers of which at least one half is below full precision."""
+    return sum(layer != LayerShape() for layer in layers)
+
+
+def lowest_half(layers: Iterable[LayerShape]) -> Precision:
+    """Return the precision with the fewest bits of any half of a layer; "full" without layers."""
+    return lowest(half for layer in layers for half in (layer.attention, layer.ffn))
+
+
+FinishReason = Literal["stop", "length", "error"]
+
+
+class RejectReason(StrEnum):
+    """Why a worker returns a request that can run elsewhere, or on the same instance later."""
+
+    PRECISION_FLOOR = "precision_floor"  # a layer is below the request's `min_precision`
+    KV_CAPACITY = "kv_capacity"  # the whole KV cache, at its current size, is too small
+    RETIRED = "retired"  # the instance is being unloaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """The rules for choosing tokens.
+
+    The gateway draws a `seed` where the client gave none. A draw is a function of (seed, output position)
+    alone, so a request that continues on another worker samples the same text.
+    """
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None  # alternatives of each output token; 0: only the chosen one; None: off
+    prompt_logprobs: int | None = None  # the same of each prompt token
+    stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids; empty if the client set ignore_eos
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """A request to run; stream `requests:{instance}`.
+
+    The client already has the output tokens `sent_token_ids`. The worker prefills prompt and sent tokens and
+    continues at index len(sent_token_ids); `max_tokens` counts the sent tokens too.
+    """
+
+    request_id: str
+    attempt: int
+    gateway: str
+    epoch: int  # of the instance's leading worker when the gateway chose it
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    sent_token_ids: list[int] = field(default_factory=list)
+    trace_id: str = ""
+    min_precision: Precision | Literal[""] = ""  # no layer may be below it while this runs; "": no floor
+    cache_salt: str = ""  # requests with unlike salts share no KV blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """The log probability of a token and of its most likely alternatives, most likely first."""
+
+    token_id: int
+    logprob: float
+    top_ids: list[int] = field(default_factory=list)
+    top_logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """The tokens that one step added to one request.
+
+    Empty `token_ids` without a `finish_reason` mean that the request was admitted (its first prefill chunk
+    ran, which ends its time in the queue) or that it is still alive after a long silence.
+    """
+
+    request_id: str
+    attempt: int
+    index: int  # output position of token_ids[0]
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    error: str | None = None  # with finish_reason "error"
+    logprobs: list[TokenLogprobs] | None = None  # one per token id
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first token; [0] is None
+    reject_reason: RejectReason | None = None  # with an error that another attempt may avoid
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache; once, when the request was admitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """Everything that one engine step made for one gateway; stream `tokens:{gateway}`."""
+
+    worker: str
+    epoch: int
+    instance: str
+    step: int
+    born_ns: int  # time.time_ns() when the step's tokens were known: the start of their way to the client
+    fingerprint: str  # shape id of the step, such as tp1-int4x2; clients get it as `system_fingerprint`
+    deltas: list[Delta]
+    layers_below_full: int = 0  # of the instance in this step; see `bus.messages.layers_below_full`
+    step_s: float = 0.0  # duration; requests that the step admitted stopped waiting when it began
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """A gateway's requests that only a higher degree could hold, repeated while they wait; `demand`."""
+
+    gateway: str
+    model: str
+    tokens: int  # prompt and output of the longest of these requests
+    count: int
+    at_ms: int
+
+
+MorphKind = Literal["swap", "resize", "transform", "deploy", "retire"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """Stop these requests and free their blocks. Unknown ids are not an error."""
+
+    id: str
+    epoch: int
+    request_ids: list[str]
+    up_to_attempt: int | None = None  # later attempts of these requests go on; None: stop all attempts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    """Accept nothing new, finish what runs, then exit with status 0."""
+
+    id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swap:
+    """Hold layers of an instance in `precision`.
+
+    Give either `layers` or `count`: that many more layers in the instance's order, skipping those that are
+    already there. With precision "full", the layers that were swapped last go back first.
+    """
+
+    id: str
+    epoch: int
+    instance: str
+    precision: Precision
+    layers: list[int] = field(default_factory=list)
+    count: int = 0
+    parts: list[Part] = field(default_factory=lambda: list(PARTS))
+    wait_s: float = 0.0  # how long to wait for free pages before the answer is `deferred`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resize:
+    """Have `blocks` KV blocks, rounded to whole pages."""
+
+    id: str
+    epoch: int
+    instance: str
+    blocks: int
+    wait_s: float = 0.0  # as in Swap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transform:
+    """Serve an instance on `workers` at the tensor-parallel degree `tp`; sent to the worker that leads it.
+
+    To scale up, `workers` are whole instances of the same model and degree; they become one group. To scale
+    down, `workers` are one group; it splits into groups of degree `tp`. Requests stay with the worker that
+    accepted them. A worker whose epoch is not the one in `epochs` makes the answer `stale`.
+    """
+
+    id: str
+    epoch: int
+    instance: str
+    workers: list[str]  # in the order of their shards at the higher degree
+    epochs: dict[str, int]  # of each worker when this was ordered
+    tp: int
+    layers_per_step: int = 0  # layers that change between two steps; 0: the worker's setting
+    wait_s: float = 0.0  # as in Swap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deploy:
+    """Load layers of a model and serve them; sent to the worker of every stage.
+
+    The worker of the first stage leads and gets requests. With one stage it serves alone. The idle KV blocks
+    of other models on the worker make room.
+    """
+
+    id: str
+    epoch: int
+    instance: str  # the leader's instance id: "{model}@{worker}"
+    model: str
+    path: str
+    stages: list[Stage]
+    stage: int = 0  # the index in `stages` of the worker that gets this
+    epochs: dict[str, int] = field(default_factory=dict)  # of the workers of all stages
+    precision: Precision = "full"
+    blocks: int = 0  # KV blocks to have at least; the other free blocks are shared among the models
+    max_model_len: int = 0
+    digest: str = ""  # of the checkpoint that was planned with; a worker refuses any other
+    wait_s: float = 0.0  # as in Swap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retire:
+    """Accept nothing new for an instance, finish what runs, return all its pages."""
+
+    id: str
+    epoch: int
+    instance: str
+    wait_s: float = 30.0  # for requests to end; the gateway then submits them elsewhere
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelMorph:
+    """Give up a morph that is still running. The instance keeps its old shape."""
+
+    id: str
+    epoch: int
+    morph_id: str
+
+
+Morph = Swap | Resize | Transform | Deploy | Retire
+Command = Cancel | Drain | Morph | CancelMorph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Histogram:
+    """A mergeable sketch: the number of values by bucket (see `bus.histogram`), and their sum."""
+
+    counts: dict[int, int] = field(default_factory=dict)
+    total: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceTelemetry:
+    """One instance, in seconds, tokens and blocks. Counters and histograms count since the epoch began."""
+
+    id: str
+    running: int
+    waiting: int
+    waiting_tokens: int
+    kv_blocks: int
+    kv_used: int  # by all members of its group
+    layers: list[LayerShape]
+    prompt_tokens: int
+    generation_tokens: int
+    preemptions: int
+    finished: dict[str, int]
+    queue_seconds: Histogram
+    step_seconds: Histogram
+    time_to_first_token: Histogram  # from when the worker received the request
+    time_per_output_token: Histogram
+    oldest_wait_seconds: float = 0.0
+    recomputed_tokens: int = 0  # whose KV was lost or given away
+    longest_tokens: int = 0  # prompt and most output of the longest request here, running or waiting
+    kv_own: int = 0  # blocks of its own requests, which it keeps when its group splits; part of `kv_used`
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
+    prefix_hits: int = 0  # and found
+    prefix_digests: frozenset[int] = frozenset()  # of the blocks used last (`bus.prefix_keys`)
+    workers: list[str] = field(default_factory=list)  # of its group, by shard; empty: it serves alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageCounts:
+    """Pages of a worker's pool by use. Always budget = weights + kv + free."""
+
+    budget: int
+    weights: int
+    kv: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTelemetry:
+    """A worker's report; stream `telemetry`. Several a second under load, one a second when idle."""
+
+    worker: str
+    epoch: int
+    at_ms: int  # the worker's wall clock, for display; intervals come from its monotonic clock
+    busy: float  # share of the time since the last report spent in engine steps, 0..1
+    pages: PageCounts
+    instances: list[InstanceTelemetry]
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceMetrics:
+    """One instance, smoothed over the monitor's window. A percentile is None if there was no such value."""
+
+    id: str
+    worker: str
+    epoch: int
+    running: float
+    waiting: float
+    waiting_tokens: float
+    kv_blocks: int
+    kv_used: float
+    kv_usage: float  # 0..1
+    queue_seconds_p95: float | None
+    ttft_p50: float | None
+    ttft_p95: float | None
+    tpot_p50: float | None
+    tpot_p95: float | None
+    prompt_tokens_per_second: float
+    generation_tokens_per_second: float
+    preemptions_per_second: float
+    last: InstanceTelemetry  # unsmoothed, for /metrics and /admin/state
+    queue_delay_seconds: float = 0.0  # queue_seconds_p95 or the age of the queue's head, the longer one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerMetrics:
+    """The last report of one worker, and its age."""
+
+    worker: str
+    epoch: int
+    busy: float
+    pages: PageCounts
+    age_seconds: float  # since the last report; policies hold still on stale metrics
+    at_ms: int = 0  # of that report, by the worker's clock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """The monitor's smoothed picture of the cluster; stream `metrics`."""
+
+    at_ms: int
+    window_seconds: float
+    workers: list[WorkerMetrics]
+    instances: list[InstanceMetrics]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceMoment:
+    """One instance at one time, as charts show it. The members of a group count as one."""
+
+    running: float
+    waiting: float
+    queue_delay_s: float
+    ttft_p95_s: float | None  # None: no first token in the window
+    tpot_p95_s: float | None
+    kv_blocks: int
+    kv_used: float
+    layers_below_full: int
+    tp: int
+    tokens_per_s: float  # generated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """One point of the monitor's history; stream `moments`, which holds 15 minutes at least."""
+
+    at: float  # seconds since 1970
+    instances: dict[str, InstanceMoment]
+
+
+MorphOutcome = Literal["running", "applied", "deferred", "stale", "conflict", "failed"]
+
+# Why a morph was decided.
+Cause = Literal[
+    "kv_usage",  # pressure: too few free KV blocks
+    "queue_delay",  # pressure: requests wait too long
+    "preemptions",  # pressure: requests were preempted
+    "ease",  # no pressure any more
+    "layer_limit",  # more layers below full than the policy allows
+    "long_request",  # a request needs a higher degree
+    "no_long_request",  # no request needs the group any more
+    "order",  # an operator's
+    "deployment",  # a deployment is being served
+    "better",  # a deployment is served better elsewhere
+    "packed",  # a deployment makes room by moving
+    "retirement",  # an operator retired a deployment
+    "replaced",  # its replacement serves
+    "undone",  # a deployment failed
+    "orphan",  # no deployment knows the instance
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MorphReport:
+    """The progress or the outcome of a morph.
+
+    A transform reports after every step at which layers changed; its `numbers` have `layers_done` of
+    `layers`, counted from the last layer, and the degrees `tp_before` and `tp_after`. A transform of several
+    `steps` is reported by the gateway that orders them; `worker` leads after the last one.
+    """
+
+    id: str
+    kind: MorphKind
+    target: str  # the instance
+    worker: str
+    epoch: int
+    state: MorphOutcome
+    reason: str
+    started_ms: int
+    ended_ms: int | None = None  # None: still running
+    numbers: dict[str, Number] = field(default_factory=dict)  # bytes, s, pages, blocks: taken or missing
+    workers: list[str] = field(default_factory=list)  # of the command; empty: `worker` alone
+    telemetry: WorkerTelemetry | None = None  # at the end: the monitor's picture may be older
+    steps: list[str] = field(default_factory=list)  # ids of the morphs that this transform consists of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """A decision or an incident: what, why, and the numbers behind it. docs/observe.md lists the kinds."""
+
+    kind: str
+    source: str
+    subject: str
+    reason: str
+    at_ms: int
+    numbers: dict[str, Number] = field(default_factory=dict)
+    morph_id: str = ""
+    cause: str = ""  # a `Cause`, to be counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLetter:
+    """A stream entry that could not be decoded, whole, with the reason; stream `dead-letters`."""
+
+    stream: str
+    entry_id: str
+    reason: str
+    payload: bytes
+    at_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceCard:
+    """A model that a worker serves.
+
+    Each member of a tensor-parallel group has a card of its own, with the same `tp` and `workers`. The card
+    of the first member stands for the group; each member takes requests on the stream of its own card. A
+    pipeline (`pp` above 1) has only the card of its leader: `workers` lists the workers of all stages, and
+    `tp` is the degree of each stage.
+    """
+
+    id: str
+    model: str
+    model_path: str  # readable by the gateway too, which loads the tokenizer from it
+    max_model_len: int
+    vocab_size: int
+    num_layers: int
+    dtype: str
+    block_tokens: int
+    tp: int = 1
+    pp: int = 1
+    workers: list[str] = field(default_factory=list)  # in the order of their shards
+    variants: list[Precision] = field(default_factory=lambda: ["full"])  # what its layers can be held in
+    order: list[int] = field(default_factory=list)  # in which layers are swapped; [0] goes first
+    order_name: str = ""  # "profile", "front-to-back", "back-to-front", "random"
+    min_blocks: int = 0  # the fewest KV blocks: the longest sequence must fit
+    max_blocks: int = 0  # the most that one worker can have; a group can have `tp` times that; 0: unknown
+    layer_pages: dict[Precision, int] = field(default_factory=dict)  # of its largest layer, by precision
+    attention_pages: dict[Precision, int] = field(default_factory=dict)  # of that layer's attention alone
+    kv_heads: int = 0  # 0: unknown
+    degrees: list[int] = field(default_factory=lambda: [1])  # tensor-parallel degrees it can be part of
+    tokens_at: dict[int, int] = field(default_factory=dict)  # by degree: tokens of KV it would have room for
+    deployed: str = ""  # id of the Deploy that loaded it; "": the worker's settings named it
+    precision: Precision = "full"  # that it was deployed in
+    stages: list[Stage] = field(default_factory=list)  # of a pipeline
+    products: list[str] = field(default_factory=list)  # the kernels of its dense products on a CPU, as text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerCard:
+    """A worker; key `card:{worker}`. Valid only while `lease:{worker}` holds the same epoch."""
+
+    id: str
+    epoch: int
+    host: str
+    pid: int
+    device: str
+    page_bytes: int
+    state: Literal["loading", "serving", "draining"]
+    instances: list[InstanceCard] = field(default_factory=list)
+    progress: str = ""  # while loading: what is loading, and how far
+    link: str = ""  # "host:port" for other workers; "": it joins no group and no pipeline
+    link_key: bytes = b""  # that they authenticate with
+    variants: list[Precision] = field(default_factory=lambda: list(PRECISIONS))  # that it keeps of each model
+    loading: list[str] = field(default_factory=list)  # models that it loads while it serves others
+    device_kind: str = ""  # "cpu" or the name of the GPU; "": not known yet
+
+    @property
+    def kind(self) -> str:
+        """The kind of device that profiles are keyed by: devices of one kind measure alike."""
+        return self.device_kind or self.device.partition(":")[0]

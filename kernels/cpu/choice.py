@@ -1,0 +1,156 @@
+"""The kernel for each kind of product, sizes and number of tokens: a table; nothing is timed here.
+
+=======  ====================================================  =====================
+kernel   what it is                                            runs
+=======  ====================================================  =====================
+few      reads the weights once, at the memory's speed         up to MOST_FEW tokens
+lanes    `kernels.cpu.products`: a lane is a token             float32, weights [N, K]
+torch    MKL or oneDNN                                         always
+=======  ====================================================  =====================
+
+Without measurements a built-in rule holds. `kernels.cpu.timing` measures, and `adopt` puts the result into
+force for the sizes that it has. A choice made by hand (`fix`) goes before both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Final, Literal, NamedTuple
+
+Form = Literal["linear", "linear_t"]
+KernelName = Literal["few", "lanes", "torch"]
+Seconds = Mapping[KernelName, Sequence[float]]  # of the rounds in which all took turns
+
+KERNELS: Final[tuple[KernelName, ...]] = ("few", "lanes", "torch")
+MOST_FEW: Final = 16
+MOST_LANES: Final = 96
+LEAST_LANES: Final = 9  # fewer would waste more than half of the lanes
+COUNTS: Final = (1, 2, 4, 8, 12, 16, 32, 64, 96)  # tokens that are measured; others go by the next of them
+# A kernel replaces the built-in rule's if its best time is below this part of the other's, and if it was
+# faster in this part of the rounds: on a busy machine a single time says little.
+MARGIN: Final = 0.8
+MAJORITY: Final = 0.75
+
+
+class Product(NamedTuple):
+    """A product with weights [N, K] ("linear") or [K, N] ("linear_t")."""
+
+    form: Form
+    dtype: str
+    outputs: int
+    inputs: int
+
+    def __str__(self) -> str:
+        return " ".join((self.form, self.dtype, f"{self.outputs}x{self.inputs}"))
+
+
+def parse_product(text: str) -> Product:
+    """Return the product that `str` wrote. Raises ValueError."""
+    form, dtype, sizes = text.split(" ")
+    outputs, inputs = map(int, sizes.split("x"))
+    if form not in ("linear", "linear_t"):
+        raise ValueError(f"{form!r} is no form of a product")
+    return Product(form, dtype, outputs, inputs)  # type: ignore[arg-type]  # mypy does not narrow by `in`
+
+
+def candidates(product: Product, tokens: int) -> list[KernelName]:
+    """Return the kernels that can multiply so many tokens."""
+    found: list[KernelName] = []
+    if tokens <= MOST_FEW:
+        found.append("few")
+    has_lanes = product.form == "linear" and product.dtype == "float32"
+    if has_lanes and LEAST_LANES <= tokens <= MOST_LANES:
+        found.append("lanes")
+    return [*found, "torch"]
+
+
+def built_in(product: Product, tokens: int) -> KernelName:
+    """Return the kernel that runs without measurements."""
+    return candidates(product, tokens)[0]
+
+
+def decide(product: Product, times: Mapping[int, Seconds]) -> dict[int, KernelName]:
+    """Return the kernel for each measured number of tokens; `times` has the seconds of its candidates."""
+    chosen: dict[int, KernelName] = {}
+    for tokens, seconds in times.items():
+        usual = built_in(product, tokens)
+        best = min(seconds, key=lambda name: min(seconds[name]), default=usual)
+        is_better = usual not in seconds or _is_faster(seconds[best], seconds[usual])
+        chosen[tokens] = best if is_better else usual
+    return chosen
+
+
+def _is_faster(one: Sequence[float], other: Sequence[float]) -> bool:
+    wins = sum(a < b for a, b in zip(one, other, strict=True))
+    return min(one) < MARGIN * min(other) and wins >= MAJORITY * len(one)
+
+
+Choices = Mapping[Product, Mapping[int, KernelName]]
+
+
+class Table:
+    """The choices in force."""
+
+    def __init__(self) -> None:
+        self._fixed: KernelName | None = None
+        self._adopted: dict[Product, dict[int, KernelName]] = {}
+        self._names: dict[tuple[Form, str, int, int], list[KernelName]] = {}
+
+    def fix(self, name: str) -> None:
+        """Run this kernel wherever it can run, or the choices if `name` is empty.
+
+        Raises ValueError for a kernel that there is not.
+        """
+        if name and name not in KERNELS:
+            raise ValueError(f"no kernel {name!r} for products here; there are {', '.join(KERNELS)}")
+        self._fixed = next((known for known in KERNELS if known == name), None)
+        self._names.clear()
+
+    @property
+    def fixed(self) -> KernelName | None:
+        """The kernel that was chosen by hand."""
+        return self._fixed
+
+    def adopt(self, choices: Choices) -> None:
+        """Put choices into force, beside those for other products."""
+        self._adopted.update((product, dict(names)) for product, names in choices.items())
+        self._names.clear()
+
+    def forget(self) -> None:
+        """Go back to the built-in rule."""
+        self._fixed = None
+        self._adopted.clear()
+        self._names.clear()
+
+    def pick(self, form: Form, dtype: str, outputs: int, inputs: int, tokens: int) -> KernelName:
+        if tokens > MOST_LANES:
+            return "torch"
+        key = form, dtype, outputs, inputs
+        names = self._names.get(key)
+        if names is None:
+            names = self._names[key] = [self._find(Product(*key), n) for n in range(MOST_LANES + 1)]
+        return names[tokens]
+
+    def _find(self, product: Product, tokens: int) -> KernelName:
+        able = candidates(product, tokens)
+        if self._fixed in able:
+            return self._fixed
+        measured = self._adopted.get(product, {})
+        count = next(count for count in COUNTS if count >= tokens)
+        name = measured.get(count, built_in(product, tokens))
+        return name if name in able else able[0]
+
+
+TABLE: Final = Table()
+
+
+def describe(choices: Choices) -> list[str]:
+    """Return a line for each product: `linear float32 1536x512: few to 16, lanes to 96` tokens."""
+    return [f"{product}: {_ranges(product, names)}" for product, names in sorted(choices.items())]
+
+
+def _ranges(product: Product, measured: Mapping[int, KernelName]) -> str:
+    names = [(count, measured.get(count, built_in(product, count))) for count in COUNTS]
+    runs = (list(run) for _, run in groupby(names, key=lambda one: one[1]))
+    return ", ".join(f"{run[-1][1]} to {run[-1][0]}" for run in runs)

@@ -1,0 +1,219 @@
+"""The choice of the kernels of products: the rule, what is measured, and the file between them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernels
+from kernels.cpu import timing
+from kernels.cpu.choice import (
+    COUNTS,
+    MOST_LANES,
+    TABLE,
+    KernelName,
+    Product,
+    Table,
+    built_in,
+    candidates,
+    decide,
+    describe,
+    parse_product,
+)
+from kernels.cpu.products import can_run, multiply
+
+DENSE = Product("linear", "float32", 96, 64)
+TURNED = Product("linear_t", "float32", 64, 96)
+SHORT = Product("linear", "bfloat16", 96, 64)
+
+
+def weights() -> timing.Weights:
+    dense = [torch.randn(96, 64) for _ in range(3)]
+    return timing.products_of([*(("linear", each) for each in dense), ("linear_t", torch.randn(96, 64))])
+
+
+# --------------------------------------------------------------------------- the rule
+
+
+def test_the_fastest_kernel_is_chosen_but_not_for_a_little() -> None:
+    times = {
+        1: {"few": [10.0] * 4, "torch": [9.0] * 4},  # within what a measurement is worth
+        2: {"few": [10.0] * 4, "torch": [2.0, 11.0, 11.0, 2.0]},  # the machine was busy
+        4: {"few": [10.0] * 4, "torch": [5.0, 5.0, 30.0, 6.0]},
+        12: {"few": [10.0] * 4, "lanes": [7.0] * 4, "torch": [9.0] * 4},
+        64: {"lanes": [10.0] * 4, "torch": [3.0] * 4},
+    }
+    chosen = {1: "few", 2: "few", 4: "torch", 12: "lanes", 64: "torch"}
+    assert decide(DENSE, times) == chosen  # type: ignore[arg-type]
+    assert decide(DENSE, {}) == {}
+
+
+@pytest.mark.parametrize("product", [DENSE, TURNED, SHORT])
+@pytest.mark.parametrize("fixed", ["", "few", "lanes", "torch"])
+def test_a_table_names_a_kernel_that_can_run_for_every_number_of_tokens(product: Product, fixed: str) -> None:
+    table = Table()
+    table.fix(fixed)
+    for tokens in range(300):
+        name = table.pick(*product, tokens)
+        assert name in candidates(product, tokens)
+        if fixed in candidates(product, tokens):
+            assert name == fixed
+        elif tokens <= MOST_LANES and not fixed:
+            assert name == built_in(product, tokens)
+
+
+def test_numbers_of_tokens_between_two_measured_ones_go_by_the_larger() -> None:
+    table = Table()
+    others: dict[int, KernelName] = dict.fromkeys(COUNTS, "torch")
+    table.adopt({DENSE: {**others, 4: "few", 32: "lanes"}})
+    found = {tokens: table.pick(*DENSE, tokens) for tokens in (1, 2, 3, 4, 5, 16, 17, 32, 33, 96, 97)}
+    assert found == {
+        **dict.fromkeys((1, 2, 5, 16, 33, 96, 97), "torch"),
+        **dict.fromkeys((3, 4), "few"),
+        **dict.fromkeys((17, 32), "lanes"),
+    }
+    assert table.pick(*TURNED, 3) == "few"  # not measured: the rule
+    table.forget()
+    assert table.pick(*DENSE, 1) == "few"
+
+
+def test_a_kernel_that_there_is_not_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="no kernel 'amx' for products here; there are few, lanes, torch"):
+        kernels.configure(0, "amx")
+
+
+def test_choices_are_told_by_ranges_of_tokens() -> None:
+    assert describe({DENSE: {}}) == ["linear float32 96x64: few to 16, lanes to 96"]
+    told = "linear float32 96x64: few to 1, torch to 2, few to 16, lanes to 64, torch to 96"
+    assert describe({DENSE: {1: "few", 2: "torch", 96: "torch"}}) == [told]
+    assert parse_product(str(DENSE)) == DENSE
+
+
+# --------------------------------------------------------------------------- the kernels
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 7, 12, 16, 40])
+def test_every_kernel_that_may_be_chosen_gives_the_product(tokens: int, dtype: torch.dtype) -> None:
+    for form, weight in (("linear", torch.randn(96, 64)), ("linear_t", torch.randn(64, 96))):
+        x, weight = torch.randn(tokens, 64).to(dtype), weight.to(dtype)
+        expected = x.double() @ (weight.t() if form == "linear" else weight).double()
+        product = Product(form, str(dtype).removeprefix("torch."), 96, 64)  # type: ignore[arg-type]
+        for name in candidates(product, tokens):
+            assert can_run(name, x, weight)
+            made = multiply(name, form, x, weight)  # type: ignore[arg-type]
+            torch.testing.assert_close(
+                made.double(), expected, rtol=2e-2, atol=2e-2 if dtype != torch.float32 else 1e-4
+            )
+
+
+@pytest.mark.parametrize("fixed", ["few", "lanes", "torch"])
+def test_a_fixed_kernel_runs_all_that_it_can(fixed: str) -> None:
+    TABLE.fix(fixed)
+    for tokens in (1, 12, 40, 120):
+        x, weight = torch.randn(tokens, 64), torch.randn(96, 64)
+        torch.testing.assert_close(kernels.linear(x, weight), x @ weight.t(), rtol=1e-4, atol=1e-4)
+    assert kernels.choose_products([("linear", weight)], "m") == [
+        f"all products: {fixed}, as the settings say"
+    ]
+
+
+# --------------------------------------------------------------------------- measurements and their file
+
+
+@pytest.fixture
+def quiet_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No other process takes a processor, and there is time for all."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(timing, "_interruptions", lambda: 0)
+    whole = timing.measure
+    monkeypatch.setattr(timing, "measure", lambda weights: whole(weights, 100.0))
+
+
+@pytest.mark.usefixtures("quiet_machine")
+def test_every_candidate_is_timed_with_few_tokens_first() -> None:
+    for product, by_tokens in timing.measure(weights()).times.items():
+        assert list(by_tokens) == list(COUNTS)
+        for tokens, seconds in by_tokens.items():
+            assert set(seconds) == set(candidates(product, tokens))
+            assert all(len(rounds) == timing.ROUNDS and min(rounds) > 0 for rounds in seconds.values())
+
+
+def test_measuring_ends_in_time_and_leaves_the_rest_to_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_interruptions", lambda: 0)
+    now = iter(range(10_000))
+    measured = timing.measure(weights(), 200, lambda: float(next(now)))
+    assert list(measured.times[DENSE]) == [1, 2]
+
+
+def test_rounds_in_which_the_machine_was_busy_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Then the rule holds, and the next start tries again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    count = itertools.count()
+    monkeypatch.setattr(timing, "_interruptions", lambda: next(count))
+    whole = timing.measure
+    monkeypatch.setattr(timing, "measure", lambda weights: whole(weights, 0.1))
+    with caplog.at_level(logging.INFO):
+        assert timing.choose(weights(), "a model") == {DENSE: {}, TURNED: {}}
+    assert "was busy" in caplog.text
+    assert not list(tmp_path.glob("**/*.json"))
+    assert TABLE.pick(*DENSE, 1) == "few"
+
+
+@pytest.mark.usefixtures("quiet_machine")
+def test_choices_are_measured_once_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = timing.choose(weights(), "a model")
+    monkeypatch.setattr(timing, "measure", lambda weights: pytest.fail("measured again"))
+    assert timing.choose(weights(), "a model") == first
+    assert {product: TABLE.pick(*product, 1) for product in first} == {p: n[1] for p, n in first.items()}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "is damaged"),
+        ("[1, 2]", "is damaged"),
+        ('{"version": 1}', "is damaged"),
+        (b"\xff\xfe", "is damaged"),
+        ({"machine": {"processor": "another"}}, "is of another machine or model"),
+        ({"model": "another"}, "is of another machine or model"),
+        ({"version": 99}, "is of another machine or model"),
+        ({"choices": {"linear float32 96x64": {"1": "amx"}}}, "is damaged"),
+        ({"choices": {"linear float32 96x64": {"64": "few"}}}, "is damaged"),
+        ({"choices": {"matmul": {}}}, "is damaged"),
+        ({"choices": []}, "is damaged"),
+    ],
+)
+@pytest.mark.usefixtures("quiet_machine")
+def test_a_damaged_or_foreign_file_is_ignored_with_a_warning(
+    text: str | bytes | dict[str, object], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = timing.choices_file("a model")
+    timing.choose(weights(), "a model")
+    good = json.loads(path.read_text())
+    if isinstance(text, dict):
+        text = json.dumps(good | text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with caplog.at_level(logging.WARNING):
+        choices = timing.choose(weights(), "a model")
+    assert why in caplog.text
+    assert choices.keys() == {DENSE, TURNED}
+    assert json.loads(path.read_text())["model"] == "a model"  # mended
+
+
+@pytest.mark.usefixtures("quiet_machine")
+def test_a_folder_that_cannot_be_written_costs_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING):
+        assert timing.choose(weights(), "a model").keys() == {DENSE, TURNED}
+    assert "cannot be" in caplog.text

@@ -1,0 +1,129 @@
+"""The allocator of a KV cache's blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from worker.memory.backend import BlocksInUse, BrokenInvariant, OutOfBlocks
+from worker.memory.free_blocks import FreeBlocks
+from worker.memory.prefix_index import PrefixIndex
+
+
+class BlockAllocator:
+    """The block numbers 0..capacity-1, given out in the order of `FreeBlocks`."""
+
+    def __init__(self, capacity: int = 0) -> None:
+        self.index = PrefixIndex()  # of blocks in use and free ones
+        self._free = FreeBlocks((), self.index)
+        self._in_use = bytearray()  # _in_use[id]; its length is the capacity
+        self.num_touched = 0  # blocks below this number may have been written
+        self.on_empty: Callable[[], None] | None = None  # called when the last block in use is freed
+        self.extend(capacity)
+
+    @property
+    def capacity(self) -> int:
+        return len(self._in_use)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.capacity - self.num_free
+
+    @property
+    def used(self) -> list[int]:
+        return [block for block in range(self.capacity) if self._in_use[block]]
+
+    def claim(self, blocks: Sequence[int]) -> None:
+        """Take these blocks. Raises ValueError, and takes none, if one is not free."""
+        wanted = set(blocks)
+        free = set(self._free)
+        if not wanted <= free or len(wanted) != len(blocks):
+            raise ValueError(f"KV blocks claimed that are not free: {sorted(wanted - free)[:8]}")
+        self._free.forget(wanted)
+        self._free.replace(free - wanted)
+        self._use(blocks)
+
+    def allocate(self, n: int) -> list[int]:
+        """Take n blocks, in ascending order. Raises OutOfBlocks, and takes none, if fewer are free."""
+        if n > len(self._free):
+            raise OutOfBlocks(n, len(self._free), self.capacity)
+        taken = self._free.take(n)
+        self._use(taken)
+        return taken
+
+    def reuse(self, blocks: Sequence[int]) -> None:
+        """Take those of these indexed blocks that are free, with what they hold."""
+        self._use(self._free.take_indexed(blocks))
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Free these blocks; of indexed ones the last is kept longest.
+
+        Raises ValueError, and frees none, if one is not in use or given twice.
+        """
+        wrong = [b for b in blocks if not (0 <= b < self.capacity and self._in_use[b])]
+        if wrong or len(set(blocks)) != len(blocks):
+            raise ValueError(f"KV blocks freed that are not in use, or freed twice: {wrong or list(blocks)}")
+        for block in blocks:
+            self._in_use[block] = False
+        self._free.add(blocks)
+        if blocks and self.on_empty is not None and self.num_free == self.capacity:
+            self.on_empty()
+
+    def live_from(self, capacity: int) -> list[int]:
+        """Return the blocks in use at or above `capacity`, which must move before shrinking to it."""
+        return [block for block in range(capacity, self.capacity) if self._in_use[block]]
+
+    def relocate(self, moves: Mapping[int, int]) -> None:
+        """Rename blocks in use whose contents were moved (from -> to); the sources are free."""
+        self.index.rename(moves)
+        self._free.replace({*self._free}.difference(moves.values()).union(moves))
+        for source, target in moves.items():
+            self._in_use[source], self._in_use[target] = False, True
+
+    def extend(self, capacity: int) -> None:
+        """Grow to `capacity` with free blocks. Raises ValueError if that is less than now."""
+        if capacity < self.capacity:
+            raise ValueError(f"cannot extend {self.capacity} KV blocks to {capacity}; truncate")
+        self._free.add(range(self.capacity, capacity))
+        self._in_use.extend(bytes(capacity - self.capacity))
+
+    def truncate(self, capacity: int) -> None:
+        """Shrink to `capacity`. Raises BlocksInUse, changing nothing, if a block above is in use."""
+        live = self.live_from(capacity)
+        if live:
+            raise BlocksInUse(live, capacity)
+        self.index.forget_where(lambda block: block >= capacity)
+        self._free.replace(block for block in self._free if block < capacity)
+        del self._in_use[capacity:]
+
+    def check_integrity(self) -> None:
+        """Check that every block is free once, or in use. Raises BrokenInvariant and AssertionError."""
+        self.index.check_integrity(self.capacity)
+        self._free.check_integrity()
+        free = set(self._free)
+        expected = {block for block in range(self.capacity) if not self._in_use[block]}
+        if free != expected:
+            raise BrokenInvariant(
+                f"KV blocks both free and in use, or neither: {sorted(free ^ expected)[:8]}"
+            )
+
+    def _use(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._in_use[block] = True
+        self.num_touched = max(self.num_touched, max(blocks, default=-1) + 1)
+
+
+def plan_moves_below(used: Iterable[int], capacity: int) -> dict[int, int]:
+    """Plan the moves (from -> to) of blocks in use at or above `capacity` to the lowest free ones below it.
+
+    Raises OutOfBlocks if there are not enough.
+    """
+    taken = set(used)
+    live = sorted(block for block in taken if block >= capacity)
+    targets = [block for block in range(capacity) if block not in taken][: len(live)] if live else []
+    if len(targets) < len(live):
+        raise OutOfBlocks(len(live), len(targets), capacity)
+    return dict(zip(live, targets, strict=True))

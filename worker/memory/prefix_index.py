@@ -1,0 +1,133 @@
+"""An index of KV blocks by the tokens that they hold, for later requests with the same beginning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from bus.precisions import Precision, is_below
+from bus.prefix_keys import is_published
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedBlock:
+    """The contents of a full block.
+
+    precision: the lowest of any layer while this block, or one before it, was computed. depth: blocks before
+    it.
+    """
+
+    key: bytes
+    precision: Precision
+    depth: int
+
+
+class PrefixIndex:
+    """Full blocks by key (`bus.prefix_keys`); a key has one block.
+
+    A closed index takes nothing in: while layers of a group run at two degrees only blocks in use travel, so
+    free ones hold nothing of use.
+    """
+
+    def __init__(self, *, is_open: bool = True) -> None:
+        self._is_open = is_open
+        self._blocks: dict[bytes, int] = {}  # least recently used first
+        self._contents: dict[int, IndexedBlock] = {}
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._contents
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_open
+
+    def open(self) -> None:
+        """Take blocks in from now on."""
+        self._is_open = True
+
+    def close(self) -> None:
+        """Forget all blocks and take none in."""
+        self._is_open = False
+        self._blocks.clear()
+        self._contents.clear()
+
+    def find(self, keys: Sequence[bytes], floor: Precision) -> list[int]:
+        """Return the blocks of the first keys, up to one that is missing or was made below `floor`."""
+        found: list[int] = []
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is None or is_below(self._contents[block].precision, floor):
+                break
+            found.append(block)
+        return found
+
+    def precision_of(self, block: int) -> Precision:
+        """Return the precision that made an indexed block. Raises KeyError for another."""
+        return self._contents[block].precision
+
+    def touch(self, blocks: Iterable[int]) -> None:
+        """Count these indexed blocks as used now."""
+        for block in blocks:
+            key = self._contents[block].key
+            self._blocks[key] = self._blocks.pop(key)
+
+    def add(self, block: int, key: bytes, precision: Precision, depth: int = 0) -> None:
+        """Index a full block, unless the key has a block that is as precise."""
+        if not self._is_open:
+            return
+        known = self._blocks.get(key)
+        if known is not None:
+            if not is_below(self._contents[known].precision, precision):
+                return
+            self.forget(known)
+        self.forget(block)
+        self._blocks[key] = block
+        self._contents[block] = IndexedBlock(key, precision, depth)
+
+    def forget(self, block: int) -> None:
+        """Remove a block whose memory will hold something else."""
+        if contents := self._contents.pop(block, None):
+            del self._blocks[contents.key]
+
+    def forget_where(self, is_gone: Callable[[int], bool]) -> None:
+        """Remove every block for which `is_gone` is true."""
+        for block in [block for block in self._contents if is_gone(block)]:
+            self.forget(block)
+
+    def rename(self, moves: Mapping[int, int]) -> None:
+        """Follow blocks whose contents were moved at once (from -> to); what the targets held is gone."""
+        moved = {to: self._contents.get(block) for block, to in moves.items()}
+        for block in (*moves.keys(), *moves.values()):
+            self.forget(block)
+        for block, contents in moved.items():
+            if contents:
+                self._contents[block] = contents
+                self._blocks[contents.key] = block
+
+    def recent_keys(self, most: int) -> list[bytes]:
+        """Return up to `most` keys that are to be published (`bus.prefix_keys`), the last used first.
+
+        Looks at four times as many blocks at most, so that a report of a large cache costs no more.
+        """
+        looked_at = islice(reversed(self._blocks.items()), 4 * most)
+        published = (key for key, block in looked_at if is_published(self._contents[block].depth))
+        return list(islice(published, most))
+
+    @property
+    def blocks(self) -> set[int]:
+        """The indexed blocks."""
+        return set(self._contents)
+
+    @property
+    def highest(self) -> int:
+        """The highest block indexed; -1 for none."""
+        return max(self._contents, default=-1)
+
+    def check_integrity(self, capacity: int) -> None:
+        """Raise AssertionError unless keys and blocks are in step and all blocks exist."""
+        assert self._blocks == {each.key: block for block, each in self._contents.items()}
+        assert all(0 <= block < capacity for block in self._contents)
