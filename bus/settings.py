@@ -164,6 +164,9 @@ class WorkerSettings(Section):
     product_kernel: str = _key("", "kernel of dense products on a CPU: few, lanes, torch; empty: the fastest")
     spin: bool = _key(False, "CPU threads spin while they wait: faster if nothing else needs the cores")
     lease_s: float = _key(3.0, "a worker is dead after this long without a sign", gt=0.3)
+    publish_ms: float = _key(
+        10.0, "tokens made within this time are sent together; first and last ones at once", ge=0, le=1000
+    )
     telemetry_s: float = _key(0.25, "interval of reports under load", gt=0)
     idle_telemetry_s: float = _key(1.0, "interval of reports while nothing runs", gt=0)
     watchdog_s: float = _key(60.0, "a step that takes longer ends the process", gt=0)

@@ -114,6 +114,8 @@ class InputBatch:
         for chunk in chunks:
             self._update_blocks(chunk.seq)
             chunk.generation = chunk.seq.generation
+        if all(_is_plain_decode(chunk) for chunk in chunks):
+            return self._build_decodes(chunks)
         num_seqs = len(chunks)
         rows = np.fromiter((chunk.seq.row for chunk in chunks), np.int64, num_seqs)
         starts = np.fromiter((chunk.seq.num_computed_tokens for chunk in chunks), np.int64, num_seqs)
@@ -143,6 +145,26 @@ class InputBatch:
             prompt_ranges=prompt_ranges,
         )
 
+    def _build_decodes(self, chunks: list[ScheduledChunk]) -> ScheduledBatch:
+        """Do what `build` does for a step that only decodes, with a third of the operations."""
+        num_seqs = len(chunks)
+        rows = np.array([chunk.seq.row for chunk in chunks], np.int64)
+        lengths = [len(chunk.seq.token_ids) for chunk in chunks]
+        return ScheduledBatch(
+            chunks=chunks,
+            input=ModelInput(
+                token_ids=np.array([chunk.seq.token_ids[-1] for chunk in chunks], np.int64),
+                q_lens=np.ones(num_seqs, np.int64),
+                context_lens=np.array(lengths, np.int64),
+                blocks=self._blocks[rows, : -(-max(lengths) // self.limits.block_tokens)],
+                logit_rows=np.arange(num_seqs),
+            ),
+            sampling=chunks,
+            sampling_rows=rows,
+            output_positions=np.array([chunk.seq.num_output for chunk in chunks], np.int64),
+            prompt_ranges=[],
+        )
+
     def _update_blocks(self, seq: Sequence) -> None:
         known = self._num_blocks[seq.row]
         if known != len(seq.block_ids):
@@ -164,6 +186,10 @@ class InputBatch:
                     ranges.append((seq, first, end))
                     rows.append(np.arange(chunk_begin + first, chunk_begin + end))
         return ranges, rows
+
+
+def _is_plain_decode(chunk: ScheduledChunk) -> bool:
+    return chunk.num_tokens == 1 == chunk.seq.num_uncomputed_tokens and not chunk.seq.prompt_logprobs
 
 
 def merge_inputs(inputs: Seq[ModelInput]) -> ModelInput:
@@ -193,11 +219,15 @@ def empty_input() -> ModelInput:
 
 def attention_plan(given: ModelInput, block_tokens: int, device: torch.device) -> AttentionPlan:
     """Make the tensors that every layer's attention reads."""
-    ends = given.q_lens.cumsum()
-    positions = np.arange(given.num_tokens) + (given.context_lens - ends).repeat(given.q_lens)
-    of_token = np.arange(len(given.q_lens)).repeat(given.q_lens)
+    num_seqs = len(given.q_lens)
+    ends, max_q_len = given.q_lens.cumsum(), int(given.q_lens.max(initial=0))
+    if max_q_len == 1:
+        positions, of_token = given.context_lens - 1, np.arange(num_seqs)
+    else:
+        positions = np.arange(given.num_tokens) + (given.context_lens - ends).repeat(given.q_lens)
+        of_token = np.arange(num_seqs).repeat(given.q_lens)
     slots = given.blocks[of_token, positions // block_tokens] * np.int64(block_tokens)
-    cu_seqlens_q = np.zeros(len(given.q_lens) + 1, np.int32)
+    cu_seqlens_q = np.zeros(num_seqs + 1, np.int32)
     cu_seqlens_q[1:] = ends
     return AttentionPlan(
         cu_seqlens_q=to_tensor(cu_seqlens_q, device),
@@ -205,7 +235,7 @@ def attention_plan(given: ModelInput, block_tokens: int, device: torch.device) -
         block_table=to_tensor(given.blocks, device),
         slot_mapping=to_tensor(slots + positions % block_tokens, device),
         positions=to_tensor(positions, device),
-        max_q_len=int(given.q_lens.max(initial=0)),
+        max_q_len=max_q_len,
         max_context_len=int(given.context_lens.max(initial=0)),
     )
 

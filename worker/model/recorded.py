@@ -130,7 +130,7 @@ def _run(step: _Step, embedding: torch.Tensor, token_ids: torch.Tensor, plan: At
 
     assert isinstance(step.program, KernelProgram)
     own = step.plan
-    torch.index_select(embedding, 0, token_ids, out=step.residual)
+    _copy_rows(step.residual, embedding, token_ids.tolist())
     _write(own.context_lens, plan.context_lens)
     _write(own.slot_mapping, plan.slot_mapping)
     _write(own.positions, plan.positions)
@@ -138,6 +138,14 @@ def _run(step: _Step, embedding: torch.Tensor, token_ids: torch.Tensor, plan: At
     if token_ids.shape[0] > 1:  # the only work item of one sequence is always the same
         rework(own, plan)
     return step.program.run()
+
+
+def _copy_rows(target: torch.Tensor, source: torch.Tensor, rows: list[int]) -> None:
+    """Copy these rows of `source`, one after the other, to the contiguous `target`."""
+    to, nbytes = target.data_ptr(), target.shape[1] * target.element_size()
+    of, step = source.data_ptr(), source.stride(0) * source.element_size()
+    for i, row in enumerate(rows):
+        ctypes.memmove(to + i * nbytes, of + row * step, nbytes)
 
 
 def _write(target: torch.Tensor, source: torch.Tensor) -> None:

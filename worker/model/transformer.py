@@ -91,6 +91,8 @@ class Transformer:
         logit_rows that this rank's planner wants, R of them. In the last layer only logit_rows continue after
         attention: nothing reads the others any more.
 
+        The result may lie in memory that the next step writes to.
+
         Raises ValueError for segments that are not the layers as they are, and PeerLost of the group.
         """
         self._check(segments)
@@ -133,8 +135,7 @@ class Transformer:
         halves = [half for layer in self.layers for half in (layer.attention, layer.feed_forward)]
         parts = Parts(halves, caches)
         logits = self._recorded.run(self.ends.embedding, token_ids, alone.plan, logit_rows, parts, forward)
-        # The next step writes to the same memory.
-        return None if logits is None else logits.to(torch.float32, copy=True)
+        return None if logits is None else logits.float()
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the residual [T, H] before the first layer of int64 [T]."""

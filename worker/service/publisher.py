@@ -1,5 +1,8 @@
 """Publish outputs of steps and reports of morphs, in order.
 
+The way of a token: `ResultQueue` takes it from the engine's thread to the event loop, `OutputPublisher` sorts
+it by gateway, and `Outbox` sends it.
+
 While Redis is away the parcels stay, up to `capacity`; then the engine pauses, and resumes when half of them
 are out. A parcel whose answer was lost is sent again: gateways drop deltas that they have, by index.
 """
@@ -18,6 +21,7 @@ from itertools import islice
 from bus.client import Bus, BusFull, BusUnavailable
 from bus.messages import Delta, MorphReport, StepOutput
 from bus.names import Names
+from worker.engine.core import Output
 from worker.engine.engine import StepResult
 from worker.service.engine_thread import EngineThread
 from worker.service.ledger import Ledger, Ticket
@@ -27,6 +31,49 @@ log = logging.getLogger(__name__)
 
 MAX_PARCELS_AT_ONCE = 64  # of one MULTI: Redis serves no other client while it runs
 FULL_RETRY_S = 0.2  # Redis at maxmemory: gateways trim as they read
+
+
+class ResultQueue:
+    """Carries results from the engine's thread to the event loop; those of short steps go together.
+
+    To wake the event loop, Redis and the gateway for each token takes most of a millisecond of the cores that
+    compute, as long as a step of a small model. So tokens wait up to `interval_s` for the next ones. The
+    first and the last token of a request do not wait, and bring along what waits.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        take: Callable[[int, list[StepResult]], None],
+        interval_s: float,
+    ) -> None:
+        """take: gets the epoch and the results, in the event loop and in order."""
+        self._loop, self._take, self._interval_s = loop, take, interval_s
+        self._waiting: deque[tuple[int, list[StepResult]]] = deque()
+        self._timer: asyncio.TimerHandle | None = None  # while it is set, `_tick` will come
+
+    def put(self, epoch: int, results: list[StepResult]) -> None:
+        """Take the results of a step, in the engine's thread."""
+        self._waiting.append((epoch, results))
+        if self._timer is None or any(_is_urgent(output) for result in results for output in result.outputs):
+            self._loop.call_soon_threadsafe(self.flush)
+
+    def flush(self) -> None:
+        """Hand over all that waits. Only in the event loop."""
+        while self._waiting:
+            self._take(*self._waiting.popleft())
+        if self._timer is None and self._interval_s:
+            self._timer = self._loop.call_later(self._interval_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None  # before the look: whoever puts a result later wakes the event loop himself
+        if self._waiting:
+            self.flush()
+
+
+def _is_urgent(output: Output) -> bool:
+    delta = output.delta
+    return delta.finish_reason is not None or not delta.index or not delta.token_ids
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ from worker.service.ledger import Ledger
 from worker.service.loading import Loaded, Loader, LoadTask
 from worker.service.measures import Measures
 from worker.service.membership import Membership
-from worker.service.publisher import Outbox, OutputPublisher, ReportPublisher
+from worker.service.publisher import Outbox, OutputPublisher, ReportPublisher, ResultQueue
 from worker.service.tasks import end
 from worker.service.telemetry import TelemetryReporter, watch_steps
 
@@ -81,13 +81,14 @@ class Serving:
         self._draining = asyncio.Event()
         self._ledger = Ledger()
         runner = ProfileRunner(self._settings.morph_share)
+        results = ResultQueue(self._loop, self._take_results, self._settings.publish_ms / 1000)
         self._thread = EngineThread(
             loaded.engine,
             loaded.pages,
             loaded.morphs,
             loaded.grouping,
             snapshot_s=self._settings.telemetry_s,
-            on_results=self._in_loop(self._take_results),
+            on_results=results.put,
             on_snapshot=self._in_loop(lambda snapshot: self._reporter.take(snapshot)),
             on_reports=self._in_loop(self._take_reports),
             on_death=self._in_loop(self._die),

@@ -22,7 +22,7 @@ def save(folder: Path, family: str = "llama", **options: int) -> Path:
 
 
 def run(runner: Runner, steps: list[dict[int, list[int]]]) -> list[torch.Tensor]:
-    return [runner.step(step) for step in steps]
+    return [runner.step(step).clone() for step in steps]  # the next step may write to the same memory
 
 
 def programs(runner: Runner) -> dict[int, bool]:
