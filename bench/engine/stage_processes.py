@@ -29,7 +29,6 @@ from bench.common.processes import END, Children
 from bus.messages import PARTS
 from bus.precisions import BITS, Precision
 from worker.distributed.messages import Peer
-from worker.distributed.probe import ProbeResponder
 from worker.distributed.transport import Transport
 from worker.engine.build import MIB, compile_kernels, make_cache, make_pool
 from worker.engine.core import EngineCore
@@ -42,6 +41,7 @@ from worker.pipeline.stage_host import StageHost
 from worker.pipeline.stage_runner import LoadedStage
 from worker.profiler.device_memory import peak_memory
 from worker.profiler.fingerprint import CutPlan
+from worker.profiler.links import ProbeResponder
 from worker.shape.host_images import at_once, writing_half
 from worker.shape.ranges import VariantRanges
 

@@ -13,7 +13,7 @@ from worker.model.layout import CheckpointTensor, plan_model
 from worker.model.sources import CheckpointWeights
 from worker.model.weights import tensors_in
 from worker.offline.layerwise import LayerwiseModel
-from worker.shape.copies import lay_out
+from worker.shape.copier import lay_out
 
 CPU = torch.device("cpu")
 Named = dict[str, torch.Tensor]  # without "model.layers.{i}."

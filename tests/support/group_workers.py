@@ -33,10 +33,10 @@ from worker.morph.reshard import make_resharder
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
 from worker.morph.verbs import NoVariants, Variants
-from worker.parallel.group_morphs import use_grouping
 from worker.parallel.grouping import Grouping
 from worker.parallel.local_instance import LocalInstance
 from worker.service.engine_thread import EngineThread
+from worker.service.groups import use_grouping
 from worker.shape.copier import Copier
 from worker.shape.variants import LayerVariants
 

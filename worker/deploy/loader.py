@@ -35,8 +35,7 @@ from worker.morph.run import NotApplied
 from worker.morph.target import Target
 from worker.morph.verbs import NoVariants, Variants, reserve_pages
 from worker.pipeline.split import check_degree, own_part, own_shard
-from worker.shape.copier import CopyJob
-from worker.shape.copies import source_copy
+from worker.shape.copier import CopyJob, source_copy
 from worker.shape.host_images import find_matrices
 from worker.shape.layer_order import load_order
 from worker.shape.ranges import PageMask, build_half, spans_of

@@ -12,7 +12,7 @@ from worker.distributed.carriers import carrier_for
 from worker.distributed.communicator import Communicator
 from worker.distributed.kv_exchange import Moved
 from worker.shape.checks import ROW_BYTES
-from worker.shape.copies import ByteSpan
+from worker.shape.copier import ByteSpan
 
 
 class Memory(Protocol):

@@ -9,9 +9,8 @@ import torch
 
 import kernels
 from bus.messages import SamplingParams
-from worker.engine.core import EngineCore
+from worker.engine.core import EngineCore, Stats
 from worker.engine.sequence import Limits, own_request
-from worker.engine.stats import Stats
 from worker.memory import CpuBackend, KVCache, PagePool
 from worker.model import Model, ModelError
 from worker.model.layout import degrees

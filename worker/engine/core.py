@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from bus.histogram import Accumulator
 from bus.messages import (
     Delta,
     FinishReason,
@@ -30,7 +31,6 @@ from worker.engine.sampling import token_logprobs
 from worker.engine.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
 from worker.engine.sequence import BlockPool, Limits, Sequence
 from worker.engine.shape import below_floor, shape_id
-from worker.engine.stats import Stats
 
 log = logging.getLogger(__name__)
 
@@ -462,3 +462,16 @@ class EngineCore:
             reject_reason=reject_reason,
             cached_tokens=cached_tokens,
         )
+
+
+class Stats:
+    """Counters and histograms (seconds) of one instance; written by the engine's thread only."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.finished: Counter[str] = Counter()
+        self.queue = Accumulator()
+        self.step = Accumulator()
+        self.time_to_first_token = Accumulator()
+        self.time_per_output_token = Accumulator()

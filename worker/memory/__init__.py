@@ -13,9 +13,8 @@
 """
 
 from worker.memory.backend import BlocksInUse, BrokenInvariant, MappingFailed, OutOfBlocks, OutOfPages
-from worker.memory.block_allocator import BlockAllocator, plan_moves_below
+from worker.memory.block_allocator import BlockAllocator, FreeBlocks, plan_moves_below
 from worker.memory.cpu import CpuBackend
-from worker.memory.free_blocks import FreeBlocks
 from worker.memory.kv_cache import KVCache
 from worker.memory.pool import PagePool, VirtualRange
 from worker.memory.prefix_index import PrefixIndex

@@ -15,9 +15,8 @@ from typing import Any
 from bus.messages import Deploy, Morph, MorphOutcome, MorphReport, Number, Resize, Retire, Swap
 from worker.engine.engine import DEVICE_ERRORS
 from worker.memory import BrokenInvariant
-from worker.morph.job import Job
 from worker.morph.resize import ResizeRun
-from worker.morph.run import NotApplied, Peers, Run
+from worker.morph.run import Job, NotApplied, Peers, Run
 from worker.morph.swap import HalvesInProgress, SwapRun
 from worker.morph.target import Target
 from worker.shape.copier import Copier, Pace

@@ -16,8 +16,7 @@ from worker.model.model import Model
 from worker.model.shard import Shard
 from worker.morph.verbs import Variants
 from worker.shape.checks import CheckedPages
-from worker.shape.copier import CopyJob
-from worker.shape.copies import ByteSpan, source_copy
+from worker.shape.copier import ByteSpan, CopyJob, source_copy
 from worker.shape.ranges import PageMask, VariantKey, VariantRanges, checked_pages, variant_name
 from worker.shape.variants import LayerVariants
 

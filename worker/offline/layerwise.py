@@ -12,7 +12,7 @@ from worker.model.layout import RangePlan, plan_model
 from worker.model.sources import CheckpointWeights
 from worker.model.transformer import Ends, Transformer
 from worker.model.weights import Tensors, tensors_in
-from worker.shape.copies import lay_out
+from worker.shape.copier import lay_out
 from worker.shape.host_images import MatrixSource, plan_variants, write_half
 
 _BLOCK_TOKENS = 16

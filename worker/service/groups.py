@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import re
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
 from bus.client import Bus, BusUnavailable
-from bus.messages import InstanceCard, WorkerCard
+from bus.messages import Deploy, InstanceCard, Morph, Retire, Transform, WorkerCard
 from worker.deploy.model_host import HostedModel, ModelHost, max_blocks
 from worker.distributed.messages import Peer
 from worker.model.layout import degrees
+from worker.morph.manager import MorphManager
 from worker.morph.reshard import make_resharder
-from worker.parallel.group_morphs import use_grouping
+from worker.morph.run import Peers
 from worker.parallel.grouping import Grouping
 from worker.parallel.local_instance import LocalInstance
+from worker.parallel.transform import TransformRun
 from worker.service.engine_thread import EngineThread
 from worker.shape.copier import Copier
 
@@ -127,3 +130,40 @@ def led_groups(own: WorkerCard, cards: Iterable[WorkerCard]) -> Iterator[tuple[s
 def _by_number(name: str) -> list[tuple[int, str]]:
     """Return a key that sorts w2 before w10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
+
+
+def use_grouping(morphs: MorphManager, grouping: Grouping | None, *, layers_per_step: int = 1) -> None:
+    """Let `morphs` run transforms over `grouping`; None: this worker joins no group from here on."""
+    if grouping is None:
+        morphs.starters.pop(Transform, None)
+        morphs.obstacle = lambda kind: ""
+        return
+
+    def obstacle(kind: type[Morph]) -> str:
+        executor = grouping.executor
+        if grouping.busy_with or not executor:
+            return grouping.busy_with
+        if not executor.coordinator:
+            return f"it is in a group that {executor.formation.members[0]} leads; order it there"
+        return "it is in a group; let the group part first" if kind in (Deploy, Retire) else ""
+
+    def transform(command: Transform, peers: Peers) -> TransformRun:
+        return TransformRun(command, grouping, peers, layers_per_step=layers_per_step)
+
+    def split() -> None:
+        assert grouping.executor
+        if not morphs.num_running:
+            command = Transform(
+                id=f"split-{uuid.uuid4().hex[:8]}",
+                epoch=morphs.epoch,
+                instance=grouping.local.instance.id,
+                workers=list(grouping.executor.formation.members),
+                epochs={},
+                tp=1,
+            )
+            morphs.begin(command, grouping.peers, reason="a member of the group is about to leave")
+
+    morphs.starters[Transform] = transform
+    morphs.obstacle = obstacle
+    grouping.why_not = lambda: "a morph is running there" if morphs.num_running else ""
+    grouping.on_split_requested = split

@@ -22,7 +22,7 @@ from worker.model.model import Model
 from worker.model.shard import Shard
 from worker.model.weights import tensors_of
 from worker.shape.checks import CheckedPages
-from worker.shape.copies import ByteSpan
+from worker.shape.copier import ByteSpan
 
 VariantKey = tuple[int, Part, Precision]
 PageMask = npt.NDArray[np.bool_]  # of a range: which of its pages

@@ -20,8 +20,7 @@ from worker.model.shard import Shard
 from worker.model.sources import CheckpointWeights, checkpoint_digest
 from worker.model.weights import Tensors, tensors_in
 from worker.shape.checks import CheckedPages, check_outputs, expected_outputs, num_outputs, num_rows, row_sums
-from worker.shape.copier import CopyJob
-from worker.shape.copies import host_copy, lay_out
+from worker.shape.copier import CopyJob, host_copy, lay_out
 from worker.shape.host_images import MatrixSource, find_matrices, plan_variants, write_half
 from worker.shape.host_store import HostStore, Images
 from worker.shape.ranges import PageMask, VariantKey, VariantRanges, build_half, checked_pages, variant_name

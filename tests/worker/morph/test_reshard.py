@@ -374,7 +374,7 @@ def test_what_the_system_refuses_half_way_is_undone_or_done_again(
 def test_what_was_mapped_is_unmapped_again_whether_its_copy_ended_or_not(
     resharding: Resharding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.shape.copies._CPU_CHUNK_BYTES", 4096)
+    monkeypatch.setattr("worker.shape.copier._CPU_CHUNK_BYTES", 4096)
     pool, weights = resharding.pool, resharding.weights
     whole = resharding.bytes()
     weights.narrow(1, Shard(1, 2))

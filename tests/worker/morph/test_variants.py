@@ -412,7 +412,7 @@ def test_a_reference_that_is_damaged_itself_lets_nothing_pass(morphing: Morphing
 
 
 def test_a_copy_stops_when_it_is_told_to(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.shape.copies._CPU_CHUNK_BYTES", 4096)
+    monkeypatch.setattr("worker.shape.copier._CPU_CHUNK_BYTES", 4096)
     made = Morphing(wide, tmp_path)
     made.variants.map(0, "ffn", "int8")
     job, asked = made.variants.copy_job(0, "ffn", "int8"), list[None]()

@@ -12,11 +12,9 @@ import pytest
 import torch
 
 from bus.deployments import LinkSample, ProbePeer
-from worker.distributed import probe
-from worker.distributed.probe import ProbeResponder
 from worker.distributed.transport import Link, Transport
 from worker.profiler import links
-from worker.profiler.links import measure_links
+from worker.profiler.links import ProbeResponder, measure_links
 
 HOST = "127.0.0.1"
 HIDDEN = 64
@@ -66,34 +64,34 @@ def test_nobody_there_or_with_another_key_gives_no_samples(other: Transport) -> 
 
 def test_one_that_is_silent_is_not_waited_for_long(other: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "PATIENCE_S", 0.3)
-    monkeypatch.setattr(probe.ProbeResponder, "_take", lambda *_: None)
+    monkeypatch.setattr(links.ProbeResponder, "_take", lambda *_: None)
     assert measured(peer_of(other)) == []
 
 
 def test_one_that_measures_with_another_already_says_so_and_the_hops_stay(
     other: Transport, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(probe, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(links, "PATIENCE_S", 0.3)
     with responders[other]._measures:
         assert {one.kind for one in measured(peer_of(other))} == {"hop"}
     assert "another worker measures with it already" in caplog.text
 
 
 def test_one_that_leaves_in_the_middle_ends_it(other: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer, answered = probe.ProbeResponder._take, 0
+    answer, answered = links.ProbeResponder._take, 0
 
-    def leaves(self: probe.ProbeResponder, link: Link, message: Any, behind: torch.Tensor) -> None:
+    def leaves(self: links.ProbeResponder, link: Link, message: Any, behind: torch.Tensor) -> None:
         nonlocal answered
         answered += 1
         answer(self, link, message, behind) if answered < 20 else link.close()
 
-    monkeypatch.setattr(probe.ProbeResponder, "_take", leaves)
+    monkeypatch.setattr(links.ProbeResponder, "_take", leaves)
     assert measured(peer_of(other)) == []
 
 
 def test_a_dtype_that_no_model_has_is_refused() -> None:
     with pytest.raises(ValueError, match=r"dtype torch\.int8: these are known: torch\.float32"):
-        probe.tensors_for([4], "torch.int8", torch.device("cpu"))
+        links.tensors_for([4], "torch.int8", torch.device("cpu"))
 
 
 def wait_until(holds: Callable[[], bool], within_s: float = 5.0) -> bool:

@@ -22,8 +22,7 @@ from worker.distributed.kv_exchange import Moved
 from worker.model.shard import Shard
 from worker.parallel.rows import RowChoice, RowCosts, choose_rows
 from worker.shape.checks import ROW_BYTES, CheckedPages
-from worker.shape.copier import Rate
-from worker.shape.copies import ByteSpan
+from worker.shape.copier import ByteSpan, Rate
 
 # ---------------------------------------------------------------------------- which way
 
