@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 QUICK  := not slow and not faults and not docker and not gpu and not browser
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-faults test-browser check format bench bench-morph bench-quality bench-paper bench-transform bench-serving bench-scheduler bench-placement bench-estimate bench-deploy bench-profile-load bench-prefix bench-peers gpu demo-model compose-test clean
+.PHONY: help serve test test-again test-faults test-browser check format bench bench-morph bench-quality bench-paper bench-transform bench-serving bench-scheduler bench-placement bench-estimate bench-deploy bench-profile-load bench-prefix bench-peers gpu demo-model compose-test clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +20,9 @@ serve: $(VENV)/.serve ## start the service; MODEL=dir, INSTAR_PORT and INSTAR_WO
 
 test: $(VENV)/.dev ## the tests, without the slow ones
 	@$(BIN)/pytest -q -n 2 --dist loadfile -m "$(QUICK)"
+
+test-again: $(VENV)/.dev ## the tests that failed last, alone; if all pass now, they depend on timing
+	@$(BIN)/pytest -q -rA --last-failed --last-failed-no-failures none --show-capture no --maxfail 3 -m "$(QUICK)"
 
 test-faults: $(VENV)/.dev ## harms the real service; ends in a table; STORM_S=600: long storms; JOBS=3: files at once
 	@STORM_S=$${STORM_S:-60} $(BIN)/pytest -q -n $${JOBS:-2} --dist loadfile -m "faults and not docker and not gpu"
