@@ -131,11 +131,18 @@ class Cluster:
             self._ready[model] = [ready for ready in instances if ready.worker != worker]
 
     def forget_retired(self, active: set[str]) -> None:
-        """Forget models that were deployed, are not among `active` and are not served."""
+        """Forget models that were deployed, are not among `active` and are not served.
+
+        What still waits for them is refused. While no worker is known nothing is forgotten: Redis may have
+        lost its data.
+        """
+        if not self.workers:
+            return
         served = {card.model for worker in self.workers.values() for card in worker.instances}
         for model, card in list(self.cards.items()):
             if card.deployed and model not in active | served:
                 self._forget(model)
+                self._retired.add(model)
 
     def _forget(self, model: str) -> None:
         self.cards.pop(model, None)

@@ -99,6 +99,35 @@ def test_what_finds_no_other_instance_ends_with_404_once_the_model_is_gone() -> 
     core.gateway.check_integrity()
 
 
+def test_what_waits_for_a_deployment_that_is_retired_after_its_worker_died_ends_with_404() -> None:
+    core = core_of("w0", "w1")
+    retire(core, "w1")  # it serves nothing
+    (card,) = core.cards["w0"].instances
+    core.cards["w0"] = replace(core.cards["w0"], instances=[replace(card, deployed="d-1")])
+    core.poll()
+    (state,) = core.submit("r")
+    del core.cards["w0"]
+    for _ in range(40):
+        core.poll()
+        core.cluster.forget_retired({"m"})
+    assert error_of(state) is None, "it is waited for"
+    core.cluster.forget_retired(set())
+    core.poll()
+    error = error_of(state)
+    assert error and (error.status, error.code) == (404, "model_not_found")
+    core.gateway.check_integrity()
+
+
+def test_a_redis_that_lost_its_data_lets_no_model_be_forgotten() -> None:
+    core = core_of("w0")
+    (card,) = core.cards["w0"].instances
+    core.cards["w0"] = replace(core.cards["w0"], instances=[replace(card, deployed="d-1")])
+    core.poll()
+    core.cluster.forget_workers()
+    core.cluster.forget_retired(set())
+    assert core.gateway.models.card("m").model == "m"
+
+
 def test_what_is_sent_to_an_instance_that_is_gone_comes_back() -> None:
     core = core_of("w0", "w1")
     (state,) = core.submit("r", begun=False)
