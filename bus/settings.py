@@ -161,7 +161,9 @@ class WorkerSettings(Section):
         "/dev/shm", "folder in memory for all variants of all layers; the workers of a host share it"
     )
     threads: int = _key(0, "CPU threads of the kernels; 0: all cores", ge=0)
-    product_kernel: str = _key("", "kernel of dense products on a CPU: few, lanes, torch; empty: the fastest")
+    product_kernel: str = _key(
+        "", "kernel of dense products on a CPU: few, row, lanes, torch; empty: the fastest"
+    )
     spin: bool = _key(False, "CPU threads spin while they wait: faster if nothing else needs the cores")
     lease_s: float = _key(3.0, "a worker is dead after this long without a sign", gt=0.3)
     publish_ms: float = _key(

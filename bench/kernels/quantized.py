@@ -58,7 +58,7 @@ def _runs(inputs: int, outputs: int, x: torch.Tensor) -> dict[str, Run]:
     runs: dict[str, Run] = {"full": lambda: kernels.linear(x, next(full))}
     for bits in CODE_BITS:
         copies = _copies(inputs * outputs * bits / 8)
-        weights = [_weight(inputs, outputs, bits) for _ in range(copies)]
+        weights = [random_weight(inputs, outputs, bits) for _ in range(copies)]
         runs[f"int{bits}"] = partial(_next, kernels.quantized_linear, x, itertools.cycle(weights))
         # Slow enough that no cache matters.
         runs[f"unpack{bits}"] = partial(kernels.quantized_linear.reference, x, weights[0])
@@ -73,7 +73,7 @@ def _next(product: Callable[..., object], x: torch.Tensor, weights: Iterator[Any
     return product(x, next(weights))
 
 
-def _weight(inputs: int, outputs: int, bits: int) -> QuantizedWeight:
+def random_weight(inputs: int, outputs: int, bits: int) -> QuantizedWeight:
     codes = torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8)
     scales = torch.rand(1, outputs, inputs // GROUP).half()
     zeros = torch.randint(0, 2**bits, scales.shape, dtype=torch.uint8)

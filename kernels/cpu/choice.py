@@ -3,7 +3,8 @@
 =======  ====================================================  =====================
 kernel   what it is                                            runs
 =======  ====================================================  =====================
-few      reads the weights once, at the memory's speed         up to MOST_FEW tokens
+few      reads the weights once, four rows at a time           up to MOST_FEW tokens
+row      the same, row by row                                  2 to MOST_ROW tokens, weights [N, K]
 lanes    `kernels.cpu.products`: a lane is a token             float32, weights [N, K]
 torch    MKL or oneDNN                                         always
 =======  ====================================================  =====================
@@ -19,17 +20,19 @@ from itertools import groupby
 from typing import Final, Literal, NamedTuple
 
 Form = Literal["linear", "linear_t"]
-KernelName = Literal["few", "lanes", "torch"]
+KernelName = Literal["few", "row", "lanes", "torch"]
 Seconds = Mapping[KernelName, Sequence[float]]  # of the rounds in which all took turns
 
-KERNELS: Final[tuple[KernelName, ...]] = ("few", "lanes", "torch")
+KERNELS: Final[tuple[KernelName, ...]] = ("few", "row", "lanes", "torch")
 MOST_FEW: Final = 16
+MOST_ROW: Final = 4
 MOST_LANES: Final = 96
 LEAST_LANES: Final = 9  # fewer would waste more than half of the lanes
 COUNTS: Final = (1, 2, 4, 8, 12, 16, 32, 64, 96)  # tokens that are measured; others go by the next of them
 # A kernel replaces the built-in rule's if its best time is below this part of the other's, and if it was
 # faster in this part of the rounds: on a busy machine a single time says little.
 MARGIN: Final = 0.8
+OWN_MARGIN: Final = 0.95  # of one that a step can be recorded with as well
 MAJORITY: Final = 0.75
 
 
@@ -59,6 +62,8 @@ def candidates(product: Product, tokens: int) -> list[KernelName]:
     found: list[KernelName] = []
     if tokens <= MOST_FEW:
         found.append("few")
+    if product.form == "linear" and 2 <= tokens <= MOST_ROW:
+        found.append("row")
     has_lanes = product.form == "linear" and product.dtype == "float32"
     if has_lanes and LEAST_LANES <= tokens <= MOST_LANES:
         found.append("lanes")
@@ -70,23 +75,49 @@ def built_in(product: Product, tokens: int) -> KernelName:
     return candidates(product, tokens)[0]
 
 
-def decide(product: Product, times: Mapping[int, Seconds]) -> dict[int, KernelName]:
-    """Return the kernel for each measured number of tokens; `times` has the seconds of its candidates."""
-    chosen: dict[int, KernelName] = {}
-    for tokens, seconds in times.items():
-        usual = built_in(product, tokens)
-        best = min(seconds, key=lambda name: min(seconds[name]), default=usual)
-        is_better = usual not in seconds or _is_faster(seconds[best], seconds[usual])
-        chosen[tokens] = best if is_better else usual
+Choices = Mapping[Product, Mapping[int, KernelName]]
+
+
+def decide(times: Mapping[Product, Mapping[int, Seconds]]) -> dict[Product, dict[int, KernelName]]:
+    """Return the kernels for a model's products, by measured number of tokens.
+
+    times: the seconds of the candidates. A step of few tokens can be recorded if none of its products is
+    torch's, which saves more than torch does at one of them: torch's must save time in the step as a whole.
+    """
+    chosen: dict[Product, dict[int, KernelName]] = {product: {} for product in times}
+    for tokens in sorted({tokens for measured in times.values() for tokens in measured}):
+        rows = {product: measured[tokens] for product, measured in times.items() if tokens in measured}
+        found = {product: _decide_one(product, tokens, seconds) for product, seconds in rows.items()}
+        if tokens <= MOST_FEW and "torch" in found.values():
+            without = {product: _without_torch(seconds) or seconds for product, seconds in rows.items()}
+            own = {product: _decide_one(product, tokens, seconds) for product, seconds in without.items()}
+            if "torch" not in own.values() and _total(rows, found) >= MARGIN * _total(rows, own):
+                found = own
+        for product, name in found.items():
+            chosen[product][tokens] = name
     return chosen
 
 
-def _is_faster(one: Sequence[float], other: Sequence[float]) -> bool:
+def _decide_one(product: Product, tokens: int, seconds: Seconds) -> KernelName:
+    usual = built_in(product, tokens)
+    best = min(seconds, key=lambda name: min(seconds[name]), default=usual)
+    if usual not in seconds:
+        return best
+    margin = MARGIN if best == "torch" else OWN_MARGIN
+    return best if _is_faster(seconds[best], seconds[usual], margin) else usual
+
+
+def _without_torch(seconds: Seconds) -> Seconds:
+    return {name: taken for name, taken in seconds.items() if name != "torch"}
+
+
+def _total(rows: Mapping[Product, Seconds], names: Mapping[Product, KernelName]) -> float:
+    return sum(min(rows[product][name]) for product, name in names.items())
+
+
+def _is_faster(one: Sequence[float], other: Sequence[float], margin: float) -> bool:
     wins = sum(a < b for a, b in zip(one, other, strict=True))
-    return min(one) < MARGIN * min(other) and wins >= MAJORITY * len(one)
-
-
-Choices = Mapping[Product, Mapping[int, KernelName]]
+    return min(one) < margin * min(other) and wins >= MAJORITY * len(one)
 
 
 class Table:

@@ -117,8 +117,8 @@ MULTIPLY = Kernel(_multiply, "q" * 10)
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     name = _pick("linear", x, weight)
-    if name == "few":
-        return few(x, weight[None], bias)[:, 0]
+    if name in ("few", "row"):
+        return few(x, weight[None], bias, by_row=name == "row")[:, 0]
     if name == "torch":
         return calls.linear.reference(x, weight, bias)
     out = _product(x, weight[None])[:, 0]
@@ -127,8 +127,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def stacked_linear(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     name = _pick("linear", x, weights)
-    if name == "few":
-        return few(x, weights)
+    if name in ("few", "row"):
+        return few(x, weights, by_row=name == "row")
     if name == "lanes":
         return _product(x, weights)
     # torch's batched product of short floats runs word by word: a decode in bfloat16 took 26 times as long.
@@ -152,7 +152,7 @@ def _pick(form: Form, x: torch.Tensor, weight: torch.Tensor) -> KernelName:
 
 def can_run(name: KernelName, x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return True if the kernel takes x and the weight as they lie; the number of tokens is the table's."""
-    if name == "few":
+    if name in ("few", "row"):
         return can_multiply(x, weight)
     return name == "torch" or _has_lanes(x, weight)
 
@@ -163,7 +163,9 @@ def multiply(name: KernelName, form: Form, x: torch.Tensor, weight: torch.Tensor
         return (calls.linear if form == "linear" else calls.linear_t).reference(x, weight)
     if form == "linear_t":
         return few_t(x, weight)
-    return (few if name == "few" else _product)(x, weight[None])[:, 0]
+    if name == "lanes":
+        return _product(x, weight[None])[:, 0]
+    return few(x, weight[None], by_row=name == "row")[:, 0]
 
 
 def _has_lanes(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -25,7 +25,6 @@ from kernels.cpu.team import Kernel, next_item
 
 F32 = np.float32
 ROWS = 4  # worked on together, with TOKENS tokens
-CACHED = 4096  # elements of x: more leave no room for the weights in a first-level cache
 LINES = 2  # prefetched for each line read by a group of tokens: two groups fetch ROWS rows
 ITEMS_OF_THREAD = 2  # with weights [N, K]: a thread reads long streams, and may take over from a busy one
 LEAST_BYTES = 32768  # of weights, of such an item
@@ -88,14 +87,14 @@ def _dot(kind):
     """Multiply x by one or more matrices [N, K]; the outputs of a matrix follow those of the one before it.
 
     Words: x and its row stride; w, its row stride and that of its matrices; bias and its step; out and its
-    row stride; tokens, inputs, outputs of a matrix, rows of an item, bytes of an element.
+    row stride; tokens, inputs, outputs of a matrix, rows of an item, bytes of an element, 1 if by row.
     """
     p = address_of(kind)
     x, x_row = read_i64(p + 16), read_i64(p + 24)
     w, w_row, w_matrix = read_i64(p + 32), read_i64(p + 40), read_i64(p + 48)
     bias, bias_step, out, out_row = read_i64(p + 56), read_i64(p + 64), read_i64(p + 72), read_i64(p + 80)
     tokens, inputs, outputs = read_i64(p + 88), read_i64(p + 96), read_i64(p + 104)
-    step, size = read_i64(p + 112), read_i64(p + 120)
+    step, size, by_row = read_i64(p + 112), read_i64(p + 120), read_i64(p + 128)
     items = (outputs + step - 1) // step  # of a matrix
     item = next_item(p)
     if item < 0:
@@ -104,8 +103,7 @@ def _dot(kind):
     if size != 4:
         _widen(kind, x, x_row, tokens, inputs, size, widened)
         x, x_row = widened, inputs * 4
-    is_long = tokens > 4 or (tokens > 1 and tokens * inputs > CACHED)
-    follows = is_long and w_row == inputs * size
+    follows = tokens > 1 and by_row == 0 and w_row == inputs * size
     while item >= 0:
         matrix = item // items
         first = (item - matrix * items) * step
@@ -209,7 +207,7 @@ def _reduce(kind):
         item = next_item(p)
 
 
-DOT = Kernel(_dot, "q" * 14)
+DOT = Kernel(_dot, "q" * 15)
 ADD_UP = Kernel(_add_up, "q" * 10)
 REDUCE = Kernel(_reduce, "q" * 8)
 _NO_BIAS = np.zeros(1, F32)  # zero in every dtype
@@ -227,8 +225,14 @@ def can_multiply(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def few(x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Multiply x [T, K] by each of weights [M, N, K], transposed, plus bias [N]: [T, M, N]."""
+def few(
+    x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None = None, *, by_row: bool = False
+) -> torch.Tensor:
+    """Multiply x [T, K] by each of weights [M, N, K], transposed, plus bias [N]: [T, M, N].
+
+    by_row: work on one row at a time, which some processors are faster with where x is small; the result has
+    the same bits.
+    """
     tokens, inputs = x.shape
     count, outputs = weights.shape[:2]
     size = x.element_size()
@@ -242,7 +246,7 @@ def few(x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None = None
         *(x.data_ptr(), x.stride(0) * size),
         *(weights.data_ptr(), weights.stride(1) * size, weights.stride(0) * size),
         *((_NO_BIAS.ctypes.data, 0) if bias is None else (bias.data_ptr(), size)),
-        *(out.data_ptr(), count * outputs * size, tokens, inputs, outputs, step, size),
+        *(out.data_ptr(), count * outputs * size, tokens, inputs, outputs, step, size, by_row),
     )
     return out
 

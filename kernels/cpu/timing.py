@@ -225,7 +225,7 @@ def _measured(weights: Weights, model: str, path: Path) -> Choices:
     """Measure, and write the choices to `path`."""
     began = time.perf_counter()
     measured = measure(weights)
-    choices = {product: decide(product, times) for product, times in measured.times.items()}
+    choices = decide(measured.times)
     log.info("timed the kernels of %d products in %.2f s", len(choices), time.perf_counter() - began)
     if measured.was_busy:
         log.info("the machine was busy meanwhile: they are timed again at the next start")

@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from kernels.cpu.choice import (
     parse_product,
 )
 from kernels.cpu.products import can_run, multiply
+from kernels.cpu.products_few import few
 
 DENSE = Product("linear", "float32", 96, 64)
 TURNED = Product("linear_t", "float32", 64, 96)
@@ -49,8 +51,25 @@ def test_the_fastest_kernel_is_chosen_but_not_for_a_little() -> None:
         64: {"lanes": [10.0] * 4, "torch": [3.0] * 4},
     }
     chosen = {1: "few", 2: "few", 4: "torch", 12: "lanes", 64: "torch"}
-    assert decide(DENSE, times) == chosen  # type: ignore[arg-type]
-    assert decide(DENSE, {}) == {}
+    assert decide({DENSE: times}) == {DENSE: chosen}  # type: ignore[dict-item]
+    assert decide({}) == {}
+
+
+def test_of_two_kernels_that_can_be_recorded_the_faster_is_chosen() -> None:
+    times = {4: {"few": [10.0] * 4, "row": [9.0] * 4, "torch": [9.5] * 4}}
+    assert decide({DENSE: times}) == {DENSE: {4: "row"}}  # type: ignore[dict-item]
+
+
+def test_torch_must_save_time_in_the_step_as_a_whole() -> None:
+    """One product of torch's, and the step cannot be recorded."""
+    small = {1: {"few": [2.0] * 4, "torch": [1.0] * 4}}
+    large = {1: {"few": [20.0] * 4, "torch": [20.0] * 4}}
+    times: Any = {DENSE: small, TURNED: large}
+    assert decide(times) == {DENSE: {1: "few"}, TURNED: {1: "few"}}
+    large[1]["torch"] = [10.0] * 4
+    assert decide(times) == {DENSE: {1: "torch"}, TURNED: {1: "torch"}}
+    alone: Any = {1: {"torch": [20.0] * 4}}  # cannot be recorded anyway
+    assert decide({DENSE: small, TURNED: alone}) == {DENSE: {1: "torch"}, TURNED: {1: "torch"}}  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("product", [DENSE, TURNED, SHORT])
@@ -83,7 +102,9 @@ def test_numbers_of_tokens_between_two_measured_ones_go_by_the_larger() -> None:
 
 
 def test_a_kernel_that_there_is_not_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="no kernel 'amx' for products here; there are few, lanes, torch"):
+    with pytest.raises(
+        ValueError, match="no kernel 'amx' for products here; there are few, row, lanes, torch"
+    ):
         kernels.configure(0, "amx")
 
 
@@ -112,7 +133,7 @@ def test_every_kernel_that_may_be_chosen_gives_the_product(tokens: int, dtype: t
             )
 
 
-@pytest.mark.parametrize("fixed", ["few", "lanes", "torch"])
+@pytest.mark.parametrize("fixed", ["few", "row", "lanes", "torch"])
 def test_a_fixed_kernel_runs_all_that_it_can(fixed: str) -> None:
     TABLE.fix(fixed)
     for tokens in (1, 12, 40, 120):
@@ -121,6 +142,14 @@ def test_a_fixed_kernel_runs_all_that_it_can(fixed: str) -> None:
     assert kernels.choose_products([("linear", weight)], "m") == [
         f"all products: {fixed}, as the settings say"
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_row_by_row_gives_the_same_bits(dtype: torch.dtype) -> None:
+    weights = torch.randn(2, 70, 96).to(dtype)
+    for tokens in (2, 3, 4):
+        x = torch.randn(tokens, 96).to(dtype)
+        assert few(x, weights, by_row=True).equal(few(x, weights))
 
 
 # --------------------------------------------------------------------------- measurements and their file
@@ -147,7 +176,7 @@ def test_every_candidate_is_timed_with_few_tokens_first() -> None:
 def test_measuring_ends_in_time_and_leaves_the_rest_to_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_interruptions", lambda: 0)
     now = iter(range(10_000))
-    measured = timing.measure(weights(), 200, lambda: float(next(now)))
+    measured = timing.measure(weights(), 260, lambda: float(next(now)))
     assert list(measured.times[DENSE]) == [1, 2]
 
 
