@@ -13,7 +13,7 @@ from kernels import calls
 from kernels.cpu.choice import TABLE, Form, describe
 from kernels.packing import TILE, packed_size
 from kernels.plan import AttentionPlan
-from kernels.quantized import QuantizedWeight
+from kernels.quantized import GROUP_STEP, QuantizedWeight
 
 
 def configure(threads: int = 0, product_kernel: str = "") -> int:
@@ -94,12 +94,17 @@ def _warm_up_quantized(dtype: torch.dtype, inputs: int, bits: int, device: torch
     """Run the product on each path: by number of tokens, by input scale and, on a GPU, split or not."""
     inputs = max(TILE, inputs // TILE * TILE)
     row = torch.zeros(1, 1, packed_size(inputs, bits), dtype=torch.uint8)
-    level, scale = torch.zeros(1, 1, inputs // TILE), torch.ones(inputs)
-    parts = (row, level.half(), level.to(torch.uint8))
-    sizes = (TILE,) if device.type == "cpu" else (TILE, 512 * TILE)
-    for outputs, tokens, input_scale in itertools.product(sizes, (1, 17, 33, 65), (None, scale)):
+    scale = torch.ones(inputs)
+    is_cpu = device.type == "cpu"
+    sizes = (TILE,) if is_cpu else (TILE, 512 * TILE)
+    groups = (TILE, GROUP_STEP) if is_cpu else (TILE,)  # some kernels of a CPU take whole tiles only
+    for outputs, tokens, input_scale, group in itertools.product(
+        sizes, (1, 17, 33, 65), (None, scale), groups
+    ):
+        level = torch.zeros(1, 1, inputs // group)
+        parts = (row, level.half(), level.to(torch.uint8))
         codes, scales, zeros = (part.expand(1, outputs, -1) for part in parts)
-        weight = QuantizedWeight(codes, scales, zeros, bits, TILE, "outputs", input_scale)
+        weight = QuantizedWeight(codes, scales, zeros, bits, group, "outputs", input_scale)
         calls.quantized_linear(torch.zeros(tokens, inputs, dtype=dtype), weight)
 
 

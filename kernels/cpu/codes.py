@@ -134,10 +134,10 @@ def make_levels(typingctx: Any, scales: Any, zeros: Any, count: Any, target: Any
         scales, zeros, count, target, width = args
         step = ir.Constant(I64, LANES)
         with cgutils.for_range_slice(builder, ir.Constant(I64, 0), count, step) as (at, _):
-            inside = _lanes_below(builder, builder.sub(count, at))
-            scale = _masked(builder, F16, builder.add(scales, times(builder, at, 2)), inside)
+            inside = lanes_below(builder, builder.sub(count, at))
+            scale = masked(builder, F16, builder.add(scales, times(builder, at, 2)), inside)
             scale = builder.fpext(scale, wide(F32))
-            zero = builder.zext(_masked(builder, I8, builder.add(zeros, at), inside), wide(I32))
+            zero = builder.zext(masked(builder, I8, builder.add(zeros, at), inside), wide(I32))
             offset = builder.fmul(builder.fsub(constant(F32, 0.0), scale), _floats(builder, zero))
             place = builder.add(target, times(builder, at, 4))
             store(builder, types.float32, place, scale)
@@ -147,13 +147,13 @@ def make_levels(typingctx: Any, scales: Any, zeros: Any, count: Any, target: Any
     return types.void(*(types.int64,) * 5), emit
 
 
-def _lanes_below(builder: Any, count: Any) -> Any:
+def lanes_below(builder: Any, count: Any) -> Any:
     first = builder.insert_element(ir.Constant(wide(I64), ir.Undefined), count, ir.Constant(I32, 0))
     counts = builder.shuffle_vector(first, first, ir.Constant(wide(I32), [0] * LANES))
     return builder.icmp_signed("<", ir.Constant(wide(I64), list(range(LANES))), counts)
 
 
-def _masked(builder: Any, element: Any, address: Any, mask: Any) -> Any:
+def masked(builder: Any, element: Any, address: Any, mask: Any) -> Any:
     """Load the lanes inside the mask; the others are zero, and their memory is not read."""
     pointer = builder.inttoptr(address, wide(element).as_pointer())
     name = f"llvm.masked.load.v{LANES}{'f16' if element == F16 else 'i8'}.p0"

@@ -45,12 +45,17 @@ def _times(builder: Any, step: Any, count: int) -> Any:
 
 def _prefetch_lines(builder: Any, address: Any, count: int) -> None:
     """Prefetch `count` cache lines from an address on; one past the end of the weights does no harm."""
+    for i in range(count):
+        emit_prefetch(builder, _plus(builder, address, 64 * i))
+
+
+def emit_prefetch(builder: Any, address: Any) -> None:
+    """Prefetch the cache line at a byte address into the second-level cache; never faults."""
     pointer = I8.as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
     callee = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
     read, keep, data = (ir.Constant(I32, value) for value in (0, 2, 1))
-    for i in range(count):
-        builder.call(callee, [builder.inttoptr(_plus(builder, address, 64 * i), pointer), read, keep, data])
+    builder.call(callee, [builder.inttoptr(address, pointer), read, keep, data])
 
 
 def sum_lanes(builder: Any, lanes: Any) -> Any:

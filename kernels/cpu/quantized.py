@@ -6,6 +6,8 @@ With up to FEW tokens most time goes into reading and decoding weights: the code
 are decoded in registers and multiplied by every token. With more tokens most time goes into multiplying: a
 piece of ITEM_OUTPUTS outputs by PIECE_TILES tiles is decoded into a core's cache and multiplied there by
 BLOCK_TOKENS tokens, as in `kernels.cpu.products`. Neither keeps an unpacked weight.
+
+On a processor with AMX, up to 16 tokens are multiplied in whole numbers (`kernels.cpu.quantized_bytes`).
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 # Functions of the compiler carry no annotations: numba infers their types, one compilation per dtype.
@@ -19,6 +21,7 @@ from kernels.cpu.attention_call import aligned
 from kernels.cpu.codes import make_levels
 from kernels.cpu.compiled import compiled
 from kernels.cpu.products import ITEM_OUTPUTS, clear, multiply_rows, turn_back, turn_in
+from kernels.cpu.quantized_bytes import can_multiply, few_bytes
 from kernels.cpu.quantized_call import BYTES, LAYOUT, levels_row, read_weight, words_of
 from kernels.cpu.quantized_tile import decode, dots
 from kernels.cpu.simd import LANES, address_of, read_i64
@@ -170,6 +173,8 @@ def quantized_linear(
     weight.check_operands(x, bias)
     if weight.unit_outputs < ROWS or not x.shape[0]:
         return calls.quantized_linear.reference(x, weight, bias)
+    if can_multiply(x, weight):
+        return few_bytes(x, weight, bias)
     x32 = x.float() if weight.input_scale is None else x.float() * weight.input_scale
     x32 = x32 if x32.stride(1) == 1 else x32.contiguous()
     tokens, w = x.shape[0], words_of(weight)

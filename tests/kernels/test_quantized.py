@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import kernels
+from bench.kernels.checks import assert_close
+from bench.kernels.quantized_checks import quantized_checks
 from bench.kernels.quantized_weights import quantized
+from kernels.cpu import amx
 from kernels.packing import CODE_BITS
 from kernels.quantized import QuantizedWeight
 
@@ -81,6 +85,70 @@ def test_units_are_put_together_in_order(split: Any) -> None:
     run = QuantizedWeight(weight.codes[1:], weight.scales[1:], weight.zeros[1:], 8, 64, split)
     part = w[5:] if split == "outputs" else w[:, 128:]
     assert float((kernels.dequantize(run) - part).abs().max()) < 0.05  # a run of units is a shard
+
+
+def without_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amx, "CAN_USE", False)
+
+
+@pytest.mark.parametrize(
+    "check", [pytest.param(check, id=name) for name, check in quantized_checks("cpu", "cpu", assert_close)]
+)
+def test_the_kernels_for_a_processor_without_amx_agree_with_their_oracle(
+    check: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_amx(monkeypatch)
+    check()
+
+
+@pytest.mark.skipif(not amx.CAN_USE, reason="the processor has no AMX")
+@pytest.mark.parametrize("bits", CODE_BITS)
+@pytest.mark.parametrize(
+    ("units", "unit_outputs", "unit_inputs", "group", "split"),
+    [(1, 16, 64, 64, "outputs"), (3, 17, 192, 192, "outputs"), (2, 100, 1088, 64, "inputs")],
+)
+def test_a_product_with_amx_is_the_plain_one_whatever_the_number_of_tokens(
+    bits: int,
+    units: int,
+    unit_outputs: int,
+    unit_inputs: int,
+    group: int,
+    split: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight, _ = quantized(
+        units=units,
+        unit_outputs=unit_outputs,
+        unit_inputs=unit_inputs,
+        bits=bits,
+        group=group,
+        split=split,
+        is_scaled=True,
+    )
+    x, bias = torch.randn(17, weight.num_inputs), torch.randn(weight.num_outputs)
+    products = [kernels.quantized_linear(x[:tokens], weight, bias) for tokens in range(1, 18)]
+    for tokens, product in enumerate(products[:16], 1):
+        assert torch.equal(product, products[15][:tokens])
+    without_amx(monkeypatch)
+    plain = [kernels.quantized_linear(x[:tokens], weight, bias) for tokens in range(1, 18)]
+    for product, expected in zip(products, plain, strict=True):
+        size = expected.norm() / expected.numel() ** 0.5
+        assert float((product - expected).abs().max() / size) < 1e-5
+
+
+@pytest.mark.parametrize("bits", CODE_BITS)
+def test_one_bad_input_spoils_its_own_token_only(bits: int) -> None:
+    weight, _ = quantized(units=1, unit_outputs=48, unit_inputs=128, bits=bits, group=64)
+    x = torch.randn(4, 128)
+    whole = kernels.quantized_linear(x, weight)
+    x[1, 3], x[2, 7] = float("inf"), float("nan")
+    spoilt = kernels.quantized_linear(x, weight)
+    assert torch.equal(spoilt[[0, 3]], whole[[0, 3]])
+    assert not spoilt[[1, 2]].isfinite().any()
+    x[1:] = torch.tensor([0.0, 1e-40, 3e38])[:, None]
+    extremes = kernels.quantized_linear(x, weight)
+    assert bool((extremes[1] == 0).all()) and float(extremes[2].abs().max()) < 1e-36
+    assert torch.equal(extremes[0], whole[0])
 
 
 U8, F16 = torch.uint8, torch.float16

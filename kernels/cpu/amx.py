@@ -1,0 +1,93 @@
+"""The tile registers of AMX inside numba: products of bytes, 16 rows by 16 columns by 64 inputs at a time.
+
+A register has 16 rows of 64 bytes. One instruction multiplies A [16, 64] of unsigned bytes by B [64, 16] of
+signed bytes into C [16, 16] of int32, without rounding. B lies as [16, 16, 4]: the four bytes of column j in
+row i are its inputs 4 i to 4 i + 3. (Intel, Architecture Instruction Set Extensions Programming Reference,
+chapter 3.)
+
+A thread calls `configure` before the first product and `release` behind the last one: Linux saves 8 KB more
+for a thread whose tile registers are in use.
+"""
+
+# mypy: allow-untyped-decorators
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import config, types
+from numba.extending import intrinsic
+
+from kernels.cpu.simd import I8, I64, call
+
+TILE_ROWS = 16
+ROW_BYTES = 64
+CONFIG_BYTES = 64
+_SYS_ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM of Linux on x86-64
+
+
+def _can_use() -> bool:
+    """Return True if the processor has AMX, numba compiles for it and Linux lets this process use it."""
+    if config.CPU_NAME is not None or config.CPU_FEATURES is not None or config.DISABLE_JIT:
+        return False
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    features = llvm.get_host_cpu_features()
+    if not all(features.get(name) for name in ("amx-tile", "amx-int8", "avx512f", "avx512bw")):
+        return False
+    return bool(ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0)
+
+
+CAN_USE = _can_use()
+
+
+def _pointer(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, I8.as_pointer())
+
+
+@intrinsic
+def configure(typingctx: Any, address: Any) -> Any:
+    """Make all eight registers 16 rows of 64 bytes; 64 bytes at `address` are overwritten."""
+
+    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
+        bytes_of_row = [byte for _ in range(8) for byte in (ROW_BYTES, 0)]
+        words = [1, *[0] * 15, *bytes_of_row, *[0] * 16, *[TILE_ROWS] * 8, *[0] * 8]
+        block = ir.Constant(ir.VectorType(I8, CONFIG_BYTES), words)
+        builder.store(block, builder.inttoptr(args[0], block.type.as_pointer()), align=1)
+        call(builder, "llvm.x86.ldtilecfg", ir.VoidType(), _pointer(builder, args[0]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
+@intrinsic
+def release(typingctx: Any) -> Any:
+    """Give the registers up."""
+
+    def emit(context: Any, builder: Any, _s: Any, _args: Any) -> Any:
+        call(builder, "llvm.x86.tilerelease", ir.VoidType())
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+def emit_product(builder: Any, a: Any, a_row: Any, b: Any, c: Any) -> None:
+    """Write to c int32 [16, 16] the product of a uint8 [16, 64] and b int8 [16, 16, 4].
+
+    Byte addresses; the rows of a are a_row bytes apart, the others contiguous.
+    """
+    line = ir.Constant(I64, ROW_BYTES)
+    first, second, third = (ir.Constant(I8, register) for register in range(3))
+    for name, *operands in (
+        ("tileloadd64", first, _pointer(builder, a), a_row),
+        ("tileloadd64", second, _pointer(builder, b), line),
+        ("tilezero", third),
+        ("tdpbusd", third, first, second),
+        ("tilestored64", third, _pointer(builder, c), line),
+    ):
+        call(builder, f"llvm.x86.{name}", ir.VoidType(), *operands)
