@@ -63,36 +63,37 @@ def largest(typingctx: Any, most: Any, x: Any) -> Any:
 
 
 @intrinsic
-def write_digits(typingctx: Any, x: Any, place: Any, address: Any) -> Any:
-    """Round x to whole numbers; write the digits of one place in base 256, and return them as float32.
+def write_digits(typingctx: Any, place: Any, x: Any, factor: Any, address: Any) -> Any:
+    """Round a tile of x times factor to whole numbers; write the digits of one place in base 256.
 
-    A digit is in [-128, 127]; place 0 is the lowest. Four digits fill a word; words are TILE bytes apart.
+    place is a literal, 0 the lowest. x is the byte address of 64 float32, factor a vector. A digit is in
+    [-128, 127]. Four digits fill a word; words are 64 bytes apart. Returns the digits' sums, lane by lane.
     """
+    if not isinstance(place, types.IntegerLiteral):
+        return None
+    shift = 8 * place.literal_value
 
     def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
-        x, place, address = args
+        _, x, factor, address = args
         mask, mode = ir.Constant(I16, -1), ir.Constant(I32, TO_NEAREST)
-        whole = call(
-            builder, "llvm.x86.avx512.mask.cvtps2dq.512", wide(I32), x, constant(I32, 0), mask, mode
-        )  # unlike `fptosi` it is defined for numbers too large
-        shift = builder.trunc(times(builder, place, 8), I32)
-        below = builder.sub(builder.shl(ir.Constant(I32, 1), shift), ir.Constant(I32, 1))
-        half = builder.and_(ir.Constant(I32, 0x8080), below)  # what lower digits below 0 borrow
-        moved = builder.ashr(builder.add(whole, _splat(builder, half)), _splat(builder, shift))
-        digits = builder.trunc(moved, wide(I8))
-        words = builder.bitcast(digits, ir.VectorType(I32, 4))
-        for i in range(4):
-            word = builder.extract_element(words, ir.Constant(I32, i))
-            to = builder.inttoptr(plus(builder, address, i * TILE), I32.as_pointer())
-            builder.store(word, to, align=4)
-        return builder.sitofp(digits, wide(F32))
+        sums = constant(I32, 0)
+        for vector in range(TILE // LANES):
+            values = load(builder, types.float32, plus(builder, x, vector * LANES * 4))
+            # Unlike `fptosi` this is defined for numbers too large.
+            name, scaled = "llvm.x86.avx512.mask.cvtps2dq.512", builder.fmul(values, factor)
+            whole = call(builder, name, wide(I32), scaled, constant(I32, 0), mask, mode)
+            half = 0x8080 & (1 << shift) - 1  # what lower digits below 0 borrow
+            moved = builder.ashr(builder.add(whole, constant(I32, half)), constant(I32, shift))
+            digits = builder.trunc(moved, wide(I8))
+            sums = builder.add(sums, builder.sext(digits, wide(I32)))
+            words = builder.bitcast(digits, ir.VectorType(I32, 4))
+            for i in range(4):
+                word = builder.extract_element(words, ir.Constant(I32, i))
+                to = plus(builder, address, (vector * 4 + i) * TILE)
+                builder.store(word, builder.inttoptr(to, I32.as_pointer()), align=4)
+        return builder.sitofp(sums, wide(F32))
 
-    return vec(vec, types.int64, types.int64), emit
-
-
-def _splat(builder: Any, scalar: Any) -> Any:
-    first = builder.insert_element(ir.Constant(wide(I32), ir.Undefined), scalar, ir.Constant(I32, 0))
-    return builder.shuffle_vector(first, first, _vector(I32, [0] * LANES))
+    return vec(place, types.int64, vec, types.int64), emit
 
 
 # --------------------------------------------------------------------------- from codes to bytes

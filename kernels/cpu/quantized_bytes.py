@@ -67,6 +67,14 @@ def _column_tiles(tokens):
     return (DIGITS * tokens + LANES - 1) // LANES
 
 
+@compiled
+def _write_place(place, source, inverse, before, column, digits, sums):
+    """Write a tile's digits of one place, and their sum, to a column of the registers behind `before`."""
+    register, lane = before + column // LANES, column % LANES
+    total = write_digits(place, source, inverse, digits + register * TILE_BYTES + lane * 4)
+    write_f32(sums + (register * LANES + lane) * 4, hsum(total))
+
+
 def _prepare(kind):
     """Write the digits of each token; an item is a token.
 
@@ -96,15 +104,10 @@ def _prepare(kind):
         write_f32(scales + item * 4, most / LARGEST + hsum(spoilt))
         inverse = vsplat(LARGEST / most if most > F32(0.0) else F32(0.0))
         for tile in range(inputs // TILE):
-            for digit in range(DIGITS):
-                column = item * DIGITS + digit
-                place = (tile * columns + column // LANES) * LANES
-                total = vsplat(F32(0.0))
-                for quarter in range(TILE // LANES):
-                    values = vload(F32, row + (tile * TILE + quarter * LANES) * 4) * inverse
-                    target = digits + place * amx.ROW_BYTES + quarter * 4 * amx.ROW_BYTES + column % LANES * 4
-                    total = total + write_digits(values, digit, target)
-                write_f32(sums + (place + column % LANES) * 4, hsum(total))
+            source, first = row + tile * TILE * 4, item * DIGITS
+            _write_place(0, source, inverse, tile * columns, first, digits, sums)
+            _write_place(1, source, inverse, tile * columns, first + 1, digits, sums)
+            _write_place(2, source, inverse, tile * columns, first + 2, digits, sums)
             if item == tokens - 1:  # what is left there may make sums of denormal numbers, which are slow
                 for column in range(tokens * DIGITS, columns * LANES):
                     write_f32(sums + (tile * columns * LANES + column) * 4, F32(0.0))
