@@ -156,7 +156,7 @@ class Policy:
         by_mode={"performance": _HALF_AS_MANY},
     )
     cooldown_s: float = _field(
-        5.0, _WHEN, "Cool-down", "s", (0, 86_400), "time between morphs of an instance"
+        5.0, _WHEN, "Cool-down", "s", (0, 86_400), "time from a morph until layers go back or groups change"
     )
     step_layers: int = _field(
         0,
@@ -164,7 +164,7 @@ class Policy:
         "Layers in a morph",
         "layers",
         (0, MAX_COUNT),
-        "layers that one morph swaps",
+        "layers that one morph swaps, or more if the queue needs them",
         zero="as the mode says",
         by_mode=_layers_of({"accuracy": 1 / 8, "default": 1 / 4, "performance": 1 / 2}, "step_layers"),
     )

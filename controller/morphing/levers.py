@@ -83,18 +83,27 @@ def take_free_pages(view: View, rules: Rules) -> MorphDecision | None:
 
 
 def swap_down(view: View, rules: Rules) -> MorphDecision | None:
-    """Hold layers in fewer bits than they rest in; their pages become blocks."""
+    """Hold a step of layers, or as many as it takes, in fewer bits; their pages become blocks."""
     precision = _allowed(view, rules.precision)
-    count = min(rules.step_layers, rules.max_layers - view.layers_below)
-    if precision is None or count < 1:
+    if precision is None:
         return None
     pages = view.layer_pages.get(view.resting, 0) - view.layer_pages.get(precision, 0)
+    missing = view.blocks_missing(rules.kv_usage_high)
+    wanted = math.ceil(missing * view.pages_per_block / pages) if pages > 0 else 0
+    count = min(max(rules.step_layers, wanted), rules.max_layers - view.layers_below)
+    if count < 1:
+        return None
     blocks = view.kv_blocks + view.blocks_of(count * pages)
     limit = f"{view.layers_below} of at most {rules.max_layers} below {view.resting}"
     if view.layers_below + count == rules.max_layers:
         limit += "; this reaches the limit"
     reason = f"{_layers(count)} more to {precision} ({limit})"
-    numbers: dict[str, Number] = {"count": count, "max_layers": rules.max_layers, "blocks_after": blocks}
+    numbers: dict[str, Number] = {
+        "count": count,
+        "max_layers": rules.max_layers,
+        "blocks_missing": missing,
+        "blocks_after": blocks,
+    }
     return _decide(view, "swap_down", reason, numbers, count=count, precision=precision)
 
 

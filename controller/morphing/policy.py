@@ -1,7 +1,8 @@
 """The choice of a morph and its moment. Pure: the service, the tests and a simulator run the same code.
 
-A window is one message of metrics. So many in a row must show pressure or ease (MorphServe, section 6), the
-last morph must be a cool-down ago, and none may be pending. Old metrics mean hold.
+A window is one message of metrics. So many in a row must show pressure or ease (MorphServe, section 6), and
+no morph may be pending. Layers go back no sooner than a cool-down after the last morph. Relief does not wait,
+for a burst would be over. Old metrics mean hold.
 """
 
 from __future__ import annotations
@@ -93,11 +94,11 @@ def _counted(track: Track, view: View, rules: Rules, at_s: float, gap_s: float) 
 
 
 def _choose(track: Track, view: View, rules: Rules, at_s: float) -> MorphDecision | None:
-    if not track.is_ready(at_s, rules.cooldown_s):
+    if track.is_morphing(at_s):
         return None
     if track.pressure >= rules.windows:
         count, causes, levers = track.pressure, pressure(view, rules), RELIEF
-    elif track.ease >= rules.windows:
+    elif track.ease >= rules.windows and not track.is_cooling(at_s, rules.cooldown_s):
         count, causes, levers = track.ease, ease(view, rules), RETURN
     else:
         return None

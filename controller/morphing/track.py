@@ -100,10 +100,13 @@ class Track:
         """Return True if a morph of it is under way."""
         return any(morph.is_heard(at_s) for morph in self.pending.values())
 
+    def is_cooling(self, at_s: float, cooldown_s: float) -> bool:
+        """Return True until a cool-down after the last morph, also by hand."""
+        return self.morphed_s is not None and at_s < self.morphed_s + cooldown_s
+
     def is_ready(self, at_s: float, cooldown_s: float) -> bool:
         """Return True if no morph is under way and the last one is a cool-down ago."""
-        is_cooling = self.morphed_s is not None and at_s < self.morphed_s + cooldown_s
-        return not is_cooling and not self.is_morphing(at_s)
+        return not self.is_cooling(at_s, cooldown_s) and not self.is_morphing(at_s)
 
     def is_paused(self, lever: Lever, at_s: float, cooldown_s: float) -> bool:
         """Return True while `lever` pauses after a refusal."""
@@ -193,7 +196,7 @@ def _observed(track: Track, report: MorphReport, at_s: float) -> Track:
 
 def _ended(track: Track, report: MorphReport, lever: Lever | None, at_s: float) -> Track:
     if report.state in ("applied", "failed"):  # a failed one may have changed some layers: cool down, too
-        track = replace(track, morphed_s=at_s)
+        track = replace(track.uncounted(), morphed_s=at_s)  # windows before it showed another shape
     if report.state == "applied" and lever == "scale_up":
         track = replace(track, raised_s=at_s)
     if lever is None or report.state == "stale":

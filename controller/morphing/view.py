@@ -63,6 +63,11 @@ class View:
         """The queueing delay if the queue does not fit into the free blocks, else 0: none are missing."""
         return self.queue_delay_s if self.waiting_blocks > self.blocks_free else 0.0
 
+    def blocks_missing(self, kv_usage: float) -> int:
+        """Return the blocks that what runs and waits lacks to fill no more than this share of the cache."""
+        wanted = self.kv_used + max(0, self.waiting_blocks)
+        return max(0, math.ceil(wanted / kv_usage) - self.kv_blocks)
+
     @property
     def pages_spare(self) -> int:
         """Free pages beyond a reserve for a swap of any layer, its largest quantised variant; 0: unknown."""

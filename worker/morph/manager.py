@@ -24,6 +24,9 @@ from worker.shape.copier import Copier, Pace
 log = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 1000  # ids of morphs, for a command that comes again
+# A request that has missed KV blocks for so long lets morphs take all the time that they can use: slow steps
+# matter little while the queue stands. Half of the usual objective for the time to the first token.
+URGENT_S = 1.0
 # The books or the device are broken: no going on.
 FATAL: tuple[type[Exception], ...] = (BrokenInvariant, AssertionError, *DEVICE_ERRORS)
 
@@ -65,8 +68,9 @@ class MorphManager:
         self._worker = worker
         self._pace = Pace(step_share)
         self._copiers: list[Copier] = []
-        self._copier = self.make_copier(copy_share)
         self._is_busy = False
+        self._urgency = 0.0  # share of the time (0..1) that morphs may take at least
+        self._copier = self._add_copier(lambda: max(copy_share, self._urgency))
         self._in_progress = HalvesInProgress()
         self._jobs: dict[str, Job] = {}
         self._known: deque[str] = deque(maxlen=MAX_REMEMBERED)
@@ -77,7 +81,10 @@ class MorphManager:
 
     def make_copier(self, share: float) -> Copier:
         """Make a thread that copies for morphs. share: of the time, while the engine is busy."""
-        copier = Copier(lambda: self.wake(), lambda: share if self._is_busy else 1.0)
+        return self._add_copier(lambda: share)
+
+    def _add_copier(self, share: Callable[[], float]) -> Copier:
+        copier = Copier(lambda: self.wake(), lambda: share() if self._is_busy else 1.0)
         self._copiers.append(copier)
         return copier
 
@@ -158,7 +165,9 @@ class MorphManager:
         """Carry on the morphs for as long as the pace allows; `is_busy`: the engine has steps to run."""
         self._is_busy = is_busy
         if self._jobs:
-            self._pace.begin(is_busy)
+            wanting_s = max(target.instance.wanting_seconds() for target in self.targets.values())
+            self._urgency = min(1.0, wanting_s / URGENT_S)
+            self._pace.begin(is_busy, self._urgency)
             self._is_hurried = False
             for job in list(self._jobs.values()):
                 self._carry_on(job)

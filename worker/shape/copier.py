@@ -185,10 +185,13 @@ class Pace:
         self._credit_s = 0.0
         self._began = self._since = clock()
 
-    def begin(self, is_busy: bool) -> None:
-        """Begin a step boundary. Credit that an idle engine saved or spent is dropped."""
+    def begin(self, is_busy: bool, at_least: float = 0.0) -> None:
+        """Begin a step boundary. Credit that an idle engine saved or spent is dropped.
+
+        at_least: the share (0..1) since the last boundary, if it is more than that of this pace.
+        """
         now = self._clock()
-        earned = (now - self._began) * self._share
+        earned = (now - self._began) * max(self._share, at_least)
         self._credit_s = min(self._credit_s + earned, 0.0) if is_busy else IDLE_TURN_S
         self._began = self._since = now
 

@@ -143,7 +143,7 @@ def test_a_resize_that_changed_nothing_does_not_keep_layers_from_being_swapped()
     spare = replace(BURST, pages_free=1000)
     hand.see(spare, windows=3)
     hand.answer("applied")
-    decision = hand.see(spare, windows=2)
+    decision = hand.see(spare, windows=3)
     assert decision is not None
     assert decision.lever == "swap_down"
 
@@ -156,8 +156,9 @@ def test_what_was_deployed_in_few_bits_goes_back_to_these_and_no_further() -> No
     down = bolder.see(replace(BURST, resting="int4"), windows=3)
     assert down is not None
     assert (down.lever, down.precision) == ("swap_down", "int3")
-    assert down.numbers["blocks_after"] == 1000 + 32  # of 80 pages: two in each of 32 layers
-    assert "to int3 (0 of at most 16 below int4)" in down.reason
+    assert down.numbers["blocks_missing"] == 118  # of which no number of allowed layers would make enough
+    assert down.numbers["blocks_after"] == 1000 + 80  # of 160 pages: five in each of 32 layers
+    assert "16 layers more to int3 (0 of at most 16 below int4; this reaches the limit)" in down.reason
     up = Hand().see(replace(deployed, layers_below=3), windows=50)
     assert up is not None
     assert up.command("m1") == Swap(id="m1", epoch=1, instance="m@w0", precision="int4", count=3, wait_s=1.0)
@@ -244,16 +245,22 @@ def test_nothing_is_decided_while_a_morph_is_in_flight() -> None:
     hand.answer("running")
     assert hand.see(BURST, windows=50) is None
     hand.answer("applied")
-    assert hand.see(BURST, windows=2) is not None
+    assert hand.see(BURST, windows=2) is None, "windows before its end showed another shape"
+    assert hand.see(BURST) is not None
 
 
-def test_a_morph_by_hand_holds_the_policy_too_and_starts_its_cool_down() -> None:
+def test_a_morph_by_hand_holds_the_policy_too_and_delays_the_way_back_alone() -> None:
     hand = Hand(cooldown_s=5)
     hand.answer("running", "by-hand")
     assert hand.see(BURST, windows=50) is None
     hand.answer("applied", "by-hand")
-    assert hand.see(BURST, windows=9) is None
-    assert hand.see(BURST) is not None
+    assert hand.see(BURST, windows=3) is not None
+    back = Hand(cooldown_s=5)
+    back.answer("applied", "by-hand")
+    back.see(EASE)
+    back.answer("applied", "by-hand")
+    assert back.see(EASE, windows=9) is None
+    assert back.see(EASE) is not None
 
 
 def test_a_morph_that_nobody_reports_on_any_more_holds_nothing_for_ever() -> None:
@@ -263,13 +270,33 @@ def test_a_morph_that_nobody_reports_on_any_more_holds_nothing_for_ever() -> Non
     assert hand.see(BURST) is not None
 
 
-def test_the_cool_down_counts_from_the_end_of_a_morph() -> None:
+def test_the_cool_down_of_the_way_back_counts_from_the_end_of_a_morph() -> None:
     hand = Hand(cooldown_s=5)
     hand.see(BURST, windows=3)
     hand.see(BURST, windows=6)
     hand.answer("applied")
-    assert hand.see(BURST, windows=9) is None
-    assert hand.see(BURST) is not None
+    assert hand.see(EASE, windows=9) is None
+    assert hand.see(EASE) is not None
+
+
+def test_relief_waits_for_no_cool_down_but_for_windows_of_the_new_shape() -> None:
+    hand = Hand(cooldown_s=60)
+    hand.see(BURST, windows=3)
+    hand.answer("applied")
+    again = hand.see(replace(BURST, layers_below=8), windows=3)
+    assert again is not None and again.lever == "swap_down"
+
+
+def test_as_many_layers_are_swapped_as_the_queue_needs_within_the_limit() -> None:
+    def layers(waiting_blocks: int) -> tuple[int, object]:
+        decision = Hand().see(replace(BURST, waiting=9, waiting_blocks=waiting_blocks), windows=3)
+        assert decision is not None
+        return decision.count, decision.numbers["blocks_missing"]
+
+    # 950 blocks are in use, and 85 % of the cache may be; a layer makes 70
+    assert layers(0) == (8, 118), "a step, if fewer would do"
+    assert layers(600) == (12, 824)
+    assert layers(2000) == (16, 2471), "no more than the mode allows"
 
 
 def test_a_new_epoch_owes_nothing_to_the_old_one() -> None:
@@ -328,7 +355,7 @@ def test_an_applied_morph_ends_the_rests() -> None:
         while not hand.see(BURST):
             pass
         hand.answer(outcome)
-    assert hand.see(BURST) is None
+    assert hand.see(BURST, windows=2) is None
     assert hand.see(BURST) is not None
 
 

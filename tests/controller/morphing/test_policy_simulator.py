@@ -37,16 +37,22 @@ def pauses(instance: Simulated) -> list[float]:
     return [later - earlier for (earlier, _), (later, _) in pairwise(instance.morphs)]
 
 
+def pauses_before_returns(instance: Simulated) -> list[float]:
+    """Seconds from a morph to the return of layers that follows it; relief waits for no cool-down."""
+    pairs = pairwise(instance.morphs)
+    return [later - earlier for (earlier, _), (later, one) in pairs if one.lever == "swap_up"]
+
+
 @pytest.mark.parametrize("period_s", [0.5, 1, 2, 3, 5, 7, 10, 20, 45, 120])
 @pytest.mark.parametrize("mode", MODES[1:])
-def test_a_load_that_oscillates_around_the_threshold_morphs_at_most_once_in_a_cool_down(
+def test_a_load_that_oscillates_around_the_threshold_returns_at_most_once_in_a_cool_down(
     period_s: float, mode: Mode
 ) -> None:
     def oscillating(at_s: float) -> float:
         return 10.5 + 3 * math.sin(2 * math.pi * at_s / period_s)
 
     instance, _ = run(oscillating, Policy(mode=mode))
-    assert all(pause >= 5.0 for pause in pauses(instance))
+    assert all(pause >= 5.0 for pause in pauses_before_returns(instance))
     assert len(instance.morphs) <= 40  # of 120 cool-downs: a way back that was too early is not hurried again
 
 
@@ -83,7 +89,8 @@ def test_the_modes_are_points_on_one_trade_off() -> None:
         return below, sum(instance.waits)
 
     manual, accuracy, default, performance = (cost(mode) for mode in MODES)
-    assert 0 == manual[0] < accuracy[0] < default[0] < performance[0]
+    # Relief is as large as the queue needs, so the mode that may go further does not go further here.
+    assert 0 == manual[0] < accuracy[0] < min(default[0], performance[0])
     assert manual[1] > accuracy[1] > default[1] >= performance[1]
 
 
@@ -144,6 +151,6 @@ def test_any_load_keeps_to_the_limits_and_the_cool_down_and_ends_at_full_precisi
     seen = simulate([instance], policy, busy_s + calm_s)
     limit = {"accuracy": 8, "default": 16, "performance": 32}[mode]
     assert max(window.layers_below_full for window in seen) <= limit
-    assert all(pause >= cooldown_s for pause in pauses(instance))
+    assert all(pause >= cooldown_s for pause in pauses_before_returns(instance))
     assert seen[-1].layers_below_full == 0
     assert instance.num_waiting == 0

@@ -14,6 +14,7 @@ from bus.precisions import Precision
 from tests.support.engine_toys import Client, continuation, request, run
 from tests.support.morph_toys import PAGE, Rig
 from worker.engine.sequence import Sequence
+from worker.morph.manager import URGENT_S
 from worker.morph.swap import halves_text
 
 LOW = LayerShape(attention="int4", ffn="int4")
@@ -342,6 +343,22 @@ def test_a_cancelled_swap_leaves_the_old_variant_serving(rig: Rig, when: str) ->
     if hog:
         release(rig, hog)
     rig.variants.hold.set()
+
+
+@pytest.mark.parametrize(("waited_s", "urgency"), [(0.0, 0.0), (URGENT_S / 4, 0.25), (60.0, 1.0)])
+def test_the_longer_a_request_misses_blocks_the_more_time_a_morph_may_take(
+    rig: Rig, waited_s: float, urgency: float
+) -> None:
+    hog = fill(rig)  # no block is left for its next token
+    hog.arrived = 1000.0
+    rig.instance._clock = lambda: 1000.0 + waited_s
+    rig.variants.hold.clear()
+    swap(rig, "int4", layers=[0])
+    rig.advance()
+    assert rig.executor._urgency == pytest.approx(urgency)
+    rig.variants.hold.set()
+    rig.settle()
+    release(rig, hog)
 
 
 def test_a_new_epoch_gives_up_what_the_old_one_began(rig: Rig) -> None:
