@@ -165,7 +165,8 @@ class MorphManager:
         """Carry on the morphs for as long as the pace allows; `is_busy`: the engine has steps to run."""
         self._is_busy = is_busy
         if self._jobs:
-            wanting_s = max(target.instance.wanting_seconds() for target in self.targets.values())
+            wanting = (target.instance.wanting_seconds() for target in self.targets.values())
+            wanting_s = max(wanting, default=0.0)
             self._urgency = min(1.0, wanting_s / URGENT_S)
             self._pace.begin(is_busy, self._urgency)
             self._is_hurried = False
