@@ -15,6 +15,8 @@ from bench.kernels.checks import assert_close
 from bench.kernels.quantized_checks import quantized_checks
 from bench.kernels.quantized_weights import quantized
 from kernels.cpu import amx
+from kernels.cpu import quantized as cpu_quantized
+from kernels.cpu.quantized_bytes import can_multiply, few_bytes
 from kernels.packing import CODE_BITS
 from kernels.quantized import QuantizedWeight
 
@@ -125,20 +127,36 @@ def test_a_product_with_amx_is_the_plain_one_whatever_the_number_of_tokens(
         split=split,
         is_scaled=True,
     )
-    x, bias = torch.randn(17, weight.num_inputs), torch.randn(weight.num_outputs)
-    products = [kernels.quantized_linear(x[:tokens], weight, bias) for tokens in range(1, 18)]
-    for tokens, product in enumerate(products[:16], 1):
+    x, bias = torch.randn(16, weight.num_inputs), torch.randn(weight.num_outputs)
+    assert can_multiply(x, weight)
+    products = [few_bytes(x[:tokens], weight, bias) for tokens in range(1, 17)]
+    for tokens, product in enumerate(products, 1):
         assert torch.equal(product, products[15][:tokens])
     without_amx(monkeypatch)
-    plain = [kernels.quantized_linear(x[:tokens], weight, bias) for tokens in range(1, 18)]
+    plain = [kernels.quantized_linear(x[:tokens], weight, bias) for tokens in range(1, 17)]
     for product, expected in zip(products, plain, strict=True):
         size = expected.norm() / expected.numel() ** 0.5
         assert float((product - expected).abs().max() / size) < 1e-5
 
 
+@pytest.mark.skipif(not amx.CAN_USE, reason="the processor has no AMX")
+def test_amx_multiplies_where_there_are_more_outputs_than_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[tuple[int, int]] = []
+
+    def noted(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        taken.append((weight.num_outputs, weight.num_inputs))
+        return few_bytes(x, weight, bias)
+
+    monkeypatch.setattr(cpu_quantized, "few_bytes", noted)
+    for outputs, inputs in ((128, 64), (64, 64), (64, 128)):
+        weight, _ = quantized(units=1, unit_outputs=outputs, unit_inputs=inputs, bits=8, group=64)
+        kernels.quantized_linear(torch.randn(1, inputs), weight)
+    assert taken == [(128, 64)]
+
+
 @pytest.mark.parametrize("bits", CODE_BITS)
 def test_one_bad_input_spoils_its_own_token_only(bits: int) -> None:
-    weight, _ = quantized(units=1, unit_outputs=48, unit_inputs=128, bits=bits, group=64)
+    weight, _ = quantized(units=1, unit_outputs=144, unit_inputs=128, bits=bits, group=64)
     x = torch.randn(4, 128)
     whole = kernels.quantized_linear(x, weight)
     x[1, 3], x[2, 7] = float("inf"), float("nan")
