@@ -20,6 +20,7 @@ MESSAGE_TYPES: Final[tuple[type, ...]] = (
     messages.Submit,
     *get_args(messages.Command),  # the kinds of morphs among them
     policy.Policy,
+    policy.Envelope,
     messages.MorphReport,
     messages.StepOutput,
     messages.WorkerCard,

@@ -179,17 +179,28 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Swap:
-    """Hold layers of an instance in `precision`.
+class HalfOrder:
+    """The precision that one half of a layer goes to."""
 
-    Give either `layers` or `count`: that many more layers in the instance's order, skipping those that are
-    already there. With precision "full", the layers that were swapped last go back first.
+    layer: int
+    part: Part
+    precision: Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swap:
+    """Hold layers of an instance in `precision`, or each of `halves` in its own.
+
+    Of `layers`, `count` and `halves` give one. A count is that many more layers in the instance's order,
+    skipping those that are already there. With precision "full", the layers that were swapped last go back
+    first.
     """
 
     id: str
     epoch: int
     instance: str
-    precision: Precision
+    precision: Precision = "full"
+    halves: list[HalfOrder] = field(default_factory=list)  # in this order
     layers: list[int] = field(default_factory=list)
     count: int = 0
     parts: list[Part] = field(default_factory=lambda: list(PARTS))
@@ -410,8 +421,8 @@ Cause = Literal[
     "kv_usage",  # pressure: too few free KV blocks
     "queue_delay",  # pressure: requests wait too long
     "preemptions",  # pressure: requests were preempted
+    "precision_floor",  # a request was refused that takes no layer below a precision
     "ease",  # no pressure any more
-    "layer_limit",  # more layers below full than the policy allows
     "long_request",  # a request needs a higher degree
     "no_long_request",  # no request needs the group any more
     "order",  # an operator's

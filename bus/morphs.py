@@ -6,6 +6,7 @@ dashboard and command line derive from MORPHS.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final, Literal
@@ -127,6 +128,9 @@ class MorphEntry:
 
 
 def _swap_words(command: Swap) -> str:
+    if command.halves:
+        counts = Counter(one.precision for one in command.halves)
+        return ", ".join(f"{count} halves to {precision}" for precision, count in counts.items())
     which = f"layers {', '.join(map(str, command.layers))}" if command.layers else f"{command.count} more"
     only = "" if len(command.parts) == len(PARTS) else f", {command.parts[0]} only"
     return f"{which} to {command.precision}{only}"
@@ -144,7 +148,7 @@ MORPHS: Final = (
         words=_swap_words,
         running="swapping: {halves_applied} of {halves} halves",
         applied="{halves_applied} halves, {bytes_copied} copied, {pages_unmapped} pages freed",
-        causes=(*_PRESSURE, "ease", "layer_limit", "order"),
+        causes=(*_PRESSURE, "ease", "precision_floor", "order"),
         target="instance",
         order=SwapOrder,
         progress=("halves_applied", "halves"),

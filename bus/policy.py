@@ -1,4 +1,4 @@
-"""The morph policy: when the controller changes the shape of an instance, and how far. Standard library only.
+"""The morph policy: when the shape of an instance changes, and how far. Standard library only.
 
 Rules, validation, command line and dashboard derive from FIELDS. The defaults are those of MorphServe (§4.1,
 appendix D), the modes those of its §5; the numbers of the modes are Instar's own.
@@ -20,10 +20,10 @@ MAX_DELAY_S: Final = 3600
 
 @dataclass(frozen=True, slots=True)
 class ModeEffect:
-    """A field in one mode, in words and as a function of the policy and the number of layers."""
+    """A field in one mode, in words and as a function of the policy."""
 
     summary: str
-    value: Callable[[Policy, int], float]
+    value: Callable[[Policy], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,30 +74,27 @@ def _choice(default: str, group: str, label: str, summary: str, choices: Mapping
     return field(default=default, metadata={"policy": declared})
 
 
-def _layers_of(shares: Mapping[str, float], name: str) -> dict[str, ModeEffect]:
-    """Return the effects of modes on a number of layers: a share of the model's, at least one, unless set."""
+def _unless_set(name: str, values: Mapping[str, float]) -> dict[str, ModeEffect]:
+    """Return the effects of modes on a field whose 0 means: as the mode says."""
 
-    def effect(share: float) -> ModeEffect:
-        def value(policy: Policy, num_layers: int) -> int:
-            return min(num_layers, getattr(policy, name) or max(1, round(num_layers * share)))
+    def effect(value: float) -> ModeEffect:
+        return ModeEffect(f"{value:g}", lambda own: getattr(own, name) or value)
 
-        return ModeEffect(f"1/{round(1 / share)} of the layers" if share < 1 else "all layers", value)
-
-    return {mode: effect(share) for mode, share in shares.items()}
+    return {mode: effect(value) for mode, value in values.items()}
 
 
 _WHEN, _HOW_FAR, _GROUPS = "When", "How far", "Groups"
 _MODES = {
     "default": "morphs under pressure",
-    "accuracy": "morphs later, and fewer layers",
-    "performance": "morphs sooner, and more layers",
+    "accuracy": "morphs later, and loses less",
+    "performance": "morphs sooner, and may lose more",
     "manual": "morphs only by hand",
 }
-_HALFWAY_TO_1 = ModeEffect("half-way to 1", lambda own, _: (1 + own.kv_usage_high) / 2)
-_HALFWAY = ModeEffect("half-way to kv_usage_high", lambda own, _: (own.kv_usage_low + own.kv_usage_high) / 2)
-_TWICE_HIGH = ModeEffect("twice as long", lambda own, _: 2 * own.queue_delay_high_s)
-_TWICE_LOW = ModeEffect("twice as long", lambda own, _: 2 * own.queue_delay_low_s)
-_HALF_AS_MANY = ModeEffect("half as many", lambda own, _: max(1, own.windows // 2))
+_HALFWAY_TO_1 = ModeEffect("half-way to 1", lambda own: (1 + own.kv_usage_high) / 2)
+_HALFWAY = ModeEffect("half-way to kv_usage_high", lambda own: (own.kv_usage_low + own.kv_usage_high) / 2)
+_TWICE_HIGH = ModeEffect("twice as long", lambda own: 2 * own.queue_delay_high_s)
+_TWICE_LOW = ModeEffect("twice as long", lambda own: 2 * own.queue_delay_low_s)
+_HALF_AS_MANY = ModeEffect("half as many", lambda own: max(1, own.windows // 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +129,7 @@ class Policy:
         "Queue delay above",
         "s",
         (0, MAX_DELAY_S),
-        "wait for KV blocks above which an instance is under pressure",
+        "predicted wait for KV blocks above which an instance is under pressure",
         above_minimum=True,
         by_mode={"accuracy": _TWICE_HIGH},
     )
@@ -152,21 +149,35 @@ class Policy:
         "Windows in a row",
         "windows",
         (1, 1000),
-        "metrics in a row that must agree before a morph",
+        "steps of a worker in a row (for groups: metrics) that must agree before a morph",
         by_mode={"performance": _HALF_AS_MANY},
     )
     cooldown_s: float = _field(
-        5.0, _WHEN, "Cool-down", "s", (0, 86_400), "time from a morph until layers go back or groups change"
+        5.0,
+        _WHEN,
+        "Cool-down",
+        "s",
+        (0, 86_400),
+        "longest wait after relief until layers go back; wait after a morph until groups change",
     )
-    step_layers: int = _field(
-        0,
+    ttft_slo_s: float = _field(
+        2.0,
+        _WHEN,
+        "TTFT objective",
+        "s",
+        (0, MAX_DELAY_S),
+        "time to the first token; the nearer its prediction comes, the more of the time morphs may take",
+        above_minimum=True,
+    )
+    max_loss: float = _field(
+        0.0,
         _HOW_FAR,
-        "Layers in a morph",
-        "layers",
-        (0, MAX_COUNT),
-        "layers that one morph swaps, or more if the queue needs them",
+        "Loss at most",
+        "share",
+        (0, 1),
+        "share of the perplexity that swapped layers may add, by the model's profile",
         zero="as the mode says",
-        by_mode=_layers_of({"accuracy": 1 / 8, "default": 1 / 4, "performance": 1 / 2}, "step_layers"),
+        by_mode=_unless_set("max_loss", {"accuracy": 0.001, "default": 0.0025, "performance": 0.05}),
     )
     max_layers: int = _field(
         0,
@@ -175,11 +186,10 @@ class Policy:
         "layers",
         (0, MAX_COUNT),
         "layers that may be below the precision they rest in",
-        zero="as the mode says",
-        by_mode=_layers_of({"accuracy": 1 / 4, "default": 1 / 2, "performance": 1}, "max_layers"),
+        zero="as many as the loss allows",
     )
     precision: Precision = _choice(
-        DEFAULT_SWAP, _HOW_FAR, "Precision", "precision of swapped layers", dict.fromkeys(QUANTIZED, "")
+        DEFAULT_SWAP, _HOW_FAR, "Precision", "fewest bits of swapped layers", dict.fromkeys(QUANTIZED, "")
     )
     max_tp: int = _field(
         0,
@@ -207,13 +217,30 @@ class Policy:
         "share of a group's KV blocks that must be free before it parts",
     )
 
-    def in_force(self, num_layers: int) -> Policy | None:
-        """Return the policy as its mode applies it to a model of `num_layers` layers; None in mode manual."""
+    def in_force(self) -> Policy | None:
+        """Return the policy as its mode applies it; None in mode manual."""
         if self.mode == "manual":
             return None
         effects = {one.name: one.by_mode[self.mode] for one in FIELDS if self.mode in one.by_mode}
-        values: dict[str, Any] = {name: effect.value(self, num_layers) for name, effect in effects.items()}
+        values: dict[str, Any] = {name: effect.value(self) for name, effect in effects.items()}
         return replace(self, **values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """What the reflex of an instance may do by itself; the controller sends it to the leading worker.
+
+    It is sent again when it changes, and every `valid_s` / 4. Without a fresh one the reflex takes no more
+    loss, and goes on to give layers back.
+    """
+
+    id: str
+    epoch: int  # of the worker
+    instance: str
+    policy: Policy  # with its mode applied; in mode manual nothing is done
+    resting: Precision = "full"  # what layers go back to
+    precisions: list[Precision] = field(default_factory=list)  # below it, that layers may be held in
+    valid_s: float = 60.0
 
 
 def _table() -> Iterator[PolicyField]:

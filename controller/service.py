@@ -23,6 +23,6 @@ async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
     await run_until(
         stop,
         watcher.run(),
-        *(morpher.decide(), morpher.answer(), morpher.confirm()),
+        *(morpher.grant(), morpher.decide(), morpher.answer(), morpher.confirm()),
         *(deployer.take(), deployer.listen(), deployer.watch(), deployer.bring_about()),
     )

@@ -16,7 +16,7 @@ from gateway.http.connection import EXTENSION, ClientSocket
 from gateway.http.limits import Slot
 from gateway.http.sse import HEADERS, EventStream
 from gateway.openai.call import Completion, StreamedCompletion, WholeCompletion
-from gateway.openai.formats import Envelope, Format
+from gateway.openai.formats import AnswerHead, Format
 from gateway.openai.intake import Prompt
 from gateway.openai.params import CallBody, ChatBody, CompletionBody
 from gateway.openai.parsing import parse, prompts
@@ -106,7 +106,7 @@ class CompletionsEndpoint:
         requests = await build(body, given, context, card, tokenizer, call_id, log)
         gateway.stats.models[body.model].request_params_n.observe(body.n)
         has_usage = body.stream_options.include_usage
-        envelope = Envelope(form, call_id, int(time.time()), body.model, has_usage)
+        envelope = AnswerHead(form, call_id, int(time.time()), body.model, has_usage)
         needs = envelope, requests, tokenizer.vocabulary, gateway.delivery, slot
         call: Completion
         if body.stream:

@@ -16,11 +16,10 @@ from bench.scheduler.model import Cluster, Request, Unit
 from bus.groups import natural
 from bus.messages import Demand, MorphReport
 from bus.policy import Policy
+from controller.morphing.decision import MorphDecision
 from controller.morphing.groups import Group
-from controller.morphing.levers import MorphDecision
-from controller.morphing.policy import Freshness
 from controller.morphing.scaling import hear, scale_down, scale_up
-from controller.morphing.track import State, observe, sent
+from controller.morphing.track import Freshness, State, observe, sent
 from gateway.delivery.dispatch import (
     SPLIT_PATIENCE_S,
     Candidate,

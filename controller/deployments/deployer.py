@@ -27,7 +27,7 @@ from controller.deployments.planner import Planner, Question, planned
 from controller.deployments.profiling import profiles_of, rests_of
 from controller.deployments.reconcile import reconcile
 from controller.deployments.transitions import Transition
-from controller.morphing.view import Rests
+from controller.morphing.resting import Rests
 from controller.planning.intent import IntentError, validate
 from controller.planning.placement import LoadWindow, Placing
 from controller.planning.plan import Plan

@@ -14,7 +14,7 @@ from bus.messages import CancelMorph
 from bus.precisions import LOWEST, PRECISIONS, Precision, lowest
 from controller.deployments.observation import Observation, WorkerView
 from controller.deployments.transitions import MAX_ATTEMPTS, Command, Transition, measure_id, model_becomes
-from controller.morphing.view import Rest, Rests
+from controller.morphing.resting import Rest, Rests
 
 SILENT_MS = 900_000  # a profile without news for so long is stuck; all of it may take longer
 PROMPT_TOKENS = [32, 128, 512]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from bus.client import LiveWorker
 from bus.groups import kv_tokens_at
 from bus.messages import InstanceCard, InstanceMetrics, LayerShape, Metrics, WorkerCard
-from controller.morphing.view import Rests, rest_of
+from controller.morphing.resting import Rests, rest_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

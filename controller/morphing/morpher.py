@@ -1,4 +1,4 @@
-"""Observe, decide, apply, confirm: metrics, demands and reports in, morph commands out."""
+"""The loops of morphing: envelopes for the reflexes of instances, and groups for long requests."""
 
 from __future__ import annotations
 
@@ -13,18 +13,24 @@ from bus.client import Bus, BusFull, BusUnavailable, Restart
 from bus.clock import MessageClock, seconds_of
 from bus.messages import Demand, Event, Metrics, MorphReport
 from bus.settings import MonitorSettings
+from controller.morphing.decision import MorphDecision
+from controller.morphing.envelopes import Granted, due, envelopes
 from controller.morphing.groups import groups_of
-from controller.morphing.levers import MorphDecision
-from controller.morphing.policy import Freshness, decide
+from controller.morphing.resting import Rests
 from controller.morphing.scaling import hear, scale_down, scale_up
-from controller.morphing.track import State, observe, sent, unsent
-from controller.morphing.view import Rests, views_of
+from controller.morphing.track import Freshness, State, observe, sent, unsent
 
 log = logging.getLogger("controller")
 
+GRANT_S = 0.5  # between two looks at what instances may do
+
 
 class Morpher:
-    """Three loops: metrics (`decide`), what gateways ask for (`answer`), what became of it (`confirm`)."""
+    """Four loops.
+
+    `grant` tells instances what they may do by themselves. `decide` takes metrics, `answer` what gateways ask
+    for, `confirm` what became of morphs.
+    """
 
     def __init__(self, monitor: MonitorSettings, bus: Bus, resting: Callable[[], Rests] = dict) -> None:
         """`resting` returns the shapes that deployments rest in."""
@@ -38,11 +44,26 @@ class Morpher:
     def _start_afresh(self) -> None:
         self._state = State()
         self._clock = MessageClock()
+        self._granted: Granted = {}
         self._metrics: tuple[float, Metrics] | None = None  # the last, and when they were made
 
     def _restarted(self, restart: Restart) -> None:
         if restart.data_lost:  # another server, maybe another clock; pending morphs are lost with the rest
             self._start_afresh()
+
+    async def grant(self) -> None:
+        """Send envelopes when they change and before they are stale. One that is lost comes again."""
+        while True:
+            await self._try(self._grant())
+            await asyncio.sleep(GRANT_S)
+
+    async def _grant(self) -> None:
+        policy, workers = await asyncio.gather(self._bus.read_policy(), self._bus.workers())
+        now_s, wanted = time.monotonic(), envelopes(workers, policy, self._resting())
+        self._granted = {name: one for name, one in self._granted.items() if name in wanted}
+        for worker, envelope in due(self._granted, wanted, now_s):
+            await self._bus.publish(self._bus.names.control(worker), envelope)
+            self._granted = {**self._granted, envelope.instance: (envelope, now_s)}
 
     async def confirm(self) -> None:
         """Follow reports from the oldest event on: what is pending and when the last morph was."""
@@ -85,9 +106,6 @@ class Morpher:
             groups = groups_of(metrics, workers, lag_s, rests)
             self._state, parting = scale_down(self._state, groups, policy, at_s, self._freshness)
             await self._send(parting, at_s)
-            views = views_of(metrics, workers, lag_s, rests)
-            self._state, decisions = decide(self._state, views, policy, at_s, self._freshness)
-            await self._send(decisions, at_s)
 
     async def _scale_up(self) -> None:
         policy, workers = await asyncio.gather(self._bus.read_policy(), self._bus.workers())

@@ -13,11 +13,10 @@ from itertools import chain
 
 from bus.messages import Demand
 from bus.policy import Policy
+from controller.morphing.decision import MorphDecision
 from controller.morphing.groups import Group
-from controller.morphing.levers import MorphDecision, Rules, rules_of
 from controller.morphing.parallelism import Merge, decide_scale_down, decide_scale_up, parted
-from controller.morphing.policy import Freshness
-from controller.morphing.track import REGRET_S, Lever, RetryPause, State, Track, Waiting, model_of
+from controller.morphing.track import REGRET_S, Freshness, Lever, RetryPause, State, Track, Waiting, model_of
 
 GONE_S = 2.0  # a demand without a report for so long is over; gateways report twice a second
 
@@ -36,7 +35,7 @@ def scale_up(
     state: State, groups: Iterable[Group], policy: Policy, at_s: float, freshness: Freshness
 ) -> tuple[State, list[MorphDecision]]:
     """Make at most one group for each model that requests wait for."""
-    rules = rules_of(policy, 1)
+    rules = policy.in_force()
     if rules is None:
         return state, []
     there = [group for group in groups if group.age_s <= freshness.stale_s]
@@ -58,7 +57,7 @@ def scale_down(
     state: State, groups: Iterable[Group], policy: Policy, at_s: float, freshness: Freshness
 ) -> tuple[State, list[MorphDecision]]:
     """Judge one window of metrics: which groups part."""
-    rules = rules_of(policy, 1)
+    rules = policy.in_force()
     wanted = _waiting_by_model(state, at_s)
     decisions = []
     for group in groups:
@@ -105,7 +104,7 @@ class _Moment:
     """The state at one time under the rules then."""
 
     state: State
-    rules: Rules
+    rules: Policy
     at_s: float
 
     def is_due(self, groups: Sequence[Group], model: str, waiting: Waiting) -> bool:
@@ -188,7 +187,7 @@ def _merging(merge: Merge, waiting: Waiting, policy: Policy, at_s: float) -> Mor
         f"{', '.join(merge.workers)} at degree {first.tp} become one of degree {merge.tp}, "
         f"which holds {merge.tokens_after}",
         cause="long_request",
-        members=tuple(name for group in merge.groups for name in group.instances),
+        instances=tuple(name for group in merge.groups for name in group.instances),
         epochs={name: epochs[name] for name in merge.workers},
         tp=merge.tp,
         numbers={
@@ -216,7 +215,7 @@ def _parting(group: Group, tp: int, windows: int, policy: Policy) -> MorphDecisi
         reason=f"no long request is left and {1 - group.usage:.2f} of the KV is free, "
         f"{policy.scale_down_free:g} suffices: degree {group.tp} parts into degree {tp} ({parts})",
         cause="no_long_request",
-        members=group.instances,
+        instances=group.instances,
         epochs=dict(zip(group.workers, group.epochs, strict=True)),
         tp=tp,
         numbers={

@@ -11,12 +11,20 @@ from typing import Literal
 
 from bus.messages import MorphReport
 
-Lever = Literal["resize", "swap_down", "swap_up", "scale_up", "scale_down"]
+Lever = Literal["scale_up", "scale_down"]
 
 SILENT_S = 60.0  # a morph without a report for so long blocks nothing any more
 FORGET_S = 600.0  # the time after which an instance that is not seen is forgotten
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-REGRET_S = 30.0  # layers that go back and are swapped again within this time went back too early
+REGRET_S = 30.0  # a group that is made again within this time parted too early
+
+
+@dataclass(frozen=True, slots=True)
+class Freshness:
+    """A report older than `stale_s` is not used; windows more than `gap_s` apart are not in a row."""
+
+    stale_s: float
+    gap_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +65,12 @@ class RetryPause:
 class Track:
     """One epoch of one instance.
 
-    `pressure`, `ease`: windows in a row, up to `seen_s`. `parting`: windows in a row in which this group
-    could part, from `parting_since_s` to `parting_s`.
+    `parting`: windows in a row in which this group could part, from `parting_since_s` to `parting_s`.
     """
 
     epoch: int
     seen_s: float
-    pressure: int = 0
-    ease: int = 0
-    morphed_s: float | None = None  # the last morph was decided, or ended
-    returned_s: float | None = None  # the last return of layers was decided
+    morphed_s: float | None = None  # the last change of degree was decided, or ended
     raised_s: float | None = None  # its last scale-up was decided, or ended
     busy_s: float = float("-inf")  # it had load last
     parting: int = 0
@@ -75,22 +79,9 @@ class Track:
     pending: Mapping[str, PendingMorph] = field(default_factory=dict)
     pauses: Mapping[Lever, RetryPause] = field(default_factory=dict)
 
-    def uncounted(self) -> Track:
-        """Return the track with no windows of pressure and ease."""
-        return replace(self, pressure=0, ease=0)
-
     def decided(self, lever: Lever, at_s: float) -> Track:
-        """Start the cool-down.
-
-        Layers that are swapped soon after they went back went back too early: the next return waits longer,
-        so that a load that swings does not swing the shape.
-        """
-        track = replace(self, morphed_s=at_s, returned_s=at_s if lever == "swap_up" else self.returned_s)
-        if lever == "scale_up":
-            return replace(track, raised_s=at_s)
-        if lever == "swap_down" and self.returned_s is not None and at_s < self.returned_s + REGRET_S:
-            return replace(track, returned_s=None).refused("swap_up", at_s)
-        return track
+        """Start the cool-down."""
+        return replace(self, morphed_s=at_s, raised_s=at_s if lever == "scale_up" else self.raised_s)
 
     def refused(self, lever: Lever, at_s: float) -> Track:
         """Lengthen the pause of `lever`."""
@@ -101,7 +92,7 @@ class Track:
         return any(morph.is_heard(at_s) for morph in self.pending.values())
 
     def is_cooling(self, at_s: float, cooldown_s: float) -> bool:
-        """Return True until a cool-down after the last morph, also by hand."""
+        """Return True until a cool-down after the last change of degree, also by hand."""
         return self.morphed_s is not None and at_s < self.morphed_s + cooldown_s
 
     def is_ready(self, at_s: float, cooldown_s: float) -> bool:
@@ -195,15 +186,14 @@ def _observed(track: Track, report: MorphReport, at_s: float) -> Track:
 
 
 def _ended(track: Track, report: MorphReport, lever: Lever | None, at_s: float) -> Track:
-    if report.state in ("applied", "failed"):  # a failed one may have changed some layers: cool down, too
-        track = replace(track.uncounted(), morphed_s=at_s)  # windows before it showed another shape
+    if report.state in ("applied", "failed") and report.kind not in ("swap", "resize"):
+        track = replace(track, morphed_s=at_s)
     if report.state == "applied" and lever == "scale_up":
         track = replace(track, raised_s=at_s)
     if lever is None or report.state == "stale":
         return track
-    # An applied resize took what it could: the same pages would be asked for again at once.
-    if report.state != "applied" or lever == "resize":
+    if report.state != "applied":
         return track.refused(lever, at_s)
-    if lever in ("swap_down", "scale_up"):
+    if lever == "scale_up":
         return replace(track, pauses={name: one for name, one in track.pauses.items() if name != lever})
-    return track  # whether a return was right shows later
+    return track

@@ -13,7 +13,7 @@ from gateway.errors import ApiError, slow_reader
 from gateway.http.limits import Slot
 from gateway.http.sse import DONE, EventStream
 from gateway.openai.choice import ChoicePiece, ChoiceText
-from gateway.openai.formats import ChunkWriter, Envelope
+from gateway.openai.formats import AnswerHead, ChunkWriter
 from gateway.text.vocabulary import Vocabulary
 
 
@@ -24,7 +24,7 @@ class Completion:
 
     def __init__(
         self,
-        envelope: Envelope,
+        envelope: AnswerHead,
         requests: Sequence[GenerationRequest],
         vocabulary: Vocabulary,
         delivery: Delivery,

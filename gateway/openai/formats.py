@@ -57,7 +57,7 @@ CHAT = Format(
 
 
 @dataclass(frozen=True, slots=True)
-class Envelope:
+class AnswerHead:
     """The fields that every chunk of a call repeats."""
 
     format: Format
@@ -84,7 +84,7 @@ class Envelope:
 class ChunkWriter:
     """Writes the events of one choice."""
 
-    def __init__(self, envelope: Envelope, index: int) -> None:
+    def __init__(self, envelope: AnswerHead, index: int) -> None:
         self._envelope, self._index = envelope, index
         self._event_end = b'}],"usage":null}\n\n' if envelope.has_usage else b"}]}\n\n"
         self._after = envelope.format.chunk_after

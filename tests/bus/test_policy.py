@@ -41,13 +41,9 @@ def test_choices_are_those_of_the_types() -> None:
 def test_the_description_is_json_and_has_every_effect_of_a_mode_in_words() -> None:
     told = json.loads(json.dumps(describe()))
     assert [one["name"] for one in told] == [one.name for one in FIELDS]
-    step = next(one for one in told if one["name"] == "step_layers")
-    assert step["by_mode"] == {
-        "accuracy": "1/8 of the layers",
-        "default": "1/4 of the layers",
-        "performance": "1/2 of the layers",
-    }
-    assert (step["type"], step["limits"], step["zero"]) == ("integer", "0 or more", "as the mode says")
+    loss = next(one for one in told if one["name"] == "max_loss")
+    assert loss["by_mode"] == {"accuracy": "0.001", "default": "0.0025", "performance": "0.05"}
+    assert (loss["type"], loss["limits"], loss["zero"]) == ("number", "0 to 1", "as the mode says")
 
 
 @pytest.mark.parametrize(
@@ -55,21 +51,21 @@ def test_the_description_is_json_and_has_every_effect_of_a_mode_in_words() -> No
     [
         (
             "accuracy",
-            {"kv_usage_high": 0.925, "kv_usage_low": 0.675, "queue_delay_high_s": 0.2, "windows": 3},
+            {"kv_usage_high": 0.925, "kv_usage_low": 0.675, "queue_delay_high_s": 0.2, "max_loss": 0.001},
         ),
-        ("default", {"kv_usage_high": 0.85, "kv_usage_low": 0.5, "step_layers": 8, "max_layers": 16}),
-        ("performance", {"windows": 1, "step_layers": 16, "max_layers": 32}),
+        ("default", {"kv_usage_high": 0.85, "kv_usage_low": 0.5, "max_loss": 0.0025}),
+        ("performance", {"windows": 1, "max_loss": 0.05}),
     ],
 )
 def test_a_mode_changes_what_its_effects_say(mode: Mode, expected: dict[str, float]) -> None:
-    in_force = Policy(mode=mode).in_force(num_layers=32)
+    in_force = Policy(mode=mode).in_force()
     assert in_force is not None
     found = asdict(in_force)
     assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
 def test_manual_decides_nothing() -> None:
-    assert Policy(mode="manual").in_force(num_layers=32) is None
+    assert Policy(mode="manual").in_force() is None
 
 
 def test_the_command_line_explains_every_field() -> None:

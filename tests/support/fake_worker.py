@@ -34,6 +34,7 @@ from bus.messages import (
     WorkerTelemetry,
 )
 from bus.morphs import KIND_OF
+from bus.policy import Envelope
 from bus.precisions import PRECISIONS
 from tests.support import metrics_samples
 from tests.support.fake_shape import NUM_LAYERS, FakeShape
@@ -91,6 +92,7 @@ class FakeWorker:
         self.reports_shape = False
         self.morphs: list[Morph] = []
         self.cancelled_morphs: list[str] = []
+        self.envelopes: list[Envelope] = []
         self.regroup: Callable[[Transform], Awaitable[None]] | None = None
 
     async def start(self, state: str = "serving") -> FakeWorker:
@@ -211,14 +213,16 @@ class FakeWorker:
             del self._runs[request_id]
 
     async def _obey(self) -> None:
-        commands = (Cancel, Drain, Swap, Resize, Transform, CancelMorph)
+        commands = (Cancel, Drain, Swap, Resize, Transform, CancelMorph, Envelope)
         async with self.bus.reader(self.bus.names.control(self.id), *commands, start="0") as reader:
             async for batch in reader:
                 for _, command in batch:
                     await self._carry_out(command)
 
-    async def _carry_out(self, command: Command) -> None:
-        if isinstance(command, Drain):
+    async def _carry_out(self, command: Command | Envelope) -> None:
+        if isinstance(command, Envelope):
+            self.envelopes.append(command)
+        elif isinstance(command, Drain):
             self.drained = True
         elif isinstance(command, Swap | Resize | Transform):
             await self._morph(command)

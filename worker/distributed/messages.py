@@ -225,6 +225,19 @@ Actions = MorphActions | GroupActions
 # --------------------------------------------------------------------------- steps
 
 
+class MemberLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What runs and waits at one member. Blocks of KV; sequences; seconds."""
+
+    used: int  # blocks
+    needed: int  # blocks, at the peak of what runs and waits
+    running: int
+    waiting: int
+    wanting_s: float  # how long the oldest sequence that misses blocks has been here
+    residence_s: float  # that a sequence runs, on average; 0: none has ended yet
+    preemptions: int  # since the start
+    floor_refused: Precision  # that a request insisted on which was refused lately; the lowest: none was
+
+
 class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of one member, as morphs need to know it; pages are the member's own."""
 
@@ -236,6 +249,7 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     most_pages: int  # of each layer of the KV cache, if no other model had any KV
     useful_pages: int  # of each layer of the KV cache; more would lie idle
     num_used: int  # blocks in use by the member's sequences
+    load: MemberLoad
     headroom: int  # blocks that these may fill soon
     floors: dict[Precision, int]  # requests here that insist on a precision, by precision
     copied: list[tuple[int, Part]]  # prepared halves whose copy has ended

@@ -22,7 +22,7 @@ from bus.messages import (
     layers_below_full,
     lowest_half,
 )
-from bus.precisions import Precision
+from bus.precisions import LOWEST, PRECISIONS, Precision
 from worker.engine.admission import refusal, why_finished
 from worker.engine.executor import Executor, ExecutorLost, FinishedBatch, LocalExecutor, RunnableModel
 from worker.engine.input_batch import InputBatch, ScheduledBatch
@@ -33,6 +33,9 @@ from worker.engine.sequence import BlockPool, Limits, Sequence
 from worker.engine.shape import below_floor, shape_id
 
 log = logging.getLogger(__name__)
+
+RESIDENCE_WEIGHT = 0.1  # of a request that ends, in the average time that requests run
+REFUSED_S = 5.0  # a refused floor counts for so long; the gateway sends the request again when it may run
 
 # A silence longer than this is broken: a gateway that hears nothing for long takes a request for lost.
 SIGN_OF_LIFE_S = 5.0
@@ -83,10 +86,12 @@ class EngineCore:
         self.stats = Stats()
         self.num_steps = 0
         self.step_s = 0.0  # that the last step took
+        self.residence_s = 0.0  # that a request runs here, on average; 0.0: none has ended yet
         self.lost = ""  # why this instance serves no more
         self.on_lost: Callable[[str], None] = lambda reason: None  # called once, between two steps
         self._clock = clock
         self._sequences: dict[str, Sequence] = {}
+        self._refused: dict[Precision, float] = {}  # floors of requests that were refused, and when
         self._looked_at = 0.0  # when silent sequences were last looked for
         self._may_schedule = True  # something has changed since there was nothing to schedule
         self._outputs: list[Output] = []  # to be published by the next `step`
@@ -203,6 +208,8 @@ class EngineCore:
         elif error := refusal(request, self.limits, self.vocab_size):
             self._outputs.append(self._end(seq, "error", error))
         elif error := self._below_floor(request):
+            if request.min_precision:
+                self._refused[request.min_precision] = self._clock()
             self._outputs.append(self._end(seq, "error", error, RejectReason.PRECISION_FLOOR))
         elif request.sent_token_ids and (finished := why_finished(seq, self.limits)):
             self._outputs.append(self._end(seq, finished))
@@ -271,6 +278,12 @@ class EngineCore:
         """Count the requests that insist on a precision, by precision."""
         floors = (seq.request.min_precision for seq in self._sequences.values())
         return dict(Counter(floor for floor in floors if floor))
+
+    def floor_refused(self) -> Precision:
+        """Return the highest floor of requests that were refused lately; the lowest precision for none."""
+        since = self._clock() - REFUSED_S
+        lately = [floor for floor, at in self._refused.items() if at >= since]
+        return min(lately, key=PRECISIONS.index, default=LOWEST)
 
     def renumber_blocks(self, moved: Mapping[int, int]) -> None:
         """Rename KV blocks that were moved on this device (old id -> new id), and move them elsewhere."""
@@ -406,6 +419,9 @@ class EngineCore:
         if finished:
             self._drop(seq)
             self.stats.finished[finished] += 1
+            ran_s = now - seq.started_at
+            weight = RESIDENCE_WEIGHT if self.residence_s else 1.0
+            self.residence_s += weight * (ran_s - self.residence_s)
         return Output(seq.request, self._delta(seq, index, [token], finished, logprobs))
 
     def _time_token(self, seq: Sequence, now: float) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 from bus.precisions import Precision, is_below, lowest
 from worker.engine.sequence import BlockPool, Limits, Sequence
@@ -153,6 +154,21 @@ class Scheduler:
             head = self.waiting[0]
             needed += head.num_blocks_needed(self.limits.block_tokens) - self._num_held(self._cached(head))
         return max(0, needed - self.blocks.num_free)
+
+    @property
+    def num_blocks_needed(self) -> int:
+        """Blocks that what runs, and what waits as far as it can run at once, will hold at its peak.
+
+        A sequence is expected to make half of what it may still make.
+        """
+        num_slots = max(0, self._max_running - len(self.running))
+        seqs = chain(self.running, islice(self.waiting, num_slots))
+        return sum(map(self._expected_blocks, seqs)) + self.num_blocks_aside
+
+    def _expected_blocks(self, seq: Sequence) -> int:
+        longest = min(seq.num_prompt + seq.request.sampling.max_tokens, self.limits.max_model_len)
+        left = max(0, longest - len(seq.token_ids))
+        return -(-(len(seq.token_ids) + left // 2) // self.limits.block_tokens)
 
     @property
     def num_blocks_spare(self) -> int:

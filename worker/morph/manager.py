@@ -24,9 +24,6 @@ from worker.shape.copier import Copier, Pace
 log = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 1000  # ids of morphs, for a command that comes again
-# A request that has missed KV blocks for so long lets morphs take all the time that they can use: slow steps
-# matter little while the queue stands. Half of the usual objective for the time to the first token.
-URGENT_S = 1.0
 # The books or the device are broken: no going on.
 FATAL: tuple[type[Exception], ...] = (BrokenInvariant, AssertionError, *DEVICE_ERRORS)
 
@@ -65,12 +62,12 @@ class MorphManager:
         # Moves some KV pages to an instance that misses them, from others than the given; False: none had to.
         self.share_kv: Callable[[Container[str]], bool] = lambda but: False
         self._why_no_deploy = ""
-        self._worker = worker
+        self.worker = worker
         self._pace = Pace(step_share)
         self._copiers: list[Copier] = []
         self._is_busy = False
-        self._urgency = 0.0  # share of the time (0..1) that morphs may take at least
-        self._copier = self._add_copier(lambda: max(copy_share, self._urgency))
+        self.urgency = 0.0  # share of the time (0..1) that morphs may take at least
+        self._copier = self._add_copier(lambda: max(copy_share, self.urgency))
         self._in_progress = HalvesInProgress()
         self._jobs: dict[str, Job] = {}
         self._known: deque[str] = deque(maxlen=MAX_REMEMBERED)
@@ -97,6 +94,10 @@ class MorphManager:
     def num_running(self) -> int:
         return len(self._jobs)
 
+    def is_morphing(self, instance: str) -> bool:
+        """Return True while a morph of `instance` runs."""
+        return any(job.command.instance == instance for job in self._jobs.values())
+
     @property
     def patience_s(self) -> float | None:
         """Seconds that an idle engine may sleep before `advance` is due; None: until it is woken."""
@@ -118,7 +119,7 @@ class MorphManager:
         if command.id in self._known:
             return
         self._known.append(command.id)
-        job = Job(command, self._worker, self.epoch, reason)
+        job = Job(command, self.worker, self.epoch, reason)
         try:
             self._start(job, peers or {})
         except NotApplied as end:
@@ -165,10 +166,7 @@ class MorphManager:
         """Carry on the morphs for as long as the pace allows; `is_busy`: the engine has steps to run."""
         self._is_busy = is_busy
         if self._jobs:
-            wanting = (target.instance.wanting_seconds() for target in self.targets.values())
-            wanting_s = max(wanting, default=0.0)
-            self._urgency = min(1.0, wanting_s / URGENT_S)
-            self._pace.begin(is_busy, self._urgency)
+            self._pace.begin(is_busy, self.urgency)
             self._is_hurried = False
             for job in list(self._jobs.values()):
                 self._carry_on(job)

@@ -23,34 +23,47 @@ class Half(NamedTuple):
 
 def plan_swap(
     command: Swap, shape: Sequence[LayerShape], variants: Sequence[Precision], order: Sequence[int]
-) -> list[Half]:
-    """Return the halves not in that precision yet, in `order`. Raises NotApplied for unknown ones."""
+) -> dict[Half, Precision]:
+    """Return the halves to swap, in order, and the precision of each.
+
+    Halves that are there already are left out. Raises NotApplied for what this instance does not have.
+    """
     _check(command, len(shape), variants)
     parts = [part for part in PARTS if part in command.parts]
 
-    def missing(layer: int) -> list[Half]:
-        wanted = command.precision
-        return [Half(layer, part) for part in parts if precision_of(shape[layer], part) != wanted]
+    def is_there(half: Half, precision: Precision) -> bool:
+        return precision_of(shape[half.layer], half.part) == precision
 
+    def missing(layer: int) -> list[Half]:
+        halves = (Half(layer, part) for part in parts)
+        return [half for half in halves if not is_there(half, command.precision)]
+
+    if command.halves:
+        orders = {Half(one.layer, one.part): one.precision for one in command.halves}
+        return {half: precision for half, precision in orders.items() if not is_there(half, precision)}
     if command.layers:
         chosen = [layer for layer in order if layer in set(command.layers)]
     else:
         chosen = [layer for layer in order if missing(layer)][: command.count]
-    return [half for layer in chosen for half in missing(layer)]
+    return dict.fromkeys((half for layer in chosen for half in missing(layer)), command.precision)
 
 
 def _check(command: Swap, num_layers: int, variants: Sequence[Precision]) -> None:
-    if command.precision not in variants:
+    orders = command.halves
+    wanted = {one.precision for one in orders} if orders else {command.precision}
+    if unknown := wanted - set(variants):
         raise NotApplied(
-            "failed", f"this instance has no {command.precision} variant; it has {', '.join(variants)}"
+            "failed", f"this instance has no {min(unknown)} variant; it has {', '.join(variants)}"
         )
-    if wrong := [layer for layer in command.layers if not 0 <= layer < num_layers]:
+    layers = [*command.layers, *(one.layer for one in orders)]
+    if wrong := [layer for layer in layers if not 0 <= layer < num_layers]:
         raise NotApplied("failed", f"there is no layer {wrong[0]}; the layers are 0 to {num_layers - 1}")
-    if bool(command.layers) == bool(command.count) or command.count < 0:
+    given = bool(command.layers) + bool(command.count) + bool(orders)
+    if given != 1 or command.count < 0:
         raise NotApplied(
             "failed",
-            f"a swap names layers or a count of 1 or more; this one has {len(command.layers)} layers and the "
-            f"count {command.count}",
+            f"a swap names layers, halves, or a count of 1 or more; this one has "
+            f"{len(command.layers)} layers, {len(orders)} halves and the count {command.count}",
         )
     if not command.parts or set(command.parts) - set(PARTS):
         raise NotApplied("failed", f"the parts are {command.parts}; name some of {', '.join(PARTS)}")

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from bus.messages import Number, Swap
+from bus.precisions import Precision
 from worker.distributed.messages import DropHalf, InstallHalf, PrepareHalf
 from worker.morph.members import Members
 from worker.morph.plan import Half, plan_swap
@@ -45,10 +46,10 @@ class SwapRun(Run):
 
     def __init__(self, command: Swap, target: Target, in_progress: HalvesInProgress) -> None:
         super().__init__(command.wait_s)
-        self._target, self._precision = target, command.precision
+        self._target = target
         self._members, self._in_progress = Members(target), in_progress
         order, variants = target.order_towards(command.precision), target.variants.precisions
-        halves = plan_swap(command, target.instance.shape, variants, order)
+        self._towards = halves = plan_swap(command, target.instance.shape, variants, order)
         self.touches, self.already = frozenset(halves), "" if halves else command.precision
         self._pending = deque(halves)
         self._obstacle = NotApplied("deferred", "it did not get its turn")
@@ -109,13 +110,13 @@ class SwapRun(Run):
     def _swap(self, half: Half, kv_pages: int) -> Steps:
         """Swap one half; `kv_pages` of each layer's KV make room for its new variant."""
         target, members = self._target, self._members
-        layer, part = half
-        new_pages = target.pages(half, self._precision)
+        (layer, part), precision = half, self._towards[half]
+        new_pages = target.pages(half, precision)
         old_pages = target.pages(half, target.precision(half))
         copy: Copy | None = None
         self._in_progress.add(1, old_pages)
         try:
-            prepare = PrepareHalf(layer=layer, part=part, precision=self._precision)
+            prepare = PrepareHalf(layer=layer, part=part, precision=precision)
             if kv_pages:
                 yield from members.shrink(kv_pages, "swap", then=prepare)
             else:
@@ -124,14 +125,14 @@ class SwapRun(Run):
             yield True
             while not members.have_copied(half):
                 yield False
-            yield from self._until_released()
+            yield from self._until_released(precision)
             yield from members.do(InstallHalf(layer=layer, part=part))
         except BaseException:
             members.begin(DropHalf(layer=layer, part=part))
             raise
         finally:
             self._in_progress.add(-1, -old_pages)
-            if copy and target.precision(half) == self._precision:
+            if copy and target.precision(half) == precision:
                 self._num_applied += 1
                 self._bytes += copy.nbytes
                 self._copy_s += copy.seconds
@@ -140,28 +141,29 @@ class SwapRun(Run):
             members.grow_own()
         yield from members.settle()
 
-    def _until_released(self) -> Iterator[bool]:
+    def _until_released(self, precision: Precision) -> Iterator[bool]:
         """Wait for requests that came meanwhile and must not run in this precision."""
         self._in_progress.advancing -= 1
         try:
-            while self._is_held():
+            while self._is_held(precision):
                 yield False
         finally:
             self._in_progress.advancing += 1
 
     def _pages_to_take(self) -> int | None:
         """Return the pages per layer that the KV must give before the next half can start; None: not now."""
-        if self._in_progress.halves >= MAX_IN_PROGRESS or not self._members.has_settled or self._is_held():
+        half = self._pending[0]
+        if self._in_progress.halves >= MAX_IN_PROGRESS or not self._members.has_settled:
             return None
-        return self._pages_missing(self._pending[0])
+        return None if self._is_held(self._towards[half]) else self._pages_missing(half)
 
-    def _is_held(self) -> bool:
+    def _is_held(self, precision: Precision) -> bool:
         """Return whether requests are here that must not run in this precision."""
-        held = self._members.num_held_above(self._precision)
+        held = self._members.num_held_above(precision)
         if held:
             self._obstacle = NotApplied(
                 "deferred",
-                f"held by {held} requests that take no layer in {self._precision}",
+                f"held by {held} requests that take no layer in {precision}",
                 requests_holding=held,
             )
         return held > 0
@@ -172,7 +174,7 @@ class SwapRun(Run):
         On the way the reserve may be used; at the end it must be whole again.
         """
         statuses = self._members.statuses()
-        new = self._target.pages(half, self._precision)
+        new = self._target.pages(half, self._towards[half])
         old = self._target.pages(half, self._target.precision(half))
         missing_now = new - min(each.free_pages for each in statuses)
         spare = min(each.spare_pages for each in statuses)

@@ -12,12 +12,14 @@ from worker.distributed.messages import (
     DropHalf,
     GrowKV,
     InstallHalf,
+    MemberLoad,
     MemberStatus,
     PrepareHalf,
     ShrinkKV,
 )
 from worker.engine.core import EngineCore
 from worker.engine.shape import precision_of
+from worker.morph.losses import Losses, losses_of
 from worker.morph.plan import Half
 from worker.morph.resizer import KVResizer
 from worker.morph.verbs import Variants
@@ -35,11 +37,21 @@ class Target:
     """An instance and its memory; carries out the actions of morphs at this member of its group."""
 
     def __init__(
-        self, instance: EngineCore, variants: Variants, resizer: KVResizer, order: Sequence[int] = ()
+        self,
+        instance: EngineCore,
+        variants: Variants,
+        resizer: KVResizer,
+        order: Sequence[int] = (),
+        losses: Losses | None = None,
     ) -> None:
-        """order: in which layers lose bits; default front to back."""
+        """Make the target of an instance.
+
+        order: in which layers lose bits; default front to back. losses: of halves in fewer bits; default as
+        without a profile.
+        """
         self.instance, self.variants, self.resizer = instance, variants, resizer
         self.order = list(order) or list(range(len(instance.shape)))
+        self.losses = losses or losses_of(len(self.order), variants.precisions, {})
         self.copier: Copier | None = None  # set when a morph manager takes the target
         self.prepared: dict[Half, PreparedHalf] = {}
         # Layers below full, the last swapped last.
@@ -51,6 +63,12 @@ class Target:
     def precision(self, half: Half) -> Precision:
         """Return the precision in which `half` runs."""
         return precision_of(self.instance.shape[half.layer], half.part)
+
+    @property
+    def halves(self) -> dict[Half, Precision]:
+        """The precision of every half."""
+        halves = (Half(layer, part) for layer in range(len(self.instance.shape)) for part in PARTS)
+        return {half: self.precision(half) for half in halves}
 
     def pages(self, half: Half, precision: Precision) -> int:
         """Return the pages that a variant of `half` takes here."""
@@ -73,6 +91,20 @@ class Target:
             return self.order
         return [*reversed(self._swapped), *(layer for layer in self.order if layer not in self._swapped)]
 
+    def load(self) -> MemberLoad:
+        """Return what runs and waits at this member."""
+        instance, scheduler = self.instance, self.instance.scheduler
+        return MemberLoad(
+            used=scheduler.blocks.num_used,
+            needed=scheduler.num_blocks_needed,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            wanting_s=instance.wanting_seconds() if scheduler.num_blocks_wanted else 0.0,
+            residence_s=instance.residence_s,
+            preemptions=scheduler.num_preemptions,
+            floor_refused=instance.floor_refused(),
+        )
+
     def status(self) -> MemberStatus:
         """Return what morphs need to know of this member's memory."""
         resizer, instance = self.resizer, self.instance
@@ -87,6 +119,7 @@ class Target:
             most_pages=resizer.most_pages_per_layer,
             useful_pages=resizer.useful_pages_per_layer,
             num_used=instance.scheduler.blocks.num_used,
+            load=self.load(),
             headroom=resizer.headroom(),
             floors=instance.floors(),
             copied=[(half.layer, half.part) for half in ended],

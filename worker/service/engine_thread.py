@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from bus.messages import InstanceTelemetry, Morph, MorphReport, PageCounts, Submit
+from bus.messages import Event, InstanceTelemetry, Morph, MorphReport, PageCounts, Submit
+from bus.policy import Envelope
 from worker.distributed.messages import Peer
 from worker.engine.engine import Engine, StepResult, instance_telemetry
 from worker.morph.manager import MorphManager
+from worker.morph.reflex_loop import ReflexLoop
 from worker.parallel.grouping import Grouping
 from worker.profiler.runner import ProfileRunner
 
@@ -42,12 +44,14 @@ class EngineThread:
         on_results: Callable[[int, list[StepResult]], None],
         on_snapshot: Callable[[Snapshot], None],
         on_reports: Callable[[list[MorphReport]], None],
+        on_events: Callable[[list[Event]], None] = lambda events: None,
         on_death: Callable[[BaseException], None],
         measuring: ProfileRunner | None = None,
     ) -> None:
         self._engine, self._pages, self._snapshot_s = engine, pages, snapshot_s
         self._on_results, self._on_snapshot, self._on_death = on_results, on_snapshot, on_death
-        self._morphs, self._on_reports = morphs, on_reports
+        self._morphs, self._on_reports, self._on_events = morphs, on_reports, on_events
+        self._reflexes = ReflexLoop(morphs)
         self._measuring = measuring or ProfileRunner()
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         morphs.wake = self._wake
@@ -80,6 +84,10 @@ class EngineThread:
     def morph(self, command: Morph, peers: Mapping[str, Peer] | None = None) -> None:
         """Begin a morph (`MorphManager.begin`)."""
         self._inbox.put(lambda: self._morphs.begin(command, peers))
+
+    def grant(self, envelope: Envelope) -> None:
+        """Let the reflex of an instance do what `envelope` allows (`ReflexLoop.grant`)."""
+        self._inbox.put(lambda: self._reflexes.grant(envelope))
 
     def cancel_morph(self, morph_id: str) -> None:
         """Cancel the morph or the profile with this id."""
@@ -174,11 +182,15 @@ class EngineThread:
         """Seconds that the thread may sleep; None: until something comes."""
         measuring_s = self._measuring.patience_s if self._engine.is_alone else None
         telling_s = None if self._is_told else max(0.0, self._snapshot_due - time.monotonic())
-        known = [one for one in (self._morphs.patience_s, measuring_s, telling_s) if one is not None]
+        waits = (self._morphs.patience_s, self._reflexes.patience_s, measuring_s, telling_s)
+        known = [one for one in waits if one is not None]
         return min(known, default=None)
 
     def _carry_on_morphs(self) -> None:
+        if events := self._reflexes.act():
+            self._on_events(events)
         if reports := self._morphs.advance(is_busy=self._may_step):
+            self._reflexes.hear(reports)
             self._report()  # first: a report of an end carries the numbers after it
             self._on_reports(reports)
             self._report()

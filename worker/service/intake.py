@@ -13,6 +13,7 @@ from bus.client import Bus, BusFull, BusUnavailable
 from bus.deployments import Measure
 from bus.messages import Cancel, CancelMorph, Command, Deploy, Drain, Morph, Submit, Transform
 from bus.names import consumer
+from bus.policy import Envelope
 from worker.distributed.messages import Peer
 from worker.service.engine_thread import EngineThread
 from worker.service.groups import as_peer
@@ -22,7 +23,7 @@ from worker.service.tasks import RETRY_S, end, until_taken
 
 log = logging.getLogger(__name__)
 
-COMMANDS = (*get_args(Command), Measure)
+COMMANDS = (*get_args(Command), Measure, Envelope)
 
 
 class Intake:
@@ -89,7 +90,7 @@ class Intake:
             finally:  # what has not begun is answered, too
                 await end(*self._beginning.values())
 
-    def _obey(self, command: Command | Measure, on_drain: Callable[[], None]) -> None:
+    def _obey(self, command: Command | Measure | Envelope, on_drain: Callable[[], None]) -> None:
         match command:
             case Transform() | Deploy(stages=[_, _, *_], stage=0):
                 self._begin(command)
@@ -105,6 +106,8 @@ class Intake:
                 on_drain()
             case Measure():
                 self.on_measure(command)
+            case Envelope():
+                self._thread.grant(command)
 
     def _begin(self, command: Transform | Deploy) -> None:
         """Begin a morph of several workers; the same order again changes nothing."""

@@ -19,7 +19,7 @@ from functools import partial
 from itertools import islice
 
 from bus.client import Bus, BusFull, BusUnavailable
-from bus.messages import Delta, MorphReport, StepOutput
+from bus.messages import Delta, Event, MorphReport, StepOutput
 from bus.names import Names
 from worker.engine.core import Output
 from worker.engine.engine import StepResult
@@ -238,14 +238,17 @@ REST_S = 2.0  # for the last reports of a worker that leaves
 
 
 class ReportPublisher:
-    """`put` from the event loop; `run` publishes. A report whose answer from Redis was lost comes twice."""
+    """Publishes reports and events of morphs, in order; one whose answer from Redis was lost comes twice.
+
+    `put` from the event loop; `run` publishes.
+    """
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._waiting: deque[MorphReport] = deque(maxlen=MAX_WAITING)
+        self._waiting: deque[MorphReport | Event] = deque(maxlen=MAX_WAITING)
         self._filled = asyncio.Event()
 
-    def put(self, reports: Iterable[MorphReport]) -> None:
+    def put(self, reports: Iterable[MorphReport | Event]) -> None:
         self._waiting.extend(reports)
         self._filled.set()
 

@@ -91,6 +91,7 @@ class Serving:
             on_results=results.put,
             on_snapshot=self._in_loop(lambda snapshot: self._reporter.take(snapshot)),
             on_reports=self._in_loop(self._take_reports),
+            on_events=self._in_loop(lambda events: self._morph_reports.put(events)),
             on_death=self._in_loop(self._die),
             measuring=runner,
         )

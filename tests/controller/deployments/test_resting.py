@@ -9,7 +9,7 @@ from bus.deployments import Configuration, Deployment, Intent, ModelCard
 from bus.messages import Stage
 from bus.precisions import Precision
 from controller.deployments.profiling import rests_of
-from controller.morphing.view import Rest
+from controller.morphing.resting import Rest
 from tests.support.deployment_world import World, profile
 
 SERVING = Deployment(

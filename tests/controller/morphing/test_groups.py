@@ -13,7 +13,7 @@ from bus.groups import longest_tokens, natural
 from bus.messages import LayerShape
 from controller.morphing.groups import Group, groups_of
 from controller.morphing.parallelism import Merge, decide_scale_down, decide_scale_up, parted
-from controller.morphing.view import Rest
+from controller.morphing.resting import Rest
 from tests.support.parallelism_groups import TOKENS_AT, group, live, metrics_for, singles, worker_card
 
 # --------------------------------------------------------------------------- scale-up

@@ -8,11 +8,10 @@ from typing import Any
 
 from bus.messages import Demand, MorphOutcome, MorphReport, Transform
 from bus.policy import Policy
+from controller.morphing.decision import MorphDecision
 from controller.morphing.groups import Group
-from controller.morphing.levers import MorphDecision
-from controller.morphing.policy import Freshness
 from controller.morphing.scaling import hear, scale_down, scale_up
-from controller.morphing.track import State, Track, observe, sent, unsent
+from controller.morphing.track import Freshness, State, Track, observe, sent, unsent
 from tests.support.parallelism_groups import group, singles
 
 FRESHNESS = Freshness(stale_s=5.0, gap_s=7.0)

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from bus.logs import Text, extras
-from bus.messages import CancelMorph, LayerShape, MorphReport, Swap
+from bus.messages import CancelMorph, HalfOrder, LayerShape, MorphReport, Swap
 from bus.precisions import Precision
 from tests.support.engine_toys import Client, continuation, request, run
 from tests.support.morph_toys import PAGE, Rig
 from worker.engine.sequence import Sequence
-from worker.morph.manager import URGENT_S
 from worker.morph.swap import halves_text
 
 LOW = LayerShape(attention="int4", ffn="int4")
@@ -345,20 +344,23 @@ def test_a_cancelled_swap_leaves_the_old_variant_serving(rig: Rig, when: str) ->
     rig.variants.hold.set()
 
 
-@pytest.mark.parametrize(("waited_s", "urgency"), [(0.0, 0.0), (URGENT_S / 4, 0.25), (60.0, 1.0)])
-def test_the_longer_a_request_misses_blocks_the_more_time_a_morph_may_take(
-    rig: Rig, waited_s: float, urgency: float
-) -> None:
-    hog = fill(rig)  # no block is left for its next token
-    hog.arrived = 1000.0
-    rig.instance._clock = lambda: 1000.0 + waited_s
-    rig.variants.hold.clear()
-    swap(rig, "int4", layers=[0])
-    rig.advance()
-    assert rig.executor._urgency == pytest.approx(urgency)
-    rig.variants.hold.set()
-    rig.settle()
-    release(rig, hog)
+def test_each_half_goes_to_its_own_precision(rig: Rig) -> None:
+    orders = [
+        HalfOrder(layer=1, part="ffn", precision="int8"),
+        HalfOrder(layer=0, part="attention", precision="int4"),
+        HalfOrder(layer=0, part="ffn", precision="full"),
+    ]
+    rig.executor.begin(Swap(id="m", epoch=0, instance="toy@w0", halves=orders))
+    report = ended(rig)
+    assert (report.state, report.numbers["halves"]) == ("applied", 2)  # one was there already
+    assert rig.instance.shape == [LayerShape(attention="int4"), LayerShape(ffn="int8")]
+
+
+def test_halves_beside_layers_are_refused(rig: Rig) -> None:
+    orders = [HalfOrder(layer=1, part="ffn", precision="int8")]
+    rig.executor.begin(Swap(id="m", epoch=0, instance="toy@w0", halves=orders, count=1))
+    (report,) = rig.advance()
+    assert report.state == "failed" and "layers, halves, or a count" in report.reason
 
 
 def test_a_new_epoch_gives_up_what_the_old_one_began(rig: Rig) -> None:
@@ -386,8 +388,8 @@ def test_a_new_epoch_gives_up_what_the_old_one_began(rig: Rig) -> None:
         ({"layers": [0, 2]}, "there is no layer 2; the layers are 0 to 1"),
         ({"layers": [-1]}, "there is no layer -1"),
         ({"precision": "int2", "count": 1}, "no int2 variant; it has full, int8, int4, int3"),
-        ({}, "a swap names layers or a count of 1 or more"),
-        ({"layers": [0], "count": 1}, "this one has 1 layers and the count 1"),
+        ({}, "a swap names layers, halves, or a count of 1 or more"),
+        ({"layers": [0], "count": 1}, "this one has 1 layers, 0 halves and the count 1"),
         ({"count": -1}, "the count -1"),
         ({"count": 1, "parts": []}, "the parts are []; name some of attention, ffn"),
     ],

@@ -15,7 +15,7 @@ from bus.messages import Number, SamplingParams
 from bus.prefix_keys import first_key, next_key
 from tests.support.group_workers import BLOCK_TOKENS, model_fixtures, resize, transform, workers
 from tests.worker.tensor_parallel.test_workers import oracle, prompt
-from worker.distributed.messages import Announce, CountBlocks, MemberStatus, Prepare, Ready, Vote
+from worker.distributed.messages import Announce, CountBlocks, MemberLoad, MemberStatus, Prepare, Ready, Vote
 from worker.engine.engine import instance_telemetry
 from worker.engine.sequence import own_request
 from worker.memory import OutOfBlocks, plan_moves_below
@@ -49,6 +49,16 @@ def ready(rank: int, step: int, *, num_used: int = 0) -> Ready:
             most_pages=0,
             useful_pages=0,
             num_used=num_used,
+            load=MemberLoad(
+                used=num_used,
+                needed=num_used,
+                running=0,
+                waiting=0,
+                wanting_s=0.0,
+                residence_s=0.0,
+                preemptions=0,
+                floor_refused="int3",
+            ),
             headroom=0,
             floors={},
             copied=[],

@@ -1,0 +1,30 @@
+"""The shape of an instance without pressure, which the reflex goes back to. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bus.messages import InstanceCard
+from bus.precisions import LOWEST, Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rest:
+    """A shape at rest.
+
+    What workers serve by their settings rests in full precision on one worker, a deployment in the
+    configuration that its intent chose. Under pressure layers may be swapped down to `coarsest`.
+    """
+
+    precision: Precision = "full"
+    coarsest: Precision = LOWEST
+    tp: int = 1
+
+
+Rests = Mapping[str, Rest]  # of deployments, by instance
+
+
+def rest_of(card: InstanceCard, rests: Rests) -> Rest | None:
+    """Return the shape at rest; None for a deployment that `rests` lacks: nothing morphs it by itself."""
+    return rests.get(card.id) if card.deployed else Rest()

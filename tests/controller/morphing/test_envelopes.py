@@ -1,0 +1,88 @@
+"""What the controller lets instances do by themselves, and when it says so again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from bus.client import LiveWorker
+from bus.messages import InstanceCard, WorkerCard
+from bus.policy import Envelope, Policy
+from controller.morphing.envelopes import due, envelopes
+from controller.morphing.resting import Rest
+
+
+def instance(worker: str = "w0", **fields: Any) -> InstanceCard:
+    default: dict[str, Any] = {
+        "id": f"m@{worker}",
+        "model": "m",
+        "model_path": "",
+        "max_model_len": 100,
+        "vocab_size": 10,
+        "num_layers": 4,
+        "dtype": "float32",
+        "block_tokens": 16,
+        "variants": ["full", "int8", "int4", "int3"],
+    }
+    return InstanceCard(**(default | fields))
+
+
+def worker(name: str = "w0", *instances: InstanceCard, state: Any = "serving") -> LiveWorker:
+    card = WorkerCard(
+        id=name,
+        epoch=3,
+        host="h",
+        pid=1,
+        device="cpu",
+        page_bytes=4096,
+        state=state,
+        instances=list(instances),
+    )
+    return LiveWorker(card, 3, 1000)
+
+
+def only(live: LiveWorker, policy: Policy | None = None, rests: Any = None) -> Envelope:
+    ((_, envelope),) = envelopes([live], policy or Policy(), rests or {}).values()
+    return envelope
+
+
+def test_an_envelope_has_the_policy_in_force_and_the_precisions_down_to_the_wished_one() -> None:
+    envelope = only(worker("w0", instance()))
+    assert (envelope.epoch, envelope.instance, envelope.resting) == (3, "m@w0", "full")
+    assert envelope.policy == Policy().in_force() and envelope.policy.max_loss == 0.0025
+    assert envelope.precisions == ["int8", "int4"]
+    assert only(worker("w0", instance()), Policy(precision="int3")).precisions == ["int8", "int4", "int3"]
+    assert only(worker("w0", instance(variants=["full", "int4"]))).precisions == ["int4"]
+
+
+def test_in_mode_manual_the_envelope_says_so() -> None:
+    assert only(worker("w0", instance()), Policy(mode="manual")).policy.mode == "manual"
+
+
+def test_a_deployment_rests_in_its_own_configuration_and_is_left_alone_until_that_is_known() -> None:
+    deployed = worker("w0", instance(deployed="d1"))
+    assert envelopes([deployed], Policy(), {}) == {}
+    envelope = only(deployed, rests={"m@w0": Rest(precision="int8", coarsest="int4")})
+    assert (envelope.resting, envelope.precisions) == ("int8", ["int4"])
+
+
+def test_leaders_alone_get_one_and_no_pipeline_and_nobody_who_leaves() -> None:
+    group = [
+        worker("w0", instance("w0", workers=["w0", "w1"], tp=2)),
+        worker("w1", instance("w1", workers=["w0", "w1"], tp=2)),
+    ]
+    assert list(envelopes(group, Policy(), {})) == ["m@w0"]
+    assert envelopes([worker("w0", instance(pp=2, workers=["w0", "w1"]))], Policy(), {}) == {}
+    assert envelopes([worker("w0", instance(), state="draining")], Policy(), {}) == {}
+
+
+def test_an_envelope_is_sent_when_it_changes_and_again_before_it_is_stale() -> None:
+    wanted = envelopes([worker("w0", instance())], Policy(), {})
+    ((name, first),) = due({}, wanted, 10.0)
+    assert name == "w0" and first.id
+    granted = {"m@w0": (first, 10.0)}
+    assert due(granted, wanted, 10.0 + first.valid_s / 4 - 0.1) == []
+    ((_, again),) = due(granted, wanted, 10.0 + first.valid_s / 4)
+    assert again.id != first.id and replace(again, id=first.id) == first
+    changed = envelopes([worker("w0", instance())], Policy(revision=1, mode="accuracy"), {})
+    assert due(granted, changed, 10.0)

@@ -1,0 +1,279 @@
+"""The reflex as a function: what is pressure, how much is swapped, and when layers go back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bus.messages import PARTS
+from bus.policy import Envelope, Mode, Policy
+from bus.precisions import Precision
+from worker.morph import reflex
+from worker.morph.losses import losses_of
+from worker.morph.plan import Half
+from worker.morph.reflex import Decision, Load, Need, ReflexState, Shape
+
+LAYERS = 8
+PAGES = {"full": 32, "int8": 8, "int4": 4, "int3": 3}
+HALVES = [Half(layer, part) for layer in range(LAYERS) for part in PARTS]
+FULL: dict[Half, Precision] = dict.fromkeys(HALVES, "full")
+
+CALM = Load(at_s=100.0, kv_blocks=100, kv_used=60, kv_needed=70, running=10, residence_s=4.0)
+BURST = replace(CALM, kv_used=95, kv_needed=180, waiting=9, wanting_s=0.05)
+EASE = replace(CALM, kv_used=10, kv_needed=12, running=2)
+IDLE = replace(CALM, kv_used=0, kv_needed=0, running=0)
+
+
+def policy(mode: Mode = "default", **fields: Any) -> Policy:
+    made = Policy(mode=mode, **fields)
+    return made.in_force() or made
+
+
+def envelope(mode: Mode = "default", **fields: Any) -> Envelope:
+    precisions: list[Precision] = ["int8", "int4"]
+    return Envelope(id="e", epoch=1, instance="m@w0", policy=policy(mode, **fields), precisions=precisions)
+
+
+def shape(halves: dict[Half, Precision] | None = None, **fields: Any) -> Shape:
+    default: dict[str, Any] = {
+        "halves": halves or FULL,
+        "losses": losses_of(LAYERS, PAGES, {}),  # type: ignore[arg-type]
+        "pages": lambda half, precision: PAGES[precision],
+        "order": range(LAYERS),
+        "pages_per_block": 8.0,
+        "min_blocks": 20,
+    }
+    return Shape(**(default | fields))
+
+
+def due(load: Load, steps: int = 3, state: ReflexState | None = None, **fields: Any) -> list[Need]:
+    """What is due after so many such steps."""
+    state, needs = state or ReflexState(preemptions=load.preemptions), list[Need]()
+    for _ in range(steps):
+        state, needs = reflex.judge(state, load, envelope(**fields))
+    return needs
+
+
+def relief(
+    load: Load = BURST, of: Shape | None = None, *, may_lose: bool = True, **fields: Any
+) -> Decision | None:
+    need = Need("relief", "queue_delay", "words")
+    return reflex.relieve(ReflexState(), load, of or shape(), envelope(**fields), need, may_lose=may_lose)
+
+
+def back(load: Load, of: Shape, cause: Any = "ease", **fields: Any) -> Decision | None:
+    return reflex.restore(ReflexState(), load, of, envelope(**fields), Need("return", cause, "words"))
+
+
+# ------------------------------------------------------------------------------------- what is pressure
+
+
+def test_pressure_must_show_in_steps_in_a_row() -> None:
+    assert due(BURST, steps=2) == []
+    (need,) = due(BURST, steps=3)
+    assert (need.goal, need.cause) == ("relief", "queue_delay")
+    state = ReflexState(pressure=2)
+    state, _ = reflex.judge(state, CALM, envelope())
+    assert due(BURST, steps=2, state=state) == []
+    assert due(BURST, steps=1, mode="performance")
+
+
+def test_the_wait_is_predicted_from_what_is_missing_and_how_fast_blocks_come_free() -> None:
+    # 95 blocks come free in 4 s, 80 are missing.
+    assert BURST.predicted_wait_s == pytest.approx(0.05 + 80 * 4 / 95)
+    assert replace(BURST, kv_needed=100).predicted_wait_s == 0.0  # it fits: it waits for something else
+    assert replace(BURST, residence_s=0.0).predicted_wait_s == 0.05  # no history
+    (need,) = due(BURST)
+    assert "3.42 s by prediction, above 0.1 s: 180 KV blocks are needed of 100" in need.words
+
+
+def test_a_full_cache_is_pressure_before_anybody_waits() -> None:
+    (need,) = due(replace(CALM, kv_used=86))
+    assert need.cause == "kv_usage"
+    assert due(replace(CALM, kv_used=85)) == []
+
+
+def test_a_preemption_is_pressure_for_a_while() -> None:
+    state, _ = reflex.judge(ReflexState(), replace(CALM, preemptions=1), envelope())
+    assert [need.cause for need in due(replace(CALM, preemptions=1), state=state)] == ["preemptions"]
+    later = replace(CALM, preemptions=1, at_s=CALM.at_s + 2)
+    assert due(later, state=state) == []
+
+
+def test_manual_does_nothing() -> None:
+    assert due(BURST, mode="manual") == due(IDLE, mode="manual") == []
+
+
+def test_the_share_of_time_follows_the_predicted_wait() -> None:
+    quarter = policy(ttft_slo_s=2.0)
+    assert reflex.urgency(CALM, quarter) == 0.0
+    load = replace(BURST, residence_s=0.0, wanting_s=0.1)
+    assert reflex.urgency(load, quarter) == pytest.approx(0.2)
+    assert reflex.urgency(BURST, quarter) == 1.0
+
+
+# ------------------------------------------------------------------------------------- how much
+
+
+def test_relief_is_as_large_as_what_is_missing() -> None:
+    decision = relief(of=shape(pages_per_block=2.0))
+    assert decision and decision.lever == "swap_down"
+    missing = -(-180 * 100 // 85) - 100  # so that the use falls to 0.85
+    assert decision.numbers["blocks_missing"] == missing
+    saved = sum(32 - PAGES[one] for one in decision.halves.values())
+    assert missing * 2 <= saved < missing * 2 + 24 + LAYERS
+    small = relief(replace(BURST, kv_needed=100), shape(pages_per_block=2.0))
+    assert small and len(small.halves) < len(decision.halves)
+
+
+def test_eight_bits_go_before_four_and_the_budget_ends_it() -> None:
+    decision = relief(replace(BURST, kv_needed=10_000))
+    assert decision
+    assert sorted(decision.halves.values()).count("int8") == 15  # all that 0.25 % allow: one in four bits
+    assert decision.numbers["loss"] <= 0.0025
+    more = relief(replace(BURST, kv_needed=10_000), mode="performance")
+    assert more and set(more.halves.values()) == {"int4"}
+    assert relief(replace(BURST, kv_needed=10_000), max_loss=1e-6) is None
+
+
+def test_a_budget_that_is_set_wins_over_that_of_the_mode() -> None:
+    decision = relief(replace(BURST, kv_needed=10_000), mode="accuracy", max_loss=0.05)
+    assert decision and set(decision.halves.values()) == {"int4"}
+
+
+def test_a_limit_of_layers_is_kept() -> None:
+    decision = relief(replace(BURST, kv_needed=10_000), max_layers=2)
+    assert decision and {half.layer for half in decision.halves} == {0, 1}
+
+
+def test_a_request_with_a_floor_forbids_what_is_below_it_and_nothing_else() -> None:
+    assert relief(of=shape(floor="full")) is None
+    decision = relief(replace(BURST, kv_needed=10_000), shape(floor="int8"), mode="performance")
+    assert decision and set(decision.halves.values()) == {"int8"}
+
+
+def test_free_pages_go_first() -> None:
+    decision = relief(of=shape(pages_spare=8 * 4 + 3))
+    assert decision and (decision.lever, decision.blocks) == ("resize", 104)
+    assert relief(of=shape(pages_spare=7)).lever == "swap_down"  # type: ignore[union-attr]
+
+
+def test_a_stale_envelope_takes_no_more_loss_and_its_free_pages() -> None:
+    assert relief(may_lose=False) is None
+    assert relief(of=shape(pages_spare=80), may_lose=False).lever == "resize"  # type: ignore[union-attr]
+    assert reflex.is_stale(envelope(), granted_s=0.0, at_s=60.0)
+    assert not reflex.is_stale(envelope(), granted_s=0.0, at_s=59.0)
+
+
+def test_an_envelope_without_precisions_allows_nothing() -> None:
+    nothing = replace(envelope(), precisions=[])
+    need = Need("relief", "queue_delay", "words")
+    assert reflex.relieve(ReflexState(), BURST, shape(), nothing, need, may_lose=True) is None
+
+
+# ------------------------------------------------------------------------------------- the way back
+
+
+def test_an_idle_instance_goes_back_at_once_and_a_calm_one_after_steps_in_a_row() -> None:
+    assert [need.goal for need in due(IDLE, steps=1)] == ["return"]
+    assert due(EASE, steps=2) == []
+    assert [need.goal for need in due(EASE, steps=3)] == ["return"]
+    assert due(CALM) == []  # between the thresholds
+
+
+def test_a_return_waits_for_ten_times_what_the_relief_took() -> None:
+    state = reflex.ended(ReflexState(), "swap_down", is_applied=True, seconds=0.2, at_s=100.0)
+    assert state.return_due_s(policy()) == pytest.approx(102.0)
+    slow = reflex.ended(ReflexState(), "swap_down", is_applied=True, seconds=9.0, at_s=100.0)
+    assert slow.return_due_s(policy()) == pytest.approx(105.0)  # at most the cool-down
+
+
+def test_layers_that_went_back_too_early_wait_longer_each_time() -> None:
+    state, waits = ReflexState(), []
+    for _ in range(6):
+        state = reflex.decided(state, "swap_up", 100.0)
+        state = reflex.decided(state, "swap_down", 101.0)
+        waits.append(state.return_due_s(policy()) - 101.0)
+    assert waits == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
+
+
+def test_after_an_order_by_hand_nothing_goes_back_for_a_cool_down_and_relief_is_not_held() -> None:
+    state = ReflexState(ordered_s=99.0)
+    assert due(IDLE, state=state) == []
+    assert due(replace(IDLE, at_s=104.0), state=state)
+    assert due(BURST, state=state)
+
+
+def swapped(precision: Precision, count: int = 4) -> Shape:
+    return shape(FULL | dict.fromkeys(HALVES[:count], precision))
+
+
+def test_as_many_go_back_as_leave_the_use_low_enough() -> None:
+    everything = back(IDLE, swapped("int8"))
+    assert everything and everything.halves == dict.fromkeys(HALVES[:4], "full")
+    # 76 of 100 blocks are needed, and 0.7625 may be in use: 0 blocks can go.
+    assert back(replace(EASE, kv_used=76, kv_needed=77), swapped("int8")) is None
+    some = back(replace(EASE, kv_used=71, kv_needed=71), swapped("int8"))
+    assert some and len(some.halves) == 2  # 6 blocks make 48 pages
+
+
+def test_four_bits_become_eight_before_eight_become_full() -> None:
+    mixed = shape(FULL | {HALVES[0]: "int4", HALVES[1]: "int8"})
+    some = back(replace(EASE, kv_used=75, kv_needed=75), mixed)  # a block makes 8 pages
+    assert some and some.halves == {HALVES[0]: "int8"}
+
+
+def test_nothing_goes_back_below_the_blocks_of_the_longest_sequence() -> None:
+    assert back(IDLE, replace(swapped("int8"), min_blocks=100)) is None
+
+
+def test_what_was_deployed_in_few_bits_goes_back_to_these() -> None:
+    rest = replace(envelope(), resting="int8")
+    need = Need("return", "ease", "words")
+    assert reflex.restore(ReflexState(), IDLE, swapped("int8"), rest, need) is None
+    down = reflex.restore(ReflexState(), IDLE, swapped("int4"), rest, need)
+    assert down and set(down.halves.values()) == {"int8"}
+
+
+def test_a_refused_floor_brings_layers_up_to_it_even_under_pressure() -> None:
+    pressed = replace(BURST, floor_refused="int8")
+    first, second = due(pressed)
+    assert (first.cause, second.goal) == ("precision_floor", "relief")
+    decision = back(replace(pressed, kv_used=90), swapped("int4"), "precision_floor")
+    assert decision and decision.halves == dict.fromkeys(HALVES[:4], "int8")
+    assert back(pressed, swapped("int8"), "precision_floor") is None  # relief is next
+
+
+# ------------------------------------------------------------------------------------- refusals
+
+
+def test_a_refused_lever_rests_longer_each_time_and_others_go_on() -> None:
+    state, at_s, rests = ReflexState(), 100.0, []
+    for _ in range(4):
+        state = reflex.ended(state, "swap_down", is_applied=False, seconds=1.0, at_s=at_s)
+        rests.append(state.pauses["swap_down"].until_s - at_s)
+        at_s = state.pauses["swap_down"].until_s
+    assert rests == pytest.approx([0.1, 0.2, 0.4, 0.8])
+    need = Need("relief", "queue_delay", "words")
+    paused = replace(BURST, at_s=at_s - 0.01)
+    assert reflex.relieve(state, paused, shape(), envelope(), need, may_lose=True) is None
+    spare = shape(pages_spare=80)
+    assert reflex.relieve(state, paused, spare, envelope(), need, may_lose=True)
+
+
+def test_an_applied_resize_is_not_asked_for_again_at_once() -> None:
+    state = reflex.ended(ReflexState(), "resize", is_applied=True, seconds=0.1, at_s=BURST.at_s)
+    need = Need("relief", "queue_delay", "words")
+    decision = reflex.relieve(state, BURST, shape(pages_spare=80), envelope(), need, may_lose=True)
+    assert decision and decision.lever == "swap_down"
+
+
+def test_a_decision_says_what_was_seen() -> None:
+    decision = relief()
+    assert decision and decision.cause == "queue_delay"
+    assert decision.reason.startswith(
+        "words: 15 halves to int8, 1 halves to int4 for about 48 KV blocks, of 112"
+    )
+    assert decision.numbers["kv_needed"] == 180 and decision.numbers["policy_revision"] == 0

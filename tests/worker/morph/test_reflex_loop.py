@@ -1,0 +1,190 @@
+"""The reflex on a real engine: what envelopes allow is done between steps, and nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bus.messages import Event, LayerShape, Swap
+from bus.policy import Envelope, Mode, Policy
+from tests.support.engine_toys import continuation, request
+from tests.support.morph_toys import Rig
+from worker.morph.reflex_loop import ReflexLoop
+
+FULL = LayerShape()
+
+
+class Clocked:
+    """A rig whose reflex is asked at every boundary, on a clock of its own: a step takes 10 ms."""
+
+    def __init__(self) -> None:
+        self.rig = Rig(num_layers=4, num_pages=60, model_len=40)
+        self.at_s = 1000.0
+        self.rig.instance._clock = lambda: self.at_s
+        self.loop = ReflexLoop(self.rig.executor, lambda: self.at_s)
+        self.events: list[Event] = []
+        self.tokens: dict[str, list[int]] = {}
+
+    def grant(self, mode: Mode = "performance", **fields: Any) -> None:
+        policy = Policy(mode=mode, max_loss=1.0)
+        envelope = Envelope(
+            id="e",
+            epoch=0,
+            instance="toy@w0",
+            policy=policy.in_force() or policy,
+            precisions=["int8", "int4"],
+        )
+        self.loop.grant(replace(envelope, **fields))
+
+    def boundary(self, seconds: float = 0.01) -> None:
+        self.at_s += seconds
+        self.events += self.loop.act()
+        reports = self.rig.advance()
+        self.loop.hear(reports)
+
+    def step(self, times: int = 1) -> None:
+        """Steps with their boundaries, and boundaries until no morph runs."""
+        for _ in range(times):
+            self.boundary()
+            for result in self.rig.engine.step():
+                for output in result.outputs:
+                    self.tokens.setdefault(output.delta.request_id, []).extend(output.delta.token_ids)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            if not self.rig.executor.num_running:
+                return
+            time.sleep(0.0005)  # for the thread that copies
+            self.boundary(0.0)
+        raise AssertionError("a morph does not come to an end")
+
+    def flood(self, count: int = 8, max_tokens: int = 20) -> None:
+        for i in range(count):
+            self.rig.engine.submit("toy@w0", request(f"r{i}", list(range(1, 17)), max_tokens))
+
+    def finish(self) -> None:
+        for _ in range(500):
+            if not self.rig.engine.has_work:
+                return
+            self.step()
+        raise AssertionError("requests do not end")
+
+    @property
+    def shape(self) -> list[LayerShape]:
+        return self.rig.instance.shape
+
+
+@pytest.fixture
+def clocked() -> Iterator[Clocked]:
+    made = Clocked()
+    yield made
+    made.rig.check_integrity()
+    made.rig.close()
+
+
+def test_a_flood_is_met_within_steps_and_afterwards_all_is_as_before(clocked: Clocked) -> None:
+    blocks = clocked.rig.cache.num_blocks
+    clocked.grant()
+    clocked.flood()
+    clocked.step(14)
+    (event, *_) = clocked.events
+    assert (event.kind, event.subject, event.source) == ("morph_decided", "toy@w0", "w0")
+    assert event.cause == "kv_usage"  # nobody has waited yet
+    assert event.at_ms and event.numbers["kv_needed"] > event.numbers["kv_blocks"]
+    assert clocked.rig.cache.num_blocks > blocks and clocked.shape != [FULL] * 4
+    (begun, *_) = (one for one in clocked.rig.reports if one.state == "running")
+    assert begun.id == event.morph_id and begun.reason == event.reason
+    clocked.finish()
+    for i in range(8):
+        assert clocked.tokens[f"r{i}"] == continuation(list(range(1, 17)), 20)
+    clocked.at_s += 10
+    clocked.step(2)
+    assert clocked.shape == [FULL] * 4 and clocked.rig.cache.num_blocks == blocks
+    assert clocked.events[-1].cause == "ease"
+
+
+@pytest.mark.parametrize("envelope", ["none", "manual", "of another epoch", "of nothing"])
+def test_without_leave_nothing_is_done(clocked: Clocked, envelope: str) -> None:
+    if envelope == "manual":
+        clocked.grant("manual")
+    if envelope == "of another epoch":
+        clocked.grant(epoch=7)
+    if envelope == "of nothing":
+        clocked.grant(precisions=[])
+    clocked.flood()
+    clocked.finish()
+    assert clocked.events == [] and clocked.rig.reports == []
+
+
+def test_a_stale_envelope_allows_the_way_back_alone(clocked: Clocked) -> None:
+    clocked.grant(valid_s=60.0)
+    clocked.flood()
+    clocked.step(14)
+    assert clocked.shape != [FULL] * 4
+    clocked.finish()
+    num_events = len(clocked.events)
+    clocked.at_s += 61
+    clocked.step(2)
+    assert clocked.shape == [FULL] * 4
+    clocked.rig.reports.clear()
+    clocked.flood()
+    clocked.finish()
+    assert {event.cause for event in clocked.events[num_events:]} <= {"ease"}
+    assert clocked.shape == [FULL] * 4
+
+
+def test_a_swap_by_hand_goes_first_and_is_not_undone_at_once(clocked: Clocked) -> None:
+    clocked.grant()
+    clocked.rig.executor.begin(Swap(id="hand", epoch=0, instance="toy@w0", precision="int4", layers=[2]))
+    clocked.step()
+    assert clocked.shape[2] == LayerShape(attention="int4", ffn="int4") and clocked.events == []
+    clocked.at_s += 4.0  # of a cool-down of 5
+    clocked.step()
+    assert clocked.events == []
+    assert clocked.loop.patience_s == pytest.approx(1.0, abs=0.1)  # an idle engine wakes for it
+    clocked.at_s += 1.1
+    clocked.step()
+    assert clocked.shape == [FULL] * 4
+
+
+def test_pressure_cancels_a_return(clocked: Clocked) -> None:
+    clocked.grant()
+    clocked.rig.executor.begin(Swap(id="hand", epoch=0, instance="toy@w0", precision="int8", count=4))
+    clocked.step()
+    clocked.at_s += 10
+    clocked.rig.variants.hold.clear()  # its copies do not end
+    clocked.boundary()
+    assert clocked.events[-1].cause == "ease" and clocked.rig.executor.num_running
+    clocked.flood()
+    ordered = clocked.events[-1].morph_id
+    for _ in range(8):
+        clocked.rig.engine.step()
+    clocked.at_s += 0.2
+    clocked.boundary()
+    clocked.boundary()
+    assert [one.id for one in clocked.rig.reports if one.reason == "cancelled"] == [ordered]
+    clocked.rig.variants.hold.set()
+    clocked.finish()
+
+
+def test_an_instance_that_is_gone_is_forgotten(clocked: Clocked) -> None:
+    clocked.grant(instance="other@w0")
+    assert clocked.loop.act() == []
+    assert clocked.loop.patience_s is None
+
+
+def test_morphs_take_more_of_the_time_the_longer_a_request_misses_blocks(clocked: Clocked) -> None:
+    clocked.loop.act()
+    assert clocked.rig.executor.urgency == 0.0
+    clocked.flood()
+    clocked.step(8)
+    clocked.at_s += 0.2  # of 0.5: a quarter of the objective
+    clocked.loop.act()
+    assert 0.5 <= clocked.rig.executor.urgency < 1.0
+    clocked.at_s += 1.0
+    clocked.loop.act()
+    assert clocked.rig.executor.urgency == 1.0
+    clocked.finish()

@@ -1,0 +1,177 @@
+"""The reflexes of one worker: what its envelopes allow, done at step boundaries and reported.
+
+`act` before the manager's `advance`, in the engine's thread. A morph by hand goes first: a reflex waits until
+nothing else morphs its instance, then takes the shape as it is. It gives back no layer for a cool-down after.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from bus.messages import Event, HalfOrder, Morph, MorphReport, Resize, Swap
+from bus.policy import Envelope, Policy
+from bus.precisions import LOWEST, PRECISIONS
+from worker.morph import reflex
+from worker.morph.manager import MorphManager
+from worker.morph.members import Members
+from worker.morph.reflex import Decision, Lever, Load, Need, Shape
+from worker.morph.target import Target
+
+WAIT_S = 1.0  # for pages, before a swap is deferred: a running step may be about to free some
+LOOK_S = 0.5  # how often an idle engine looks whether layers can go back
+
+
+@dataclass(slots=True)
+class Reflex:
+    """One instance: its envelope, what is remembered, and the morph under way."""
+
+    envelope: Envelope
+    granted_s: float
+    state: reflex.ReflexState = field(default_factory=reflex.ReflexState)
+    morph_id: str = ""
+    lever: Lever = "resize"
+    began_s: float = 0.0
+
+
+class ReflexLoop:
+    """The reflexes of all instances of one worker, whose morphs `morphs` runs."""
+
+    def __init__(self, morphs: MorphManager, clock: Callable[[], float] = time.monotonic) -> None:
+        self._morphs, self._clock = morphs, clock
+        self._reflexes: dict[str, Reflex] = {}
+
+    def grant(self, envelope: Envelope) -> None:
+        """Use `envelope` from now on; one for another epoch is ignored."""
+        if envelope.epoch != self._morphs.epoch:
+            return
+        if found := self._reflexes.get(envelope.instance):
+            found.envelope, found.granted_s = envelope, self._clock()
+        else:
+            self._reflexes[envelope.instance] = Reflex(envelope, self._clock())
+
+    @property
+    def patience_s(self) -> float | None:
+        """Seconds that an idle engine may sleep before `act` is due; None: until it is woken."""
+        targets = self._morphs.targets
+        due = (self._due_s(one, targets[name]) for name, one in self._reflexes.items() if name in targets)
+        return min((one for one in due if one is not None), default=None)
+
+    def act(self) -> list[Event]:
+        """Decide at a step boundary. Returns the events of the decisions; their morphs have begun."""
+        events, most_urgent = [], 0.0
+        for name, target in self._morphs.targets.items():
+            load = self._load(target)
+            found = self._reflexes.get(name)
+            policy = found.envelope.policy if found else Policy()
+            most_urgent = max(most_urgent, reflex.urgency(load, policy))
+            if found and (event := self._consider(name, found, target, load)):
+                events.append(event)
+        self._morphs.urgency = most_urgent
+        for name in self._reflexes.keys() - self._morphs.targets.keys():
+            del self._reflexes[name]
+        return events
+
+    def hear(self, reports: Iterable[MorphReport]) -> None:
+        """Note the ends of the morphs that were begun here."""
+        for report in reports:
+            found, now_s = self._reflexes.get(report.target), self._clock()
+            if not found or report.state == "running":
+                continue
+            if report.id == found.morph_id:
+                took_s, is_applied = now_s - found.began_s, report.state == "applied"
+                found.state = reflex.ended(found.state, found.lever, is_applied, took_s, now_s)
+                found.morph_id = ""
+            else:
+                found.state = replace(found.state, ordered_s=now_s)
+
+    def _due_s(self, found: Reflex, target: Target) -> float | None:
+        """Return the seconds until a return may be due on an idle engine."""
+        envelope = found.envelope
+        at_rest = all(reflex.is_at_rest(one, envelope.resting) for one in target.halves.values())
+        if envelope.policy.mode == "manual" or found.morph_id or at_rest:
+            return None
+        return max(LOOK_S, found.state.return_due_s(envelope.policy) - self._clock())
+
+    def _consider(self, name: str, found: Reflex, target: Target, load: Load) -> Event | None:
+        found.state, needs = reflex.judge(found.state, load, found.envelope)
+        if not needs:
+            return None
+        if self._morphs.is_morphing(name) or self._morphs.obstacle(Swap):
+            if found.morph_id and found.lever == "swap_up" and any(need.goal == "relief" for need in needs):
+                self._morphs.cancel(found.morph_id)  # what is half done is undone, and relief comes next
+            return None
+        shape = self._shape(target, load)
+        decision = next(filter(None, (self._decide(found, load, shape, need) for need in needs)), None)
+        return self._begin(name, found, decision, load.at_s) if decision else None
+
+    def _decide(self, found: Reflex, load: Load, shape: Shape, need: Need) -> Decision | None:
+        envelope = found.envelope
+        if need.goal == "return":
+            return reflex.restore(found.state, load, shape, envelope, need)
+        may_lose = not reflex.is_stale(envelope, found.granted_s, load.at_s)
+        return reflex.relieve(found.state, load, shape, envelope, need, may_lose=may_lose)
+
+    def _begin(self, name: str, found: Reflex, decision: Decision, at_s: float) -> Event:
+        morph_id = f"reflex-{uuid.uuid4().hex[:12]}"
+        found.morph_id, found.lever, found.began_s = morph_id, decision.lever, at_s
+        found.state = reflex.decided(found.state, decision.lever, at_s)
+        self._morphs.begin(self._command(name, morph_id, decision), reason=decision.reason)
+        return Event(
+            kind="morph_decided",
+            source=self._morphs.worker,
+            subject=name,
+            reason=decision.reason,
+            at_ms=time.time_ns() // 1_000_000,
+            numbers=dict(decision.numbers),
+            morph_id=morph_id,
+            cause=decision.cause,
+        )
+
+    def _command(self, name: str, morph_id: str, decision: Decision) -> Morph:
+        epoch = self._morphs.epoch
+        if decision.lever == "resize":
+            return Resize(id=morph_id, epoch=epoch, instance=name, blocks=decision.blocks, wait_s=WAIT_S)
+        halves = [
+            HalfOrder(layer=half.layer, part=half.part, precision=precision)
+            for half, precision in decision.halves.items()
+        ]
+        return Swap(id=morph_id, epoch=epoch, instance=name, halves=halves, wait_s=WAIT_S)
+
+    def _load(self, target: Target) -> Load:
+        """Add up what runs and waits at all members of the instance."""
+        executor = target.instance.executor
+        if executor.num_members == 1 or executor.is_lost:
+            members = [target.load()]
+        else:
+            members = [each.load for each in executor.statuses()]
+        refused = [each.floor_refused for each in members]
+        return Load(
+            at_s=self._clock(),
+            kv_blocks=target.instance.scheduler.blocks.capacity,
+            kv_used=sum(each.used for each in members),
+            kv_needed=sum(each.needed for each in members),
+            running=sum(each.running for each in members),
+            waiting=sum(each.waiting for each in members),
+            wanting_s=max(each.wanting_s for each in members),
+            residence_s=max(each.residence_s for each in members),
+            preemptions=sum(each.preemptions for each in members),
+            floor_refused=min(refused, key=PRECISIONS.index),
+        )
+
+    def _shape(self, target: Target, load: Load) -> Shape:
+        statuses = Members(target).statuses()
+        floors = [floor for each in statuses for floor in each.floors]
+        kv_pages = min(each.kv_pages for each in statuses) * target.resizer.num_layers
+        return Shape(
+            halves=target.halves,
+            losses=target.losses,
+            pages=target.pages,
+            order=target.order,
+            pages_spare=max(0, min(each.growable_pages for each in statuses)) * target.resizer.num_layers,
+            pages_per_block=kv_pages / load.kv_blocks if load.kv_blocks else 0.0,
+            min_blocks=target.resizer.min_blocks,
+            floor=min([load.floor_refused, *floors], key=PRECISIONS.index, default=LOWEST),
+        )
