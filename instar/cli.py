@@ -25,6 +25,7 @@ COMMANDS: Final = {
     "drain": "let a worker finish its requests and leave",
     "complete": "complete a text",
     "bench": "replay recorded traffic, or record it",
+    "simulate": "compute what a cluster would do with recorded traffic",
     "settings": "show every setting and its source",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -22,6 +23,11 @@ COUNTED: Final = (
     "instar_recomputed_tokens_total",
     "instar_request_replays_total",
 )
+# What is kept of each instance once: what it can become, for a simulation of it.
+FACTS: Final = (
+    *("model", "num_layers", "max_model_len", "min_blocks", "variants", "order"),
+    *("layer_pages", "attention_pages"),
+)
 _SAMPLE: Final = re.compile(r"^([a-zA-Z_:][\w:]*)(\{.*\})? (\S+)", re.MULTILINE)
 
 
@@ -32,6 +38,7 @@ class Observer:
         self.samples: list[dict[str, Any]] = []
         self.morphs: dict[str, dict[str, Any]] = {}
         self.counted: dict[str, float] = {}
+        self.facts: dict[str, dict[str, Any]] = {}  # of each instance, when the run began
         self.num_missed = 0
         self._server = server
         self._before: dict[str, float] = {}
@@ -49,6 +56,7 @@ class Observer:
             return "it is not an Instar server: KV, layers and morphs are not reported"
         if status != 200:
             return f"/admin/state answers {status}"
+        self.facts = _facts(state)
         self._old = {one["id"] for one in state.get("morphs", []) if one.get("state") != "running"}
         self._before = await self._counters()
         return ""
@@ -78,7 +86,11 @@ class Observer:
             else (one.get("last") or {}).get("oldest_wait_seconds")
             for one in metrics.get("instances", [])
         }
-        shapes = {one["id"]: _shape(one, delays.get(one["id"])) for one in state["instances"]}
+        last = {one["id"]: one.get("last") or {} for one in metrics.get("instances", [])}
+        shapes = {
+            one["id"]: _shape(one, delays.get(one["id"])) | _work(last.get(one["id"], {}))
+            for one in state["instances"]
+        }
         self.samples.append({"at_s": round(now_s(), 3), "instances": shapes})
         self.morphs |= {one["id"]: one for one in state.get("morphs", []) if one["id"] not in self._old}
 
@@ -89,7 +101,8 @@ class Observer:
 
     def as_json(self) -> dict[str, Any]:
         morphs = list(self.morphs.values())
-        return {"samples": self.samples, "missed": self.num_missed, "morphs": morphs, "counted": self.counted}
+        found = {"samples": self.samples, "missed": self.num_missed, "morphs": morphs}
+        return found | {"counted": self.counted, "instances": self.facts}
 
     async def _counters(self) -> dict[str, float]:
         """Return the counters, {} if they cannot be read."""
@@ -119,6 +132,37 @@ def _shape(one: dict[str, Any], queue_delay_s: float | None) -> dict[str, Any]:
     sizes = {"kv_blocks": kv.get("blocks"), "kv_used": kv.get("used"), "tp": one.get("tp", 1)}
     numbers = {name: one.get(name) for name in ("running", "waiting", "layers_below_full")}
     return sizes | numbers | {"queue_delay_s": queue_delay_s}
+
+
+def _work(last: dict[str, Any]) -> dict[str, Any]:
+    """Return what an instance has done since its epoch began, by its last report; {} without one."""
+    steps = last.get("step_seconds")
+    if not steps:
+        return {}
+    halves = Counter(layer[part] for layer in last.get("layers", []) for part in ("attention", "ffn"))
+    return {
+        "steps": sum(steps["counts"].values()),
+        "step_s": steps["total"],
+        "prompt_tokens": last["prompt_tokens"],
+        "output_tokens": last["generation_tokens"],
+        "preemptions": last["preemptions"],
+        "halves": dict(halves),
+    }
+
+
+def _facts(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return FACTS of each instance, and the pages of its worker at that time."""
+    workers = {one.get("id"): one for one in state.get("workers", [])}
+    found = {}
+    for one in state["instances"]:
+        worker = workers.get((one.get("workers") or [None])[0], {})
+        found[one["id"]] = {name: one[name] for name in FACTS if name in one} | {
+            "block_tokens": (one.get("kv") or {}).get("block_tokens"),
+            "kv_blocks": (one.get("kv") or {}).get("blocks"),
+            "pages": worker.get("pages"),
+            "page_bytes": worker.get("page_bytes"),
+        }
+    return found
 
 
 def counters(page: str) -> dict[str, float]:

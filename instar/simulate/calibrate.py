@@ -1,0 +1,51 @@
+"""`instar simulate --calibrate`: from recorded runs to a calibration file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import msgspec
+
+from instar.client import settings_of
+from instar.errors import InputError
+from instar.replay import files
+from instar.simulate.calibration import EngineLimits, parse
+from instar.simulate.fitting import fit
+
+
+def calibrate(args: argparse.Namespace) -> int:
+    """Fit a calibration to recorded runs and write it. Raises InputError."""
+    if args.out is None:
+        raise InputError("--calibrate needs --out FILE, for the calibration")
+    if args.out.exists():
+        raise InputError(f"--out {args.out}: is there already; name another file")
+    runs = [files.read(folder) for folder in args.calibrate]
+    worker = settings_of(args).worker
+    facts: dict[str, Any] = next(
+        (one for run in runs for one in run.observed.get("instances", {}).values()), {}
+    )
+    limits = EngineLimits(
+        max_model_len=facts.get("max_model_len") or worker.max_model_len or 1,
+        max_num_seqs=worker.max_num_seqs,
+        max_num_batched_tokens=worker.max_num_batched_tokens,
+        block_tokens=facts.get("block_tokens") or worker.block_tokens,
+    )
+    found = fit(runs, limits)
+    found = msgspec.structs.replace(
+        found, morph=msgspec.structs.replace(found.morph, share=worker.morph_share / 2)
+    )
+    text = msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"
+    parse(text, str(args.out))  # what is written can be read
+    try:
+        args.out.write_bytes(text)
+    except OSError as error:
+        raise InputError(f"--out {args.out}: cannot be written: {error.strerror}") from error
+    covers = found.covers
+    sys.stdout.write(
+        f"wrote {args.out}: {found.model}, from {found.source}; mean error of a step's time "
+        f"{found.error:.0%}; covers {covers.running} sequences at once, prompts of "
+        f"{covers.prompt_tokens} tokens, layers in {', '.join(covers.precisions)}\n"
+    )
+    return 0

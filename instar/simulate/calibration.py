@@ -1,0 +1,183 @@
+"""A calibration: what steps and morphs of one model on one device cost, as measured, and what that covers."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from bus.messages import PARTS, Part
+from bus.precisions import PRECISIONS, Precision
+from instar.errors import InputError
+
+VERSION: Final = 1
+DEFAULT: Final = "demo.json"  # models/demo on a CPU, in this package
+MADE_BY: Final = "`instar simulate --calibrate RUN_DIR --out FILE` makes one"
+
+AboveZero = Annotated[float, msgspec.Meta(gt=0)]
+FromZero = Annotated[float, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Slowdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The time of a step with all halves in one precision, as a multiple of that in full precision."""
+
+    prompt: AboveZero  # of the time for tokens of prompts
+    decode: AboveZero  # of the rest
+
+
+class StepCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The seconds of a step in full precision: a sum of four terms."""
+
+    fixed_s: FromZero
+    prompt_token_s: FromZero
+    decode_s: FromZero  # for each sequence that gets a token
+    kv_token_s: FromZero  # for each token of KV that the step reads
+    slowdowns: dict[Precision, Slowdown] = {}
+
+
+class MorphCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The seconds that a half of a layer takes, with all of the time for it: a busy worker has `share`."""
+
+    half_s: FromZero
+    byte_s: FromZero  # for each byte of the new variant
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)]
+
+
+class CalibratedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker's pages and KV blocks while all layers are in full precision.
+
+    spare_pages: free ones beyond the reserve for swaps. layer_pages, attention_pages: of one layer.
+    """
+
+    page_bytes: Count
+    kv_pages: Count
+    kv_blocks: Count
+    spare_pages: Annotated[int, msgspec.Meta(ge=0)]
+    layer_pages: dict[Precision, int]
+    attention_pages: dict[Precision, int]
+
+    def half_pages(self, part: Part, precision: Precision) -> int:
+        """Return the pages of the attention or the FFN of a layer."""
+        attention = self.attention_pages[precision]
+        return attention if part == PARTS[0] else self.layer_pages[precision] - attention
+
+    @property
+    def reserve_pages(self) -> int:
+        """Pages that stay free, with which any layer can be swapped."""
+        return max((pages for name, pages in self.layer_pages.items() if name != "full"), default=0)
+
+
+class EngineLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The limits of one instance, as in the worker's settings."""
+
+    max_model_len: Count
+    max_num_seqs: Count
+    max_num_batched_tokens: Count
+    block_tokens: Count
+
+
+class Coverage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was measured: the most sequences at once, the longest prompt, and the precisions."""
+
+    running: int
+    prompt_tokens: int
+    precisions: list[Precision]
+
+
+class EngineCalibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A calibration file.
+
+    order: in which layers are swapped. losses: by precision and part, the share of perplexity that each
+    layer's half adds; those that are missing are assumed, as a worker without a profile does. transit_s: from
+    the client to the worker and back. error: mean relative error of the fit.
+    """
+
+    version: int
+    model: str
+    source: str
+    num_layers: Count
+    order: list[int]
+    limits: EngineLimits
+    memory: CalibratedMemory
+    step: StepCosts
+    morph: MorphCosts
+    covers: Coverage
+    transit_s: FromZero = 0.0
+    losses: dict[Precision, dict[str, list[float]]] = {}
+    error: float = 0.0
+
+    @property
+    def variants(self) -> list[Precision]:
+        """The precisions that layers can have, from the most bits on."""
+        return [name for name in PRECISIONS if name in self.memory.layer_pages]
+
+
+def load(path: Path | None) -> EngineCalibration:
+    """Read a calibration, or the one of models/demo. Raises InputError."""
+    try:
+        text = files("instar.simulate").joinpath(DEFAULT).read_bytes() if path is None else path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}; {MADE_BY}") from error
+    return parse(text, str(path or DEFAULT))
+
+
+def parse(text: bytes, name: str) -> EngineCalibration:
+    """Parse and check a calibration. Raises InputError."""
+    try:
+        found: Any = msgspec.json.decode(text)
+        version = found.get("version") if isinstance(found, dict) else None
+        if version != VERSION:
+            raise InputError(
+                f"{name}: is no calibration of version {VERSION}: its version is {version}; {MADE_BY}"
+            )
+        calibration = msgspec.convert(found, EngineCalibration)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{name}: is not a calibration: {error}; {MADE_BY}") from error
+    except msgspec.DecodeError as error:
+        raise InputError(f"{name}: is not JSON: {error}; {MADE_BY}") from error
+    if problem := _problem(calibration):
+        raise InputError(f"{name}: is not a calibration: {problem}; {MADE_BY}")
+    return calibration
+
+
+def _problem(found: EngineCalibration) -> str:
+    """Return what contradicts itself, or ""."""
+    memory, limits = found.memory, found.limits
+    if sorted(found.order) != list(range(found.num_layers)):
+        return f"order is {found.order}, not one of {found.num_layers} layers"
+    if "full" not in memory.layer_pages or memory.layer_pages.keys() != memory.attention_pages.keys():
+        return "layer_pages and attention_pages must have the same precisions, full among them"
+    if missing := [one for one in found.variants if one != "full" and one not in found.step.slowdowns]:
+        return f"step.slowdowns lacks {missing[0]}"
+    if wrong := [
+        f"{name} of the {part}"
+        for name, parts in found.losses.items()
+        for part in PARTS
+        if len(parts.get(part, [])) != found.num_layers
+    ]:
+        return f"losses in {wrong[0]} needs {found.num_layers} numbers, one for each layer"
+    if memory.kv_blocks * limits.block_tokens < limits.max_model_len:
+        return (
+            f"{memory.kv_blocks} KV blocks of {limits.block_tokens} tokens hold no sequence of "
+            f"{limits.max_model_len} tokens"
+        )
+    return ""
+
+
+def not_covered(
+    calibration: EngineCalibration, longest_prompt: int, precisions: list[Precision], running: int = 0
+) -> list[str]:
+    """Return what is asked for and was not measured: what, the value and the limit."""
+    covers, missing = calibration.covers, []
+    if longest_prompt > covers.prompt_tokens:
+        limit = covers.prompt_tokens
+        missing.append(f"prompts of {longest_prompt} tokens, and the longest measured has {limit}")
+    if running > covers.running:
+        missing.append(f"{running} sequences at once, and at most {covers.running} were measured")
+    if unknown := [one for one in precisions if one not in covers.precisions]:
+        measured = ", ".join(covers.precisions)
+        missing.append(f"layers in {' and '.join(unknown)}, and measured are {measured}")
+    return missing

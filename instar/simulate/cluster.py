@@ -1,0 +1,386 @@
+"""A cluster of simulated instances, event by event. Time is in seconds from the beginning of the run.
+
+The cost is in proportion to the scheduled steps and to the reports of busy instances: an idle instance at
+rest costs nothing, and is not made before its first request. Same input, same result.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from bus.messages import MorphReport
+from bus.settings import MonitorSettings, WorkerSettings
+from gateway.delivery.dispatch import Candidate, TooLong, choose
+from instar.replay.outcomes import UNFINISHED, RequestOutcome
+from instar.replay.schemas import Arrival
+from instar.simulate.calibration import EngineCalibration
+from instar.simulate.engine import SimulatedInstance, Tally
+from instar.simulate.morphs import SimulatedMorph
+from instar.simulate.relief import NoRelief, Relief
+from instar.simulate.shortlist import Shortlist
+from instar.simulate.windows import Smoothed
+
+SAMPLE_S: Final = 1.0
+SHOWN_INSTANCES: Final = 8  # of more the samples are added up
+ALL: Final = "all"
+TOO_LONG: Final = "400 context_length_exceeded"  # as the gateway answers
+EVENTS_PER_CALL: Final = 5000  # between two calls of `progress`
+
+
+@dataclass(slots=True, eq=False)
+class ActiveInstance:
+    """An instance that has requests or is not at rest yet, as the gateway and the monitor see it."""
+
+    instance: SimulatedInstance
+    relief: Relief
+    seen: Smoothed
+    num_own: int = 0  # requests of the gateway
+    num_since: int = 0  # sent since the last metrics
+    tokens_since: int = 0
+    morph: SimulatedMorph | None = None
+
+
+@dataclass(slots=True)
+class Record:
+    """What a simulation wrote beside the outcomes of the requests."""
+
+    outcomes: list[RequestOutcome] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    morphs: list[MorphReport] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
+    events_in: Counter[int] = field(default_factory=Counter)
+    preemptions: int = 0
+    below_s: float = 0.0  # of all instances
+    seconds: float = 0.0
+
+
+class Unmeasured(Exception):
+    """More sequences run at once than the calibration covers."""
+
+
+class SimulatedCluster:
+    """The event loop: arrivals, steps, morphs, and the reports of busy instances."""
+
+    def __init__(
+        self,
+        calibration: EngineCalibration,
+        num_workers: int,
+        relief: Callable[[], Relief] = NoRelief,
+        *,
+        monitor: MonitorSettings | None = None,
+        most_running: int | None = None,
+        is_stepwise: bool = False,
+    ) -> None:
+        """Make a cluster at rest.
+
+        relief: makes the one of an instance. most_running: more sequences in an instance raise Unmeasured.
+        """
+        self.record = Record()
+        self.instances: dict[int, ActiveInstance] = {}  # those that ever had a request
+        self._calibration, self._num_workers, self._relief = calibration, num_workers, relief
+        self._kv_blocks = calibration.memory.kv_blocks
+        self._monitor = monitor or MonitorSettings()
+        self._most_running, self._is_stepwise = most_running, is_stepwise
+        self._report_s = WorkerSettings().telemetry_s
+        self._reports_per_window = max(1, round(self._monitor.interval_s / self._report_s))
+        self._width = len(str(num_workers - 1))
+        self._active: dict[str, ActiveInstance] = {}
+        self._idle = list(range(num_workers))  # a heap of those at rest
+        self._idle_candidate: tuple[int, Candidate] | None = None
+        self._shortlist = Shortlist()
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._num_events = 0
+        self._is_ticking = False
+        self._sampled_s = -SAMPLE_S
+        self._homes: dict[int, ActiveInstance] = {}  # request -> where it is
+        self.now_s = 0.0
+
+    def run(
+        self,
+        arrivals: Iterable[Arrival],
+        drain_s: float,
+        progress: Callable[[float, int], None] = lambda at_s, num_open: None,
+    ) -> Record:
+        """Run until `drain_s` after the last arrival; what has not ended then is unfinished.
+
+        Raises Unmeasured.
+        """
+        record = self.record
+        record.outcomes = [
+            RequestOutcome(number, one.at_s, one.prompt_tokens, one.output_tokens)
+            for number, one in enumerate(arrivals)
+        ]
+        ends_s = max((one.due_s for one in record.outcomes), default=0.0) + drain_s
+        for one in record.outcomes:
+            self._at(one.due_s, self._arrive, one)
+        events, count = self._events, 0
+        while events and events[0][0] <= ends_s:
+            self.now_s, _, work, about = heapq.heappop(events)
+            work(*about)
+            count += 1
+            if count % EVENTS_PER_CALL == 0:
+                progress(self.now_s, len(self._homes))
+        self._end(ends_s)
+        return record
+
+    def _end(self, ends_s: float) -> None:
+        record = self.record
+        for number in self._homes:
+            record.outcomes[number].error, record.outcomes[number].ended_s = UNFINISHED, ends_s
+        self._homes.clear()
+        for one in self.instances.values():
+            one.instance.end_below(self.now_s)
+            record.below_s += one.instance.below_s
+            record.preemptions += one.instance.scheduler.num_preemptions
+        record.seconds = self.now_s
+
+    def _at(self, moment_s: float, work: Callable[..., None], *about: Any) -> None:
+        self._num_events += 1
+        heapq.heappush(self._events, (moment_s, self._num_events, work, about))
+
+    # ------------------------------------------------------------------------------------- requests
+
+    def _arrive(self, outcome: RequestOutcome) -> None:
+        """Choose an instance as the gateway does, and send the request to it."""
+        outcome.sent_s = self.now_s
+        num_tokens = outcome.prompt_asked + outcome.output_asked
+        found = choose(self._shortlist.of(num_tokens, self._first_idle()), num_tokens)
+        if not isinstance(found, Candidate):
+            assert isinstance(found, TooLong), found
+            outcome.error, outcome.status, outcome.ended_s = TOO_LONG, 400, self.now_s
+            return
+        one = self._activate(int(found.instance.rpartition("@w")[2]))
+        one.num_own += 1
+        one.num_since += 1
+        one.tokens_since += num_tokens
+        self._homes[outcome.number] = one
+        self._show(one)
+        self._at(self.now_s + self._calibration.transit_s, self._submit, one, outcome)
+
+    def _submit(self, one: ActiveInstance, outcome: RequestOutcome) -> None:
+        self._change(one, lambda: one.instance.submit(outcome, self.now_s))
+
+    def _ended(self, instance: SimulatedInstance, outcome: RequestOutcome) -> None:
+        one = self._homes.pop(outcome.number)
+        one.num_own -= 1
+        self._show(one)
+
+    def _count_tokens(self, times: Sequence[float], count: int) -> None:
+        events_in = self.record.events_in
+        for at_s in times:
+            events_in[int(at_s)] += count
+
+    # ------------------------------------------------------------------------------------- steps
+
+    def _change(self, one: ActiveInstance, change: Callable[[], None]) -> None:
+        """Make a change that the instance takes note of at its next boundary, which may be now."""
+        version = one.instance.version
+        change()
+        if not one.instance.is_stepping:
+            self._boundary(one)
+        elif one.instance.version != version:
+            self._push_step(one)
+
+    def _push_step(self, one: ActiveInstance) -> None:
+        instance = one.instance
+        self._at(instance.ends[-1], self._stepped, one, instance.version)
+
+    def _stepped(self, one: ActiveInstance, version: int) -> None:
+        if version == one.instance.version and one.instance.is_stepping:
+            one.instance.finish()
+            self._boundary(one)
+
+    def _boundary(self, one: ActiveInstance) -> None:
+        """Carry on the morph, ask for one, and begin the next steps."""
+        instance, now_s = one.instance, self.now_s
+        order = one.relief.at_boundary(instance, now_s, is_morphing=one.morph is not None)
+        urgency = one.relief.urgency
+        if one.morph is not None:
+            due_s = one.morph.due_s
+            if order.cancels:
+                report: MorphReport | None = one.morph.cancel(instance, now_s)
+            else:
+                report = one.morph.advance(instance, now_s, urgency)
+            self._morphed(one, report, due_s)
+        elif order.command is not None:
+            costs = self._calibration.morph
+            one.morph = SimulatedMorph(order.command, now_s, self._calibration.memory.page_bytes, costs)
+            self._morphed(one, one.morph.begin(instance, now_s, urgency), None)
+        if instance.has_work:
+            instance.start(now_s, lambda used: self._is_quiet(one, used))
+        if instance.is_stepping:
+            if self._most_running is not None and instance.num_running > self._most_running:
+                raise Unmeasured(f"{instance.num_running} sequences at once (at {now_s:.1f} s)")
+            self._push_step(one)
+
+    def _is_quiet(self, one: ActiveInstance, num_used: int) -> bool:
+        return one.morph is None and one.relief.is_quiet(one.instance, num_used, self.now_s)
+
+    # ------------------------------------------------------------------------------------- morphs
+
+    def _morphed(self, one: ActiveInstance, report: MorphReport | None, due_s: float | None) -> None:
+        """Take note of what a morph did: its end, or when it goes on."""
+        if report is not None:
+            self.record.morphs.append(report)
+            one.morph = None
+            one.relief.ended(report, self.now_s)
+        elif one.morph is not None and one.morph.due_s is not None and one.morph.due_s != due_s:
+            self._at(one.morph.due_s, self._go_on, one)
+
+    def _go_on(self, one: ActiveInstance) -> None:
+        """Let the instance come to a boundary, where its morph goes on."""
+        self._change(one, lambda: one.instance.interrupt(self.now_s))
+
+    # ------------------------------------------------------------------------------------- reports
+
+    def _activate(self, number: int) -> ActiveInstance:
+        name = f"{self._calibration.model}@w{number:0{self._width}}"
+        if one := self._active.get(name):
+            return one
+        if self._idle and self._idle[0] == number:
+            heapq.heappop(self._idle)
+        one = self.instances.get(number) or self._made(number, name)
+        self.instances[number] = self._active[name] = one
+        if not self._is_ticking:
+            self._is_ticking = True
+            ticks = int(self.now_s / self._report_s) + 1
+            self._at(ticks * self._report_s, self._tick, ticks)
+        return one
+
+    def _made(self, number: int, name: str) -> ActiveInstance:
+        instance = SimulatedInstance(
+            number,
+            name,
+            self._calibration,
+            self.record.tally,
+            is_stepwise=self._is_stepwise,
+            on_tokens=self._count_tokens,
+            on_ended=self._ended,
+        )
+        return ActiveInstance(instance, self._relief(), Smoothed(instance, self._monitor))
+
+    def _tick(self, ticks: int) -> None:
+        """Take the reports of all active instances, and judge them if metrics are due."""
+        is_window = ticks % self._reports_per_window == 0
+        for one in list(self._active.values()):
+            one.instance.settle(self.now_s)
+            one.seen.observe()
+            if is_window:
+                self._judge(one)
+        if is_window and self.now_s >= self._sampled_s + SAMPLE_S:
+            self._sample()
+        self._is_ticking = bool(self._active)
+        if self._is_ticking:
+            self._at((ticks + 1) * self._report_s, self._tick, ticks + 1)
+
+    def _judge(self, one: ActiveInstance) -> None:
+        one.num_since = one.tokens_since = 0
+        if not one.instance.is_stepping:
+            self._boundary(one)  # an idle worker looks now and then whether layers can go back
+        is_idle = not (one.num_own or one.instance.has_work or one.morph)
+        is_as_made = one.instance.shape.is_at_rest and one.instance.blocks.capacity == self._kv_blocks
+        if is_idle and is_as_made and one.seen.is_settled:
+            self._rest(one)
+        else:
+            self._show(one)
+
+    def _rest(self, one: ActiveInstance) -> None:
+        del self._active[one.instance.name]
+        self._shortlist.remove(one.instance.name)
+        heapq.heappush(self._idle, one.instance.number)
+        one.seen.forget()
+
+    # ------------------------------------------------------------------------------------- views
+
+    def _first_idle(self) -> Candidate | None:
+        """Return the first idle instance as the gateway sees it."""
+        if not self._idle:
+            return None
+        number = self._idle[0]
+        if self._idle_candidate is None or self._idle_candidate[0] != number:
+            tokens = self._kv_blocks * self._calibration.limits.block_tokens
+            name = f"{self._calibration.model}@w{number:0{self._width}}"
+            self._idle_candidate = number, self._candidate(name, 0.0, 0, 0, tokens, 0.0, tokens)
+        return self._idle_candidate[1]
+
+    def _show(self, one: ActiveInstance) -> None:
+        """Renew the gateway's view of an instance."""
+        if one.instance.name not in self._active:
+            return
+        instance, seen = one.instance, one.seen
+        block_tokens, kv_blocks = instance.limits.block_tokens, instance.blocks.capacity
+        free_tokens = (kv_blocks - seen.last_used) * block_tokens - seen.waiting_tokens - one.tokens_since
+        self._shortlist.put(
+            self._candidate(
+                instance.name,
+                seen.load,
+                one.num_own,
+                one.num_since,
+                kv_blocks * block_tokens,
+                seen.kv_usage,
+                free_tokens,
+            )
+        )
+
+    def _candidate(
+        self,
+        name: str,
+        num_measured: float,
+        num_own: int,
+        num_own_since: int,
+        kv_tokens: int,
+        kv_usage: float,
+        free_tokens: float,
+    ) -> Candidate:
+        return Candidate(
+            instance=name,
+            worker=name.rpartition("@")[2],
+            epoch=1,
+            num_measured=num_measured,
+            num_own=num_own,
+            num_own_since=num_own_since,
+            max_tokens=min(self._calibration.limits.max_model_len, kv_tokens),
+            kv_usage=kv_usage,
+            free_tokens=free_tokens,
+            can_split=False,
+        )
+
+    def _sample(self) -> None:
+        """Write what `instar bench replay` samples: each instance of a few, the sums of many."""
+        self._sampled_s = self.now_s
+        shapes = {name: _shape(one, self.now_s) for name, one in self._active.items()}
+        num_idle = self._num_workers - len(shapes)
+        idle: dict[str, Any] = {"kv_blocks": self._kv_blocks, "kv_used": 0, "running": 0, "waiting": 0}
+        idle |= {"layers_below_full": 0, "tp": 1, "queue_delay_s": 0.0}
+        if self._num_workers <= SHOWN_INSTANCES:
+            names = (f"{self._calibration.model}@w{number}" for number in range(self._num_workers))
+            self._add_sample({name: shapes.get(name, idle) for name in names})
+            return
+        keys = ("kv_used", "running", "waiting", "layers_below_full")
+        total: dict[str, Any] = {key: sum(shape[key] for shape in shapes.values()) for key in keys}
+        total["kv_blocks"] = (
+            sum(shape["kv_blocks"] for shape in shapes.values()) + num_idle * idle["kv_blocks"]
+        )
+        total["queue_delay_s"] = max((shape["queue_delay_s"] for shape in shapes.values()), default=0.0)
+        self._add_sample({ALL: total | {"tp": 1}})
+
+    def _add_sample(self, instances: dict[str, Any]) -> None:
+        self.record.samples.append({"at_s": round(self.now_s, 3), "instances": instances})
+
+
+def _shape(one: ActiveInstance, now_s: float) -> dict[str, Any]:
+    instance = one.instance
+    return {
+        "kv_blocks": instance.blocks.capacity,
+        "kv_used": instance.blocks.num_used,
+        "running": instance.num_running,
+        "waiting": len(instance.waiting),
+        "layers_below_full": instance.shape.num_below,
+        "tp": 1,
+        "queue_delay_s": round(instance.oldest_wait_s(now_s), 4),
+        "preemptions": instance.scheduler.num_preemptions,
+    }

@@ -1,0 +1,278 @@
+"""One simulated instance: the scheduler and the block allocator that serve, with computed step times.
+
+Steps in which every sequence decodes and nothing else changes are taken together: the scheduler is asked
+once for all of them, and their ends are computed one by one. `is_stepwise` takes each by itself; the results
+are the same.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Final
+
+from bus.messages import SamplingParams, Submit
+from instar.replay.outcomes import RequestOutcome
+from instar.simulate.calibration import EngineCalibration
+from instar.simulate.shape import SimulatedShape
+from instar.simulate.steps import StepModel
+from worker.engine.admission import refusal, why_finished
+from worker.engine.core import RESIDENCE_WEIGHT
+from worker.engine.scheduler import ScheduledChunk, Scheduler
+from worker.engine.sequence import Limits
+from worker.engine.sequence import Sequence as EngineSequence
+from worker.memory import BlockAllocator
+
+IsQuiet = Callable[[int], bool]  # of a number of KV blocks in use
+VOCABULARY: Final = 1  # all tokens are token 0: there is no text
+
+
+@dataclass(slots=True)
+class Tally:
+    """The sums of a simulation over all instances."""
+
+    steps: int = 0
+    scheduled: int = 0  # times that a scheduler was asked
+    tokens: int = 0
+    lost_quality: float = 0.0  # predicted loss, summed over tokens
+    most_running: int = 0
+
+
+class SimulatedSequence(EngineSequence):
+    """A sequence with the outcome that it writes."""
+
+    __slots__ = ("outcome",)
+
+    def __init__(self, outcome: RequestOutcome, arrived_s: float) -> None:
+        self.outcome = outcome
+        super().__init__(_submit(outcome), arrived_s)
+
+
+def _submit(outcome: RequestOutcome) -> Submit:
+    return Submit(
+        request_id=str(outcome.number),
+        attempt=1,
+        gateway="",
+        epoch=1,
+        prompt_token_ids=[0] * outcome.prompt_asked,
+        sampling=SamplingParams(max_tokens=outcome.output_asked, seed=0),
+    )
+
+
+class SimulatedInstance:
+    """An instance. The cluster calls `start` whenever it is idle, and `finish` at the time `ends[-1]`."""
+
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        calibration: EngineCalibration,
+        tally: Tally,
+        *,
+        is_stepwise: bool = False,
+        on_tokens: Callable[[Sequence[float], int], None] = lambda times, count: None,
+        on_ended: Callable[[SimulatedInstance, RequestOutcome], None] = lambda instance, outcome: None,
+    ) -> None:
+        """on_tokens: called with ends of steps and the tokens of each. on_ended: when a request has ended."""
+        own = calibration.limits
+        self.number, self.name = number, name
+        self.limits = Limits(
+            max_num_seqs=own.max_num_seqs,
+            max_num_batched_tokens=own.max_num_batched_tokens,
+            max_model_len=own.max_model_len,
+            block_tokens=own.block_tokens,
+        )
+        self.blocks = BlockAllocator(calibration.memory.kv_blocks)
+        self.scheduler = Scheduler(self.limits, self.blocks)
+        self.shape = SimulatedShape(calibration)
+        self.ends: list[float] = []  # of the steps in progress
+        self.version = 0  # of `ends`: an event for another one is void
+        self.below_s = 0.0  # time with a layer below full precision
+        self.residence_s = 0.0  # that a request runs here, on average; 0.0: none has ended yet
+        self._model = StepModel(calibration.step, 2 * calibration.num_layers)
+        self._chunks: list[ScheduledChunk] = []
+        self._inbox: list[SimulatedSequence] = []
+        self._tally, self._is_stepwise = tally, is_stepwise
+        self._on_tokens, self._on_ended = on_tokens, on_ended
+        self._loss = 0.0  # predicted, of the layers as they are
+        self._below_since_s: float | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._inbox or self.scheduler.running or self.scheduler.waiting)
+
+    @property
+    def is_stepping(self) -> bool:
+        return bool(self.ends)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.scheduler.running)
+
+    @property
+    def waiting(self) -> list[EngineSequence]:
+        """The queue, with what the scheduler has not seen yet."""
+        return [*self.scheduler.waiting, *self._inbox]
+
+    def oldest_wait_s(self, now_s: float) -> float:
+        """Return how long the head of the queue has been here; 0.0 without a queue."""
+        first = next(chain(self.scheduler.waiting, self._inbox), None)
+        return now_s - first.arrived if first else 0.0
+
+    def wanting_s(self, now_s: float) -> float:
+        """Return how long the oldest sequence that misses KV blocks has been here; 0.0 for none."""
+        first = self.scheduler.first_in_want
+        return now_s - first.arrived if first else 0.0
+
+    # ------------------------------------------------------------------------------------- requests
+
+    def submit(self, outcome: RequestOutcome, now_s: float) -> None:
+        """Queue a request. It is seen at the next boundary between two steps."""
+        seq = SimulatedSequence(outcome, now_s)
+        if error := refusal(seq.request, self.limits, VOCABULARY):
+            self._end(outcome, now_s, f"400 {error}")
+            return
+        self._inbox.append(seq)
+        self.interrupt(now_s)
+
+    def interrupt(self, now_s: float) -> None:
+        """Let the steps in progress end with the one that runs now."""
+        last = bisect_left(self.ends, now_s) + 1
+        if last < len(self.ends):
+            del self.ends[last:]
+            self.version += 1
+
+    # ------------------------------------------------------------------------------------- steps
+
+    def start(self, now_s: float, is_quiet: IsQuiet = lambda num_used: True) -> None:
+        """Begin the next steps, if there is something to run.
+
+        is_quiet: whether boundaries between steps may be left out until so many blocks are in use.
+        """
+        for arrived in self._inbox:
+            self.scheduler.add(arrived)
+        self._inbox.clear()
+        output = self.scheduler.schedule()
+        self._tally.scheduled += 1
+        for seq, error in output.rejected:
+            self._end(_outcome(seq), now_s, f"rejected: {error}")
+        chunks = self._chunks = output.chunks
+        if not chunks:
+            return
+        decodes = sum(chunk.seq.num_uncomputed_tokens == 1 for chunk in chunks)
+        kv_tokens = sum(chunk.seq.num_computed_tokens + chunk.num_tokens for chunk in chunks)
+        is_steady = decodes == len(chunks) == len(self.scheduler.running)
+        count = self._num_alike(chunks, is_quiet) if is_steady and not self._is_stepwise else 1
+        self.ends = self._model.ends(now_s, output.num_tokens - decodes, decodes, kv_tokens, count)
+        self.version += 1
+        self._tally.most_running = max(self._tally.most_running, len(chunks))
+
+    def _num_alike(self, chunks: Sequence[ScheduledChunk], is_quiet: IsQuiet) -> int:
+        """Return a number of steps until a sequence ends, in which blocks do not run out.
+
+        All sequences decode, and nothing that waits can be admitted: what it misses only grows meanwhile.
+        """
+        limits = self.limits
+        count = min(
+            min(seq.request.sampling.max_tokens - seq.num_output, limits.max_model_len - len(seq.token_ids))
+            for seq in (chunk.seq for chunk in chunks)
+        )
+        while count > 1:
+            missing = self._num_blocks_for(chunks, count)
+            if missing <= self.blocks.num_free and is_quiet(self.blocks.num_used + missing):
+                return count
+            count //= 2
+        return 1
+
+    def _num_blocks_for(self, chunks: Sequence[ScheduledChunk], count: int) -> int:
+        """Return the blocks that `count` steps take beyond those that the sequences hold."""
+        block_tokens, more = self.limits.block_tokens, count - 1
+        return sum(
+            -(-(len(chunk.seq.token_ids) + more) // block_tokens) - len(chunk.seq.block_ids)
+            for chunk in chunks
+        )
+
+    def settle(self, now_s: float) -> None:
+        """Take note of the steps that have ended by now, but for the last of those in progress."""
+        count = min(bisect_right(self.ends, now_s), len(self.ends) - 1)
+        if count > 0:
+            self._apply(count)
+            self.scheduler.schedule()  # the step that runs now has its blocks
+
+    def finish(self) -> float:
+        """End the steps in progress. Returns the time."""
+        now_s = self.ends[-1]
+        self._apply(len(self.ends))
+        return now_s
+
+    def _apply(self, count: int) -> None:
+        """Take note of the first `count` steps in progress."""
+        times, self.ends = self.ends[:count], self.ends[count:]
+        chunks = self._chunks
+        if count > 1:
+            for chunk in chunks:
+                chunk.seq.token_ids += [0] * (count - 1)
+            self.scheduler.schedule()  # all have their blocks: there are enough
+            chunks = [ScheduledChunk(chunk.seq, count) for chunk in chunks]
+        sampling = [chunk.seq for chunk in chunks if chunk.samples]
+        self.scheduler.commit(chunks)
+        self._tally.steps += count
+        self._tally.tokens += count * len(sampling)
+        self._tally.lost_quality += count * len(sampling) * self._loss
+        self._on_tokens(times, len(sampling))
+        for chunk in chunks:
+            if not chunk.seq.started_at:
+                chunk.seq.started_at = times[0]
+                _outcome(chunk.seq).opened_s = times[0]
+        for seq in sampling:
+            self._add_tokens(seq, times)
+
+    def _add_tokens(self, seq: EngineSequence, times: Sequence[float]) -> None:
+        seq.token_ids.append(0)
+        outcome, below = _outcome(seq), self.shape.num_below
+        if outcome.first_s is None or outcome.last_s is None:
+            outcome.first_s = outcome.last_s = times[0]
+        pause_s = max(times[0] - outcome.last_s, times[-1] - times[-2] if len(times) > 1 else 0.0)
+        outcome.longest_pause_s = max(outcome.longest_pause_s, pause_s)
+        outcome.last_s = times[-1]
+        outcome.events += len(times)
+        if outcome.spans and outcome.spans[-1][1] == below:
+            outcome.spans[-1] = (outcome.spans[-1][0] + len(times), below)
+        else:
+            outcome.spans.append((len(times), below))
+        if finished := why_finished(seq, self.limits):
+            self.scheduler.remove(seq)
+            outcome.finish = finished
+            weight = RESIDENCE_WEIGHT if self.residence_s else 1.0
+            self.residence_s += weight * (times[-1] - seq.started_at - self.residence_s)
+            self._end(outcome, times[-1])
+
+    def _end(self, outcome: RequestOutcome, now_s: float, error: str = "") -> None:
+        outcome.error, outcome.ended_s = error, now_s
+        outcome.status = 200 if not error else 400
+        outcome.prompt_tokens, outcome.output_tokens = outcome.prompt_asked, outcome.events
+        self._on_ended(self, outcome)
+
+    # ------------------------------------------------------------------------------------- shape
+
+    def reshaped(self, now_s: float) -> None:
+        """Read the shape again between two steps: a half has another precision."""
+        shape = self.shape
+        self.end_below(now_s)
+        self._below_since_s = now_s if shape.num_below else None
+        self._loss = shape.loss
+        self._model.reshape(shape.counts)
+        self.scheduler.precision = shape.lowest
+
+    def end_below(self, now_s: float) -> None:
+        """Count the time below full precision until now."""
+        if self._below_since_s is not None:
+            self.below_s += now_s - self._below_since_s
+            self._below_since_s = now_s
+
+
+def _outcome(seq: EngineSequence) -> RequestOutcome:
+    assert isinstance(seq, SimulatedSequence)
+    return seq.outcome

@@ -1,0 +1,307 @@
+"""The fit of a calibration to recorded runs, by least squares.
+
+In each second of a run the server reports how many steps it took, how long they were in all, and how many
+tokens of prompts and outputs they made. The time is fitted as a sum of their costs. Older runs lack those
+numbers: then the times per output token and to the first token of single requests are fitted instead, against
+what ran in the second that they fell in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from bus.precisions import PRECISIONS, Precision
+from instar.errors import InputError
+from instar.output.tables import plural
+from instar.replay.files import RunFile
+from instar.replay.statistics import percentile
+from instar.simulate.calibration import (
+    VERSION,
+    CalibratedMemory,
+    Coverage,
+    EngineCalibration,
+    EngineLimits,
+    MorphCosts,
+    Slowdown,
+    StepCosts,
+)
+
+FEWEST: Final = 20  # seconds or requests of a fit of four numbers
+LONGEST_GAP_S: Final = 5.0  # between two samples
+MORE_THAN_ZERO: Final = 1e-12
+
+Matrix = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an instance did in some time, with a share of its halves in each precision below full."""
+
+    seconds: float
+    steps: float
+    prompt_tokens: float
+    decodes: float
+    kv_tokens: float
+    shares: dict[Precision, float]
+
+    @property
+    def prompt(self) -> list[float]:
+        return [self.prompt_tokens]
+
+    @property
+    def rest(self) -> list[float]:
+        return [self.steps, self.decodes, self.kv_tokens]
+
+
+def fit(runs: Sequence[RunFile], limits: EngineLimits) -> EngineCalibration:
+    """Return the calibration of one model by runs of it. Raises InputError."""
+    models = {str(run.about.get("model")) for run in runs}
+    if len(models) > 1:
+        raise InputError(f"the runs are of several models ({', '.join(sorted(models))}): name runs of one")
+    facts = _facts(runs)
+    work = [one for run in runs for one in _work(run)]
+    how = "times of steps"
+    if len(work) < FEWEST:
+        work, how = (
+            [one for run in runs for one in _work_of_requests(run, facts)],
+            "TPOT and TTFT of requests",
+        )
+    full = [one for one in work if not one.shares]
+    if len(full) < FEWEST:
+        raise InputError(
+            f"{_names(runs)}: {plural(len(full), 'sample')} in full precision, and a fit needs {FEWEST}: "
+            "record a longer run, with `instar bench replay --out`, and the admin key if the server has one"
+        )
+    costs = _step_costs(full)
+    slowdowns, measured = _slowdowns(work, costs, list(facts["layer_pages"]))
+    step = StepCosts(*costs, slowdowns=slowdowns)
+    return EngineCalibration(
+        version=VERSION,
+        model=models.pop(),
+        source=f"{how} in {_names(runs)}",
+        num_layers=facts["num_layers"],
+        order=facts["order"],
+        limits=limits,
+        memory=_memory(facts, runs),
+        step=step,
+        morph=_morph_costs(runs, facts["page_bytes"]),
+        covers=_coverage(runs, measured),
+        transit_s=_transit(runs, step),
+        error=_error(work, step),
+    )
+
+
+def _names(runs: Sequence[RunFile]) -> str:
+    return ", ".join(Path(run.folder).name or run.name for run in runs)
+
+
+def _facts(runs: Sequence[RunFile]) -> dict[str, Any]:
+    """Return what the runs say of their instance. Raises InputError."""
+    needed = ("num_layers", "order", "layer_pages", "attention_pages", "pages", "page_bytes", "block_tokens")
+    for run in runs:
+        for facts in run.observed.get("instances", {}).values():
+            if all(facts.get(name) for name in needed):
+                return {**facts, "layer_pages": _by_precision(facts["layer_pages"])}
+    raise InputError(
+        f"{_names(runs)}: says nothing of the instance's layers and pages: record it again with this "
+        "version's `instar bench replay --out`, and the admin key if the server has one"
+    )
+
+
+def _by_precision(pages: dict[str, int]) -> dict[Precision, int]:
+    return {name: pages[name] for name in PRECISIONS if name in pages}
+
+
+def _memory(facts: dict[str, Any], runs: Sequence[RunFile]) -> CalibratedMemory:
+    """Return the pages and blocks in full precision: those of the run's beginning, less what swaps gained."""
+    layers, pages = facts["layer_pages"], facts["pages"]
+    reserve = max((count for name, count in layers.items() if name != "full"), default=0)
+    per_block = pages["kv"] / facts["kv_blocks"]
+    blocks = min(
+        shape["kv_blocks"]
+        for run in runs
+        for sample in run.observed["samples"]
+        for shape in sample["instances"].values()
+        if shape.get("kv_blocks") and not shape.get("layers_below_full")
+    )
+    return CalibratedMemory(
+        page_bytes=facts["page_bytes"],
+        kv_pages=round(blocks * per_block),
+        kv_blocks=blocks,
+        spare_pages=max(0, pages["free"] - reserve),
+        layer_pages=layers,
+        attention_pages=_by_precision(facts["attention_pages"]),
+    )
+
+
+# ------------------------------------------------------------------------------------- samples to work
+
+
+def _work(run: RunFile) -> Iterator[Work]:
+    """Yield the work between each two samples of an instance, alone in its worker and of one shape."""
+    samples = run.observed.get("samples", [])
+    for before, after in pairwise(samples):
+        if after["at_s"] - before["at_s"] > LONGEST_GAP_S:
+            continue
+        for name, last in after["instances"].items():
+            first = before["instances"].get(name, {})
+            if "step_s" not in first or "step_s" not in last or first["halves"] != last["halves"]:
+                continue
+            if (steps := last["steps"] - first["steps"]) <= 0:
+                continue
+            facts = run.observed.get("instances", {}).get(name, {})
+            held = (first["kv_used"] + last["kv_used"]) / 2 * (facts.get("block_tokens") or 0)
+            num_halves = sum(last["halves"].values())
+            yield Work(
+                seconds=last["step_s"] - first["step_s"],
+                steps=steps,
+                prompt_tokens=last["prompt_tokens"] - first["prompt_tokens"],
+                decodes=last["output_tokens"] - first["output_tokens"],
+                kv_tokens=steps * held,
+                shares={p: n / num_halves for p, n in last["halves"].items() if p != "full" and n},
+            )
+
+
+def _work_of_requests(run: RunFile, facts: dict[str, Any]) -> Iterator[Work]:
+    """Yield a step of each request that had a second token, with what ran when it was half done."""
+    samples = run.observed.get("samples", [])
+    if not samples:
+        return
+    seconds = np.array([sample["at_s"] for sample in samples])
+    for one in run.outcomes:
+        if one.tpot_s is None or one.first_s is None or one.last_s is None:
+            continue
+        sample = samples[int(np.abs(seconds - (one.first_s + one.last_s) / 2).argmin())]
+        shapes = list(sample["instances"].values())
+        if len(shapes) != 1 or shapes[0].get("layers_below_full") or not shapes[0].get("running"):
+            continue
+        begun = [o.prompt_asked for o in run.outcomes if o.first_s and one.first_s < o.first_s <= one.last_s]
+        steps = max(1, one.num_output - 1)
+        running, used = shapes[0]["running"], shapes[0].get("kv_used") or 0
+        yield Work(one.tpot_s, 1.0, sum(begun) / steps, running, used * facts["block_tokens"], {})
+
+
+# ------------------------------------------------------------------------------------- least squares
+
+
+def _step_costs(work: Sequence[Work]) -> tuple[float, float, float, float]:
+    """Return fixed, prompt token, decode and KV token costs, none below 0."""
+    table = np.array([[one.steps, one.prompt_tokens, one.decodes, one.kv_tokens] for one in work], np.float64)
+    seconds = np.array([one.seconds for one in work], np.float64)
+    fixed, prompt, decode, kv = non_negative(table, seconds)
+    return fixed, prompt, decode, kv
+
+
+def non_negative(table: Matrix, wanted: Matrix) -> list[float]:
+    """Return the factors >= 0 of the columns of `table` [rows, columns] that come nearest to `wanted` [rows].
+
+    Rows count by their relative error. A column whose factor is below 0 is left out, the worst one first.
+    """
+    weights = 1 / np.maximum(wanted, MORE_THAN_ZERO)
+    scaled, target = table * weights[:, None], wanted * weights
+    left = [column for column in range(table.shape[1]) if np.any(table[:, column])]
+    found = np.zeros(table.shape[1])
+    while left:
+        sizes = np.linalg.norm(scaled[:, left], axis=0)
+        factors = np.linalg.lstsq(scaled[:, left] / sizes, target, rcond=None)[0]
+        if factors.min() >= 0:
+            found[left] = factors / sizes
+            break
+        del left[int(factors.argmin())]
+    return [float(one) for one in found]
+
+
+def _slowdowns(
+    work: Sequence[Work], costs: tuple[float, float, float, float], variants: Sequence[Precision]
+) -> tuple[dict[Precision, Slowdown], list[Precision]]:
+    """Return the slowdown of each precision, and those that were measured; of others 1 is assumed."""
+    fixed, prompt, decode, kv = costs
+    found: dict[Precision, Slowdown] = {}
+    measured: list[Precision] = ["full"]
+    for precision in variants:
+        if precision == "full":
+            continue
+        own = [one for one in work if list(one.shares) == [precision]]
+        found[precision] = Slowdown(1.0, 1.0)
+        if len(own) < FEWEST:
+            continue
+        table, wanted = [], []
+        for one in own:
+            share = one.shares[precision]
+            prompt_s = one.prompt_tokens * prompt
+            rest_s = one.steps * fixed + one.decodes * decode + one.kv_tokens * kv
+            table.append([prompt_s * share, rest_s * share])
+            wanted.append(one.seconds - (prompt_s + rest_s) * (1 - share))
+        factors = non_negative(np.array(table), np.array(wanted))
+        found[precision] = Slowdown(*(factor or 1.0 for factor in factors))
+        measured.append(precision)
+    return found, measured
+
+
+def _error(work: Sequence[Work], step: StepCosts) -> float:
+    """Return the mean relative error of the times."""
+    errors = []
+    for one in work:
+        prompt = decode = 1.0
+        for precision, share in one.shares.items():
+            prompt += share * (step.slowdowns[precision].prompt - 1)
+            decode += share * (step.slowdowns[precision].decode - 1)
+        rest_s = one.steps * step.fixed_s + one.decodes * step.decode_s + one.kv_tokens * step.kv_token_s
+        predicted = one.prompt_tokens * step.prompt_token_s * prompt + rest_s * decode
+        errors.append(abs(predicted - one.seconds) / max(one.seconds, MORE_THAN_ZERO))
+    return round(float(np.mean(errors)), 4)
+
+
+# ------------------------------------------------------------------------------------- the rest
+
+
+def _morph_costs(runs: Sequence[RunFile], page_bytes: int) -> MorphCosts:
+    """Return the costs of halves by the swaps that were applied; typical ones without any."""
+    swaps = [
+        one.get("numbers") or {}
+        for run in runs
+        for one in run.observed.get("morphs", [])
+        if one.get("kind") == "swap" and one.get("state") == "applied"
+    ]
+    halves = sum(one.get("halves_applied", 0) for one in swaps)
+    nbytes = sum(one.get("bytes_copied", 0) for one in swaps)
+    if not halves or not nbytes:
+        return MorphCosts(half_s=TYPICAL_HALF_S, byte_s=TYPICAL_BYTE_S, share=MORPH_SHARE)
+    copy_s = sum(one.get("copy_seconds", 0.0) for one in swaps)
+    boundary_s = sum(one.get("boundary_seconds", 0.0) for one in swaps)
+    return MorphCosts(half_s=boundary_s / halves, byte_s=copy_s / nbytes, share=MORPH_SHARE)
+
+
+# Of models/demo: a swap of a layer by an idle worker takes 6 to 16 ms (docs/evaluation.md).
+TYPICAL_HALF_S: Final = 0.002
+TYPICAL_BYTE_S: Final = 1e-9
+MORPH_SHARE: Final = 0.02  # of a CPU: half of `worker.morph_share`, for copies and for work between steps
+
+
+def _coverage(runs: Sequence[RunFile], measured: list[Precision]) -> Coverage:
+    running = [
+        shape.get("running") or 0
+        for run in runs
+        for sample in run.observed["samples"]
+        for shape in sample["instances"].values()
+    ]
+    prompts = [one.prompt_asked for run in runs for one in run.outcomes if one.is_served]
+    return Coverage(max(running, default=0), max(prompts, default=0), measured)
+
+
+def _transit(runs: Sequence[RunFile], step: StepCosts) -> float:
+    """Return the time to the first token that the quickest twentieth of requests spent outside of steps."""
+    spare = sorted(
+        max(0.0, one.ttft_s - step.fixed_s - one.prompt_asked * step.prompt_token_s)
+        for run in runs
+        for one in run.outcomes
+        if one.is_served and one.ttft_s is not None and all(not below for _, below in one.spans)
+    )
+    return round(percentile(spare, 5), 6) if spare else 0.0

@@ -1,0 +1,45 @@
+"""The time of a step, from a calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from bus.precisions import Precision
+from instar.simulate.calibration import StepCosts
+
+
+class StepModel:
+    """The seconds of steps of one instance; `reshape` when its layers change."""
+
+    def __init__(self, costs: StepCosts, num_halves: int) -> None:
+        self._costs, self._num_halves = costs, num_halves
+        self._prompt = self._decode = 1.0
+
+    def reshape(self, halves: Mapping[Precision, int]) -> None:
+        """Take note of the number of halves in each precision."""
+        self._prompt = self._decode = 1.0
+        for precision, count in halves.items():
+            if precision != "full":
+                slowdown, share = self._costs.slowdowns[precision], count / self._num_halves
+                self._prompt += share * (slowdown.prompt - 1)
+                self._decode += share * (slowdown.decode - 1)
+
+    def seconds(self, num_prompt: int, num_decodes: int, kv_tokens: int) -> float:
+        """Return the seconds of a step with so many tokens of prompts, sequences that decode, and KV read."""
+        costs = self._costs
+        rest_s = costs.fixed_s + num_decodes * costs.decode_s + kv_tokens * costs.kv_token_s
+        return num_prompt * costs.prompt_token_s * self._prompt + rest_s * self._decode
+
+    def ends(
+        self, now_s: float, num_prompt: int, num_decodes: int, kv_tokens: int, count: int
+    ) -> list[float]:
+        """Return when each of `count` steps ends, the first of which begins now.
+
+        Each reads a token of KV more for each sequence than the one before. The sums are those of steps taken
+        one by one, to the last bit.
+        """
+        found = []
+        for number in range(count):
+            now_s += self.seconds(num_prompt, num_decodes, kv_tokens + number * num_decodes)
+            found.append(now_s)
+        return found

@@ -1,0 +1,48 @@
+"""An instance as the monitor shows it: smoothed over reports, by the rules of `monitor.smoothing`."""
+
+from __future__ import annotations
+
+from bus.settings import MonitorSettings
+from instar.simulate.engine import SimulatedInstance
+
+SETTLED = 0.01  # sequences and blocks that count as none
+
+
+class Smoothed:
+    """The averages of one instance, with weight `smoothing` for the newest report, and its last report."""
+
+    def __init__(self, instance: SimulatedInstance, settings: MonitorSettings) -> None:
+        self._instance, self._settings = instance, settings
+        self.kv_used = self.running = self.waiting = 0.0
+        self.last_used = self.waiting_tokens = 0
+
+    @property
+    def load(self) -> float:
+        """Sequences there."""
+        return self.running + self.waiting
+
+    @property
+    def kv_usage(self) -> float:
+        return min(1.0, self.kv_used / self._instance.blocks.capacity)
+
+    @property
+    def is_settled(self) -> bool:
+        """True if a long idle instance would show the same."""
+        return self.load + self.kv_used < SETTLED
+
+    def forget(self) -> None:
+        """Begin anew, after a time without reports."""
+        self.kv_used = self.running = self.waiting = 0.0
+
+    def observe(self) -> None:
+        """Take a report of the instance, whose steps are settled."""
+        instance = self._instance
+        waiting = instance.waiting
+        self.last_used = instance.blocks.num_used
+        self.waiting_tokens = sum(len(seq.token_ids) for seq in waiting)
+        self.kv_used = self._blend(self.kv_used, self.last_used)
+        self.running = self._blend(self.running, instance.num_running)
+        self.waiting = self._blend(self.waiting, len(waiting))
+
+    def _blend(self, average: float, newest: float) -> float:
+        return average + self._settings.smoothing * (newest - average)
