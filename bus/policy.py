@@ -169,7 +169,7 @@ class Policy:
         "time to the first token; the nearer its prediction comes, the more of the time morphs may take",
         above_minimum=True,
     )
-    max_loss: float = _field(
+    loss_budget: float = _field(
         0.0,
         _HOW_FAR,
         "Loss at most",
@@ -177,7 +177,7 @@ class Policy:
         (0, 1),
         "share of the perplexity that swapped layers may add, by the model's profile",
         zero="as the mode says",
-        by_mode=_unless_set("max_loss", {"accuracy": 0.001, "default": 0.0025, "performance": 0.05}),
+        by_mode=_unless_set("loss_budget", {"accuracy": 0.001, "default": 0.0025, "performance": 0.05}),
     )
     max_layers: int = _field(
         0,

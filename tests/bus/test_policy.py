@@ -41,7 +41,7 @@ def test_choices_are_those_of_the_types() -> None:
 def test_the_description_is_json_and_has_every_effect_of_a_mode_in_words() -> None:
     told = json.loads(json.dumps(describe()))
     assert [one["name"] for one in told] == [one.name for one in FIELDS]
-    loss = next(one for one in told if one["name"] == "max_loss")
+    loss = next(one for one in told if one["name"] == "loss_budget")
     assert loss["by_mode"] == {"accuracy": "0.001", "default": "0.0025", "performance": "0.05"}
     assert (loss["type"], loss["limits"], loss["zero"]) == ("number", "0 to 1", "as the mode says")
 
@@ -51,10 +51,10 @@ def test_the_description_is_json_and_has_every_effect_of_a_mode_in_words() -> No
     [
         (
             "accuracy",
-            {"kv_usage_high": 0.925, "kv_usage_low": 0.675, "queue_delay_high_s": 0.2, "max_loss": 0.001},
+            {"kv_usage_high": 0.925, "kv_usage_low": 0.675, "queue_delay_high_s": 0.2, "loss_budget": 0.001},
         ),
-        ("default", {"kv_usage_high": 0.85, "kv_usage_low": 0.5, "max_loss": 0.0025}),
-        ("performance", {"windows": 1, "max_loss": 0.05}),
+        ("default", {"kv_usage_high": 0.85, "kv_usage_low": 0.5, "loss_budget": 0.0025}),
+        ("performance", {"windows": 1, "loss_budget": 0.05}),
     ],
 )
 def test_a_mode_changes_what_its_effects_say(mode: Mode, expected: dict[str, float]) -> None:

@@ -111,7 +111,7 @@ def test_a_wrong_order_is_refused_with_what_there_is(
         ({"mode": "fast"}, 400, "mode", "'manual'"),
         ({"precision": "full"}, 400, "precision", "'int3'"),
         ({"max_layers": True}, 400, "max_layers", "integer"),
-        ({"max_loss": 10}, 400, "max_loss", "0 to 1"),
+        ({"loss_budget": 10}, 400, "loss_budget", "0 to 1"),
         ({"scale_down_free": 1.5}, 400, "scale_down_free", "1"),
         ({"max_tp": -1}, 400, "max_tp", "0"),
         ({"long_patience_s": -1}, 400, "long_patience_s", "0"),

@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from bus.messages import Delta, LayerShape, RejectReason, SamplingParams, Submit
 from kernels.plan import AttentionPlan
 from worker.engine.core import EngineCore
 from worker.engine.engine import Engine
+from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Limits
 from worker.memory import BlockAllocator, PrefixIndex
 
@@ -178,3 +180,8 @@ def run(engine: Engine, client: Client, max_steps: int = 2000) -> Client:
         max_steps -= 1
         assert max_steps, "the engine does not come to an end"
     return client
+
+
+def expect_no_growth(scheduler: Scheduler) -> None:
+    """Let a scheduler admit as if every sequence made one token more, so that it has to preempt some."""
+    scheduler.lengths.remaining = lambda made, most: np.minimum(1, most)  # type: ignore[method-assign]

@@ -418,6 +418,7 @@ class EngineCore:
         finished = why_finished(seq, self.limits)
         if finished:
             self._drop(seq)
+            self.scheduler.lengths.add(seq.num_output)
             self.stats.finished[finished] += 1
             ran_s = now - seq.started_at
             weight = RESIDENCE_WEIGHT if self.residence_s else 1.0

@@ -96,6 +96,11 @@ class Executor(ABC):
         """Return whether every member has carried out the action of `ticket`, and `statuses` shows it."""
         return True
 
+    @property
+    def knows_members(self) -> bool:
+        """True if this worker leads the instance and every member has told its status."""
+        return True
+
     def statuses(self) -> list[Any]:
         """Return the latest status of every member, by rank."""
         return [self.status()]

@@ -7,8 +7,9 @@ Sarathi-Serve (OSDI '24, decodes first, prefills fill the rest of the token budg
     shares a step's tokens among its members; a pipeline has several batches in flight) they take turns.
 2.  Prefills share what is left of the token budget, oldest first.
 3.  Admission is first come, first served: when the head does not fit, nothing passes it. A sequence is
-    admitted when there are blocks for all its known tokens and one spare block for each running sequence.
-    Without the spares the next tokens of the running sequences would preempt it again.
+    admitted when there are blocks for all its known tokens and one spare block for each running sequence,
+    and when the blocks suffice for the peak of what is expected to grow (`worker.engine.growth`). Without
+    this the next tokens of the running sequences would preempt it again.
     With the prefix cache its first full blocks are those that an earlier sequence with the same beginning has
     computed, at no lower precision than it would get now, nor than its floor. The last known token is always
     computed, for its logits.
@@ -23,10 +24,15 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
+
+import numpy as np
 
 from bus.precisions import Precision, is_below, lowest
+from worker.engine.growth import OutputLengths, peak_blocks
 from worker.engine.sequence import BlockPool, Limits, Sequence
+
+TOKENS_A_LOOK = 256  # at least every so many scheduled chunks the need of blocks is counted anew
 
 
 @dataclass(slots=True)
@@ -74,6 +80,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_blocks_aside = 0  # in use by none of the sequences here
         self.num_recomputed = 0  # tokens whose KV was given up, and is computed again
+        self.lengths = OutputLengths()
+        self._needed, self._needed_at = 0, (0, 0, 0)
         self._turn = 0  # which decode is first where not all fit into a step
         # Every running sequence may decode at once.
         self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
@@ -148,27 +156,50 @@ class Scheduler:
 
     @property
     def num_blocks_wanted(self) -> int:
-        """Blocks that are missing to admit the head of the queue with a spare block for each running one."""
-        needed = len(self.running)
+        """Blocks that are missing to admit the head of the queue beside the growth that is expected."""
+        missing = len(self.running) - self.blocks.num_free
         if self.waiting and len(self.running) < self._max_running:
             head = self.waiting[0]
-            needed += head.num_blocks_needed(self.limits.block_tokens) - self._num_held(self._cached(head))
-        return max(0, needed - self.blocks.num_free)
+            missing = max(missing, self._num_missing(head, self._cached(head)))
+        return max(0, missing)
 
     @property
     def num_blocks_needed(self) -> int:
-        """Blocks that what runs, and what waits as far as it can run at once, will hold at its peak.
+        """Blocks at the peak of what runs, and of what waits as far as it can run at once."""
+        counts = len(self.running), len(self.waiting), self._turn // TOKENS_A_LOOK
+        if counts != self._needed_at:
+            num_slots = max(0, self._max_running - len(self.running))
+            coming = [(seq, self._cached(seq)) for seq in islice(self.waiting, num_slots)]
+            self._needed_at, self._needed = counts, self._peak(coming) + self.num_blocks_aside
+        return self._needed
 
-        A sequence is expected to make half of what it may still make.
+    def _num_missing(self, seq: Sequence, cached: list[int]) -> int:
+        """Return the blocks that are missing to admit `seq`, now or at the peak of what then runs."""
+        num_free = self.blocks.num_free
+        needed = seq.num_blocks_needed(self.limits.block_tokens) - self._num_held(cached)
+        if not self.running:
+            return needed - num_free
+        spare = needed + len(self.running) - num_free
+        return max(spare, self._peak([(seq, cached)]) - len(self._holders) - num_free)
+
+    def _peak(self, coming: list[tuple[Sequence, list[int]]]) -> int:
+        """Return the most blocks that what runs will hold together with `coming`.
+
+        Each comes with the indexed blocks that it begins with. Blocks that several sequences hold count once.
         """
-        num_slots = max(0, self._max_running - len(self.running))
-        seqs = chain(self.running, islice(self.waiting, num_slots))
-        return sum(map(self._expected_blocks, seqs)) + self.num_blocks_aside
-
-    def _expected_blocks(self, seq: Sequence) -> int:
-        longest = min(seq.num_prompt + seq.request.sampling.max_tokens, self.limits.max_model_len)
-        left = max(0, longest - len(seq.token_ids))
-        return -(-(len(seq.token_ids) + left // 2) // self.limits.block_tokens)
+        block_tokens, holders = self.limits.block_tokens, Counter(self._holders)
+        begun = [(seq, seq.block_ids) for seq in self.running] + coming
+        for _, cached in coming:
+            holders.update(cached)
+        num_shared = sum(count > 1 for count in holders.values())
+        tokens, made, most = np.empty((3, len(begun)), np.int64)
+        for i, (seq, blocks) in enumerate(begun):
+            own = sum(holders[block] > 1 for block in blocks) if num_shared else 0
+            tokens[i] = len(seq.token_ids) - own * block_tokens
+            made[i] = seq.num_output
+            longest = min(seq.num_prompt + seq.request.sampling.max_tokens, self.limits.max_model_len)
+            most[i] = max(0, longest - len(seq.token_ids))
+        return num_shared + peak_blocks(tokens, self.lengths.remaining(made, most), block_tokens)
 
     @property
     def num_blocks_spare(self) -> int:
@@ -229,7 +260,7 @@ class Scheduler:
                 output.rejected.append((seq, self._too_long(seq)))
                 continue
             cached = self._cached(seq)
-            if budget == 0 or needed - self._num_held(cached) + len(self.running) > self.blocks.num_free:
+            if budget == 0 or self._num_missing(seq, cached) > 0:
                 return
             self.waiting.popleft()
             self._start_from(seq, cached)

@@ -262,7 +262,7 @@ def relieve(
         allowed=[one for one in envelope.precisions if not is_below(one, shape.floor)],
         order=shape.order,
         wanted_pages=shape.pages_of(missing),
-        budget=policy.max_loss - lost + RESERVE,
+        budget=policy.loss_budget - lost + RESERVE,
         may_touch=_within(policy.max_layers, envelope.resting),
     )
     if not choice.halves:
@@ -270,14 +270,14 @@ def relieve(
     blocks = load.kv_blocks + shape.blocks_of(choice.pages)
     reason = (
         f"{_count(choice)} for about {blocks - load.kv_blocks} KV blocks, of {missing} that are missing; the "
-        f"loss by the profile is {lost + choice.loss:.2%} of at most {policy.max_loss:.2%}"
+        f"loss by the profile is {lost + choice.loss:.2%} of at most {policy.loss_budget:.2%}"
     )
     numbers: dict[str, Number] = {
         "halves": len(choice.halves),
         "blocks_missing": missing,
         "blocks_after": blocks,
         "loss": round(lost + choice.loss, 6),
-        "max_loss": policy.max_loss,
+        "loss_budget": policy.loss_budget,
     }
     return _decide("swap_down", need, reason, state, load, envelope, numbers, halves=choice.halves)
 

@@ -99,6 +99,9 @@ class ReflexLoop:
         found.state, needs = reflex.judge(found.state, load, found.envelope)
         if not needs:
             return None
+        executor = target.instance.executor
+        if executor.is_lost or not executor.knows_members:
+            return None
         if self._morphs.is_morphing(name) or self._morphs.obstacle(Swap):
             if found.morph_id and found.lever == "swap_up" and any(need.goal == "relief" for need in needs):
                 self._morphs.cancel(found.morph_id)  # what is half done is undone, and relief comes next
@@ -143,10 +146,8 @@ class ReflexLoop:
     def _load(self, target: Target) -> Load:
         """Add up what runs and waits at all members of the instance."""
         executor = target.instance.executor
-        if executor.num_members == 1 or executor.is_lost:
-            members = [target.load()]
-        else:
-            members = [each.load for each in executor.statuses()]
+        is_known = executor.knows_members and not executor.is_lost
+        members = [each.load for each in executor.statuses()] if is_known else [target.load()]
         refused = [each.floor_refused for each in members]
         return Load(
             at_s=self._clock(),

@@ -6,6 +6,7 @@ old variant serves. Several halves are in progress at once, as far as pages allo
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -57,7 +58,8 @@ class SwapRun(Run):
         self._moved_before = target.resizer.num_blocks_moved
         self._num_halves, self._num_applied = len(halves), 0
         self._pages_mapped = self._pages_unmapped = self._bytes = 0
-        self._copy_s = 0.0
+        self._copy_s = self._blocks_s = 0.0
+        self._began_s = time.monotonic()
 
     @property
     def progress(self) -> str:
@@ -70,6 +72,7 @@ class SwapRun(Run):
             "halves_applied": self._num_applied,
             "bytes_copied": self._bytes,
             "copy_seconds": round(self._copy_s, 6),
+            "blocks_seconds": round(self._blocks_s, 6),  # until the KV cache had grown first; 0: it has not
             "wait_seconds": round(self._patience.total_s, 6),
             "pages_mapped": self._pages_mapped,
             "pages_unmapped": self._pages_unmapped,
@@ -96,6 +99,8 @@ class SwapRun(Run):
                     next(running[-1])
                     is_advancing = True
                     yield True
+                if not self._blocks_s and self._members.blocks > self._blocks_before:
+                    self._blocks_s = time.monotonic() - self._began_s
                 if is_advancing:
                     self._patience.get_on()
                 elif self._in_progress.advancing or not self._members.has_settled:

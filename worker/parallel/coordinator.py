@@ -52,6 +52,11 @@ class StepCoordinator:
         return len(self._ready) == self.size
 
     @property
+    def has_heard_all(self) -> bool:
+        """True if every member has reported at least once."""
+        return len(self.latest) == self.size or len(self._ready) == self.size
+
+    @property
     def reports(self) -> list[Ready]:
         """The last report of each member, by rank. Raises KeyError before the first of one."""
         latest = dict(enumerate(self.latest)) | self._ready

@@ -128,6 +128,11 @@ class TensorParallelExecutor(Executor):
         assert self.coordinator
         return self.num_steps >= ticket and all(ready.step >= ticket for ready in self.coordinator.reports)
 
+    @property
+    def knows_members(self) -> bool:
+        """True if this worker leads the group and every member has told its status."""
+        return self.coordinator is not None and self.coordinator.has_heard_all
+
     def statuses(self) -> list[Any]:
         """Return what each member told last."""
         assert self.coordinator

@@ -49,7 +49,7 @@ def only(live: LiveWorker, policy: Policy | None = None, rests: Any = None) -> E
 def test_an_envelope_has_the_policy_in_force_and_the_precisions_down_to_the_wished_one() -> None:
     envelope = only(worker("w0", instance()))
     assert (envelope.epoch, envelope.instance, envelope.resting) == (3, "m@w0", "full")
-    assert envelope.policy == Policy().in_force() and envelope.policy.max_loss == 0.0025
+    assert envelope.policy == Policy().in_force() and envelope.policy.loss_budget == 0.0025
     assert envelope.precisions == ["int8", "int4"]
     assert only(worker("w0", instance()), Policy(precision="int3")).precisions == ["int8", "int4", "int3"]
     assert only(worker("w0", instance(variants=["full", "int4"]))).precisions == ["int4"]

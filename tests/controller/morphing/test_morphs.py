@@ -55,9 +55,9 @@ async def test_a_worker_hears_what_it_may_do_and_every_change_of_it(bus: Bus, wo
     assert first.policy == Policy().in_force()
     await bus.write_policy(Policy(revision=1, mode="manual"))
     assert (await granted(worker, 2)).policy.mode == "manual"
-    await bus.write_policy(Policy(revision=2, mode="accuracy", max_loss=0.5))
+    await bus.write_policy(Policy(revision=2, mode="accuracy", loss_budget=0.5))
     changed = await granted(worker, 3)
-    assert (changed.policy.revision, changed.policy.max_loss) == (2, 0.5)
+    assert (changed.policy.revision, changed.policy.loss_budget) == (2, 0.5)
     await asyncio.sleep(1.2)  # two looks: nothing has changed
     assert len(worker.envelopes) == 3
 

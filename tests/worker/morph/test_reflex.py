@@ -135,11 +135,11 @@ def test_eight_bits_go_before_four_and_the_budget_ends_it() -> None:
     assert decision.numbers["loss"] <= 0.0025
     more = relief(replace(BURST, kv_needed=10_000), mode="performance")
     assert more and set(more.halves.values()) == {"int4"}
-    assert relief(replace(BURST, kv_needed=10_000), max_loss=1e-6) is None
+    assert relief(replace(BURST, kv_needed=10_000), loss_budget=1e-6) is None
 
 
 def test_a_budget_that_is_set_wins_over_that_of_the_mode() -> None:
-    decision = relief(replace(BURST, kv_needed=10_000), mode="accuracy", max_loss=0.05)
+    decision = relief(replace(BURST, kv_needed=10_000), mode="accuracy", loss_budget=0.05)
     assert decision and set(decision.halves.values()) == {"int4"}
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bench.common.oracles import make_oracle
+from tests.support.engine_toys import expect_no_growth
 from tests.support.pipeline_workers import LIMITS, Line
 from worker.morph.resizer import KVResizer
 
@@ -79,6 +80,7 @@ def test_cancels_and_preemptions_change_no_token(
     folder: Path, prompts: list[list[int]], expected: list[list[int]], tp: int
 ) -> None:
     with Line(folder, [0, 2, 3, 5], tp=tp, blocks=30, max_blocks=30) as line:
+        expect_no_growth(line.instance.scheduler)
         for i, prompt in enumerate(prompts):
             line.submit(str(i), prompt, NUM_NEW)
             line.submit(f"gone {i}", prompt[::-1], 40)
@@ -122,6 +124,7 @@ def test_beginnings_are_found_behind_batches_in_flight_cancels_preemptions_and_m
     asked = {str(i): [*beginning[: 16 * (i % 4)], *prompts[i % 3 + 1]] for i in range(16)}
     limits = replace(LIMITS, prefix_cache=True)
     with Line(folder, [0, 1, 3, 5], tp=tp, blocks=40, max_blocks=40, limits=limits) as line:
+        expect_no_growth(line.instance.scheduler)
         resizer = KVResizer(line.instance, line.cache, reserve_pages=0, useful_pages=10_000)
         for name, prompt in asked.items():
             line.submit(f"gone {name}", prompt[:-1], 40)

@@ -1,0 +1,68 @@
+"""The windows of traces and the verdict on them: what is chosen before any run, and what counts as met."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.paper.choice import SECONDS, TraceWindow, can_saturate, choose, windows_of
+from bench.paper.service import DEFAULT, FULL, INT4, PERFORMANCE
+from bench.paper.verdict import judge
+
+
+def evenly(num: int, begin_s: float = 0.0, seconds: float = SECONDS) -> list[float]:
+    return [begin_s + i * seconds / num for i in range(num)]
+
+
+def test_windows_slide_over_the_whole_trace_and_thin_ones_are_left_out() -> None:
+    times = [*evenly(100), *evenly(10, 60.0), *evenly(100, 120.0), 181.0]
+    found = windows_of("code", times)
+    assert [(one.name, len(one.times)) for one in found] == [("code:0", 100), ("code:120", 100)]
+    assert min(found[1].times) >= 0 and max(found[1].times) < SECONDS
+
+
+def test_the_burstiest_of_code_and_the_fullest_of_conversation_without_overlaps() -> None:
+    bursty = TraceWindow("code", 30.0, [*evenly(50), *evenly(50, 10.0, 5.0)])
+    worse = TraceWindow("code", 60.0, [*evenly(60), *evenly(40, 10.0, 5.0)])
+    apart = TraceWindow("code", 90.0, evenly(100))
+    few, many = TraceWindow("conv", 0.0, evenly(70)), TraceWindow("conv", 300.0, evenly(90))
+    assert choose([apart, worse, bursty], [few, many]) == [bursty, apart, many, few]
+
+
+def test_a_window_saturates_if_its_busiest_part_asks_for_more_than_full_precision_can_do() -> None:
+    window = TraceWindow("code", 0.0, sorted([*evenly(60), *evenly(80, 20.0, 8.0)]))
+    assert can_saturate(window, rate=8.5, full=6.0)
+    assert not can_saturate(window, rate=8.5, full=12.0)
+
+
+def row(load: str, way: str, violations: int, p95_s: float, **fields: Any) -> dict[str, Any]:
+    return {
+        "load": load,
+        "way": way,
+        "mode": "default" if way in (DEFAULT, PERFORMANCE) else "manual",
+        "violations": violations,
+        "ttft_s": {"p95": p95_s},
+        "loss": 0.001,
+        "preemptions": 0,
+        "first_blocks_s": [0.1],
+        "back_after_s": 3.0,
+        "is_back": True,
+    } | fields
+
+
+def verdict(*rows: dict[str, Any]) -> list[bool]:
+    return [is_met for _, _, is_met in judge(rows, loss_of_int4=0.03)]
+
+
+def test_the_verdict_is_over_all_windows() -> None:
+    good = [
+        row("a", FULL, 100, 5.0),
+        row("a", INT4, 0, 0.5),
+        row("a", DEFAULT, 10, 1.0),
+        row("a", PERFORMANCE, 0, 0.6),
+    ]
+    assert all(verdict(*good))
+    bad = row("a", DEFAULT, 11, 2.0, loss=0.01, preemptions=1), row("a", PERFORMANCE, 1, 0.6)
+    assert verdict(*good[:2], *bad) == [False, False, False, False, True, True, False]
+    late = row("a", DEFAULT, 10, 1.0, first_blocks_s=[0.5], back_after_s=11.0)
+    assert verdict(*good[:2], late, good[3])[4:6] == [False, False]
+    assert not verdict(*good[:2], row("a", DEFAULT, 10, 1.0, is_back=False), good[3])[5]
