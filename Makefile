@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 QUICK  := not slow and not faults and not docker and not gpu and not browser
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-again test-faults test-browser check format bench bench-morph bench-quality bench-paper bench-transform bench-serving bench-scheduler bench-placement bench-estimate bench-deploy bench-profile-load bench-prefix bench-peers gpu demo-model compose-test clean
+.PHONY: help serve test test-again test-faults test-browser check format bench bench-morph bench-quality bench-paper bench-windows bench-transform bench-serving bench-scheduler bench-placement bench-estimate bench-deploy bench-profile-load bench-prefix bench-peers gpu demo-model compose-test clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ bench-morph: $(VENV)/.dev ## a burst with and without morphs, and what swaps cos
 
 bench-paper: $(VENV)/.dev ## the paper's evaluation at this size; TRACES=dir with Azure's traces; half an hour
 	@$(BIN)/python -m bench.paper $(if $(TRACES),--traces '$(TRACES)')
+
+bench-windows: $(VENV)/.dev ## ten windows of Azure's traces at their own speed; TRACES=dir; an hour
+	@$(BIN)/python -m bench.paper windows --traces '$(TRACES)'
 
 bench-transform: $(VENV)/.dev ## what a change of tensor parallelism costs, and padding for it; some minutes
 	@status=0; for part in padding costs; do $(BIN)/python -m bench.transform $$part || status=1; done; exit $$status
