@@ -45,8 +45,10 @@ from bus.precisions import DEFAULT_SWAP, QUANTIZED, Precision
 from instar.errors import InputError
 from instar.replay.traces import Shaping, load
 from worker.engine.shape import precision_of
+from worker.model.config import read_config
 from worker.morph.losses import Losses, losses_of
 from worker.morph.plan import Half
+from worker.shape.layer_order import half_losses
 
 COOL_S: Final = 6.0
 DRAIN_S: Final = 60.0
@@ -128,7 +130,8 @@ class Bench:
         self._service, self._clock, self._out = service, clock, out
         rng = random.Random(0)
         self._prompts = [rng.choices(VOCABULARY, k=128) for _ in range(64)]
-        self.losses = losses_of(service.num_layers, QUANTIZED, {})
+        measured = half_losses(read_config(service.model), QUANTIZED) if service.model == DEMO else {}
+        self.losses = losses_of(service.num_layers, QUANTIZED, measured)
         self.rows: list[dict[str, Any]] = []
         everything: dict[Half, Precision] = dict.fromkeys(self.losses.shares, DEFAULT_SWAP)
         self.loss_of_int4 = self.losses.total(everything)

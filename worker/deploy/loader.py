@@ -30,6 +30,7 @@ from worker.model.layout import ModelPlan, RangePlan, plan_model
 from worker.model.model import DTYPES, reserve_model
 from worker.model.sources import CheckpointWeights, RandomWeights, WeightSource
 from worker.model.weights import LoadedRange, view_mapped
+from worker.morph.losses import Measured, losses_of
 from worker.morph.resizer import KVResizer
 from worker.morph.run import NotApplied
 from worker.morph.target import Target
@@ -37,7 +38,7 @@ from worker.morph.verbs import NoVariants, Variants, reserve_pages
 from worker.pipeline.split import check_degree, own_part, own_shard
 from worker.shape.copier import CopyJob, source_copy
 from worker.shape.host_images import find_matrices
-from worker.shape.layer_order import load_order
+from worker.shape.layer_order import half_losses, load_order
 from worker.shape.ranges import PageMask, build_half, spans_of
 from worker.shape.variants import LayerVariants
 
@@ -102,6 +103,10 @@ class ModelLoader:
             if is_dummy or len(command.stages) > 1
             else load_order(self.folder, settings.layer_order)
         )
+        self.losses: Measured = {}
+        if not is_dummy and len(command.stages) < 2:
+            below = [one for one in PRECISIONS if one in settings.variants]
+            self.losses = half_losses(self.config, below, settings.quantization)
         self.digest = command.digest or _digest(self.folder)
         self.check_unchanged(may_go_on)
 
@@ -214,7 +219,8 @@ class ModelLoader:
             useful_pages=self.useful_kv_pages,
             owns_rest=not self.host.models,
         )
-        return Target(instance, self.variants, resizer, self.order)
+        losses = losses_of(self.config.num_layers, self.variants.precisions, self.losses)
+        return Target(instance, self.variants, resizer, self.order, losses)
 
     def release(self) -> None:
         """Release every page and address; nothing runs on them and nothing is copied any more."""

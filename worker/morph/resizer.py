@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
 
 import torch
 
@@ -88,12 +87,10 @@ class KVResizer:
 
     def wanted_blocks(self) -> int:
         """Return how many blocks more would admit the queue, as far as the batch has rows; 0 without one."""
-        scheduler, limits = self._instance.scheduler, self._instance.limits
+        scheduler = self._instance.scheduler
         if not scheduler.num_blocks_wanted:
             return 0
-        waiting = islice(scheduler.waiting, max(0, limits.max_num_seqs - len(scheduler.running)))
-        needed = sum(seq.num_blocks_needed(self.cache.block_tokens) + 1 for seq in waiting)
-        return max(0, needed + self.headroom() - scheduler.blocks.num_free)
+        return max(scheduler.num_blocks_wanted, scheduler.num_blocks_needed - self.cache.num_blocks)
 
     def leave_group(self, saved_pages: int) -> None:
         """Count the cache's own pages anew after it was part of a group, and grow by what is of use.

@@ -91,16 +91,25 @@ def profile(args: argparse.Namespace) -> None:
             calibration.tokens.to(device),
             metric,
         )
-        if made := _without_perplexity(path, wished, config.num_layers):
-            say(f"{path}: has this order without perplexities; measuring only those")
-            for layer in made.sequence:
-                profiler.swap(layer)
-        else:
+        made = _incomplete(path, wished, config.num_layers)
+        halves = made.halves if made else {}
+        if not halves:
+            progress = ProgressLine("halves", profiler.num_divergences, "trials")
+            halves = profiler.divergences(progress.advance)
+        if made is None:
             progress = ProgressLine("profile", profiler.num_trials, "trials")
             sequence, scores = profiler.sequence(ScoreWeights(*args.weights), progress.advance)
             seconds = round(progress.seconds, 1)
             made = replace(wished, sequence=sequence, scores=asdict(scores), seconds=seconds)
-    made = replace(made, perplexity=[round(each, 4) for each in profiler.perplexity])
+        elif not made.perplexity:
+            say(f"{path}: has this order without perplexities; measuring only those")
+            for layer in made.sequence:
+                profiler.swap(layer)
+    made = replace(
+        made,
+        perplexity=made.perplexity or [round(each, 4) for each in profiler.perplexity],
+        halves={part: [float(f"{nats:.4g}") for nats in of_part] for part, of_part in halves.items()},
+    )
     write_profile(path, made)
     say(
         f"{path}: swap layers in the order {', '.join(map(str, made.sequence))};"
@@ -108,11 +117,11 @@ def profile(args: argparse.Namespace) -> None:
     )
 
 
-def _without_perplexity(path: Path, wished: OrderProfile, num_layers: int) -> OrderProfile | None:
-    """Return the stored profile if it lacks only perplexities: its trials need not run again."""
+def _incomplete(path: Path, wished: OrderProfile, num_layers: int) -> OrderProfile | None:
+    """Return the stored profile if it lacks only perplexities or halves: its trials need not run again."""
     try:
         found = read_profile(path, model=wished.model, num_layers=num_layers)
     except ModelError:
         return None
-    same = replace(found, sequence=[], scores={}, seconds=0.0) == wished
-    return found if same else None
+    same = replace(found, sequence=[], scores={}, seconds=0.0, perplexity=[], halves={}) == wished
+    return found if same and not (found.perplexity and found.halves) else None

@@ -10,12 +10,13 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
+from bus.messages import PARTS
 from worker.model.layer import Layer
 from worker.offline.layerwise import LayerwiseModel
 
@@ -98,6 +99,34 @@ class LayerRanking:
             remaining.remove(best)
             self.swap(best)
         return order, scores
+
+    def divergences(self, advance: Callable[[], None]) -> dict[str, list[float]]:
+        """Return by part what each layer's half alone changes, before any layer is swapped.
+
+        The mean Kullback-Leibler divergence of the logits from those of the full model, in nats per token.
+        `advance` is called once for each of the `num_divergences`.
+        """
+        found: dict[str, list[float]] = {part: [0.0] * len(self._layers) for part in PARTS}
+        for entries in self._entries:
+            reference = F.log_softmax(self._model.logits(entries[-1]), dim=-1)
+            for j, (full, quantised) in enumerate(zip(self._layers, self._quantised, strict=True)):
+                mixed = {
+                    "attention": replace(full, attention=quantised.attention),
+                    "ffn": replace(full, feed_forward=quantised.feed_forward),
+                }
+                for part, layer in mixed.items():
+                    x = self._model.run(layer, entries[j])
+                    for later in self._layers[j + 1 :]:
+                        x = self._model.run(later, x)
+                    logits = F.log_softmax(self._model.logits(x), dim=-1)
+                    nats = F.kl_div(logits, reference, reduction="none", log_target=True).sum(-1)
+                    found[part][j] += float(nats.double().mean()) / len(self._entries)
+                    advance()
+        return found
+
+    @property
+    def num_divergences(self) -> int:
+        return len(PARTS) * len(self._layers) * len(self._entries)
 
     @property
     def num_trials(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import random
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -19,6 +20,7 @@ OrderName = Literal["profile", "front-to-back", "back-to-front", "random"]
 ORDERS: tuple[OrderName, ...] = get_args(OrderName)
 
 FORMAT = 1
+LEAST_LOSS = 0.1  # of what the divergences of all halves add to
 # What workers swap to by default comes first: one instance has one order for all precisions.
 _PREFERRED = (DEFAULT_SWAP, *(name for name in reversed(QUANTIZED) if name != DEFAULT_SWAP))
 _REMEDY = "make it again with `instar profile`, or remove it"
@@ -29,7 +31,8 @@ class OrderProfile:
     """A measured order of layers.
 
     scores: as `worker.offline.importance.Scores`. perplexity: of the calibration text with 0, 1, ... layers
-    of the sequence swapped; empty in older files.
+    of the sequence swapped. halves: by part, what each layer's half alone changes, as the mean divergence of
+    the logits from those of the full model in nats per token. Both are empty in older files.
     """
 
     model: str
@@ -43,6 +46,7 @@ class OrderProfile:
     scores: dict[str, list[float]]
     seconds: float
     perplexity: list[float] = field(default_factory=list)
+    halves: dict[str, list[float]] = field(default_factory=dict)
     format: int = FORMAT
 
     @property
@@ -51,6 +55,19 @@ class OrderProfile:
         if len(self.perplexity) != len(self.sequence) + 1:
             return None
         return max(0.0, self.perplexity[-1] / self.perplexity[0] - 1)
+
+    @property
+    def half_losses(self) -> dict[str, list[float]]:
+        """By part, the share of perplexity that each half alone adds; empty if unknown.
+
+        The halves share the loss of all of them by their divergence. The perplexity of a short text is noisy
+        and may come out too low, so the loss is taken as at least LEAST_LOSS of what the divergences add to.
+        """
+        total = sum(map(sum, self.halves.values()))
+        if self.loss is None or not total:
+            return {}
+        share = max(self.loss, LEAST_LOSS * math.expm1(total)) / total
+        return {part: [share * nats for nats in of_part] for part, of_part in self.halves.items()}
 
 
 def profile_path(folder: Path, precision: str) -> Path:
@@ -76,6 +93,8 @@ def read_profile(path: Path, *, model: str, num_layers: int) -> OrderProfile:
         raise ModelError(
             f"{path}: made for another model ({profile.model[:12]}, and this one is {model[:12]}); {_REMEDY}"
         )
+    if any(len(of_part) != num_layers for of_part in profile.halves.values()):
+        raise ModelError(f"{path}: its halves are not those of {num_layers} layers; {_REMEDY}")
     if sorted(profile.sequence) != list(range(num_layers)):
         raise ModelError(f"{path}: its sequence is not one of this model's {num_layers} layers; {_REMEDY}")
     return profile
@@ -120,7 +139,22 @@ def losses(config: ModelConfig, precisions: Iterable[Precision], method: str = "
 
     Without those of another checkpoint or method. Raises ModelError if the checkpoint cannot be read.
     """
-    folder, found = config.folder, dict[Precision, float]()
+    found = _profiles(config, precisions, method)
+    return {name: profile.loss for name, profile in found.items() if profile.loss is not None}
+
+
+def half_losses(
+    config: ModelConfig, precisions: Iterable[Precision], method: str = ""
+) -> dict[Precision, dict[str, list[float]]]:
+    """Return by precision and part the share of perplexity that each layer's half costs, as `losses`."""
+    found = _profiles(config, precisions, method)
+    return {name: profile.half_losses for name, profile in found.items() if profile.half_losses}
+
+
+def _profiles(
+    config: ModelConfig, precisions: Iterable[Precision], method: str
+) -> dict[Precision, OrderProfile]:
+    folder, found = config.folder, dict[Precision, OrderProfile]()
     paths = {
         name: path for name in precisions if name != "full" and (path := profile_path(folder, name)).is_file()
     }
@@ -131,8 +165,8 @@ def losses(config: ModelConfig, precisions: Iterable[Precision], method: str = "
         except ModelError as error:
             log.warning("the loss of %s is unknown: %s", name, error)
             continue
-        if profile.method == _served(folder, name, method) and profile.loss is not None:
-            found[name] = profile.loss
+        if profile.method == _served(folder, name, method):
+            found[name] = profile
     return found
 
 

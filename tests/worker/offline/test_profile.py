@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from worker.offline.__main__ import main
 from worker.offline.calibration import read_calibration
 from worker.offline.importance import LayerRanking, Metric, ScoreWeights, similarity
 from worker.shape.host_images import find_matrices
-from worker.shape.layer_order import load_order, losses, profile_path
+from worker.shape.layer_order import half_losses, load_order, losses, profile_path
 
 CPU = torch.device("cpu")
 LAYERS = 4
@@ -181,6 +182,55 @@ def test_a_profile_without_perplexities_gets_them_and_keeps_its_order(
     again = json.loads(path.read_text())
     assert {**again, "perplexity": []} == {**found, "perplexity": []}
     assert again["perplexity"] == pytest.approx(found["perplexity"], rel=1e-3)
+
+
+def test_every_half_is_measured_alone(saved: Path) -> None:
+    parts = Parts(saved)
+    ranking = LayerRanking(parts.model, parts.layers, parts.quantised, parts.windows, "cosine")
+    trials: list[int] = []
+    found = ranking.divergences(lambda: trials.append(1))
+    assert len(trials) == ranking.num_divergences == 2 * LAYERS * 2
+    layer, expected = 2, 0.0
+    for window in parts.windows:
+        states = parts.hidden(window, set())
+        x = parts.model.run(
+            replace(parts.layers[layer], feed_forward=parts.quantised[layer].feed_forward), states[layer]
+        )
+        for later in parts.layers[layer + 1 :]:
+            x = parts.model.run(later, x)
+        full, swapped = (F.log_softmax(parts.model.logits(h), -1) for h in (states[-1], x))
+        expected += float((full.exp() * (full - swapped)).sum(-1).mean()) / len(parts.windows)
+    assert found["ffn"][layer] == pytest.approx(expected, rel=1e-3)
+    assert all(nats > 0 for of_part in found.values() for nats in of_part)
+    unchanged = LayerRanking(parts.model, parts.layers, parts.layers, parts.windows, "cosine")
+    same = unchanged.divergences(lambda: None)
+    assert all(abs(nats) < 1e-6 for of_part in same.values() for nats in of_part)
+
+
+def test_halves_share_the_loss_of_all_of_them_and_a_profile_without_them_gets_them(
+    folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile(folder, text)
+    config, path = read_config(folder), profile_path(folder, "int4")
+    found = json.loads(path.read_text())
+    halves = {"attention": [0.01, 0.03, 0.0, 0.0], "ffn": [0.0, 0.0, 0.04, 0.02]}
+    path.write_text(json.dumps({**found, "halves": halves, "perplexity": [20.0, 0, 0, 0, 21.0]}))
+    shares = half_losses(config, ["int4", "int3"])["int4"]
+    assert shares["attention"] == pytest.approx([0.005, 0.015, 0, 0]) and sum(
+        map(sum, shares.values())
+    ) == pytest.approx(0.05)
+    path.write_text(json.dumps({**found, "halves": halves, "perplexity": [20.0, 0, 0, 0, 19.0]}))
+    assert sum(map(sum, half_losses(config, ["int4"])["int4"].values())) == pytest.approx(
+        0.1 * math.expm1(0.1)
+    )
+    path.write_text(json.dumps({**found, "halves": {"ffn": [0.1]}}))
+    assert half_losses(config, ["int4"]) == {}
+    path.write_text(json.dumps({**found, "halves": {}}))
+    assert half_losses(config, ["int4"]) == {}
+    monkeypatch.setattr(LayerRanking, "_degradation", None)  # no trial of the order is run
+    monkeypatch.setattr(LayerRanking, "swap", None)
+    assert profile(folder, text) == 0
+    assert json.loads(path.read_text()) == found
 
 
 def test_the_loss_is_that_of_all_layers_and_of_what_is_served(folder: Path, text: Path) -> None:
