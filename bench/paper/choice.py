@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from bench.paper.loads import BUSIEST_S, busiest, fitted
+from bench.paper.loads import busiest, thinned
 
 SECONDS: Final = 60.0
 SLIDE_S: Final = 30.0
 PEAK_S: Final = 6.0
 NUM_CODE, NUM_CONVERSATION = 7, 3
 LEAST_REQUESTS: Final = 60  # of a window: fewer are no load for any way
+HELD_S: Final = 1.0  # what static INT4 holds, by its rate
+SATURATED_S: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,27 @@ def _apart(ranked: Sequence[TraceWindow]) -> list[TraceWindow]:
     return kept
 
 
-def can_saturate(window: TraceWindow, rate: float, full: float) -> bool:
-    """Return whether the window, thinned for `rate`, asks in its busiest part for more than `full`."""
-    return busiest(fitted(window.times, rate), BUSIEST_S) / BUSIEST_S >= 1.1 * full
+def longest_wait(times: Sequence[float], rate: float) -> float:
+    """Return the longest wait in a queue that serves `rate` requests a second, one after the other."""
+    free_s = longest_s = 0.0
+    for at_s in times:
+        longest_s = max(longest_s, free_s - at_s)
+        free_s = max(free_s, at_s) + 1 / rate
+    return longest_s
+
+
+def thinned_for(times: Sequence[float], rate: float) -> list[float]:
+    """Return as many of the times, evenly by their number, as wait HELD_S at most at this rate."""
+    low, high = 1, len(times)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if longest_wait(thinned(times, middle), rate) <= HELD_S:
+            low = middle
+        else:
+            high = middle - 1
+    return thinned(times, low)
+
+
+def is_fit(times: Sequence[float], full: float) -> bool:
+    """Return whether a load saturates full precision: a request waits SATURATED_S at least."""
+    return longest_wait(times, full) >= SATURATED_S

@@ -15,11 +15,15 @@ BACK_S: Final = 10.0
 
 
 def judge(rows: Sequence[dict[str, Any]], loss_of_int4: float) -> list[tuple[str, str, bool]]:
-    """Return what was asked for, what came, and whether it was met."""
+    """Return what was asked for, what came, and whether it was met.
+
+    Full precision and the default mode must be among the ways.
+    """
     by: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for one in rows:
         by.setdefault((one["load"], one["way"]), []).append(one)
     names = sorted({one["load"] for one in rows})
+    ways = {one["way"] for one in rows}
 
     def mean(name: str, way: str, what: Any) -> float:
         return fmean(what(one) for one in by[name, way])
@@ -34,7 +38,8 @@ def judge(rows: Sequence[dict[str, Any]], loss_of_int4: float) -> list[tuple[str
     }
     p95 = [theirs / ours for theirs, ours in zip(p95_of[FULL], p95_of[DEFAULT], strict=True)]
     loss = fmean(mean(name, DEFAULT, lambda one: one["loss"]) for name in names) / loss_of_int4
-    clean = [name for name in names if violations(name, INT4) == 0]
+    has_both = {INT4, PERFORMANCE} <= ways
+    clean = [name for name in names if violations(name, INT4) == 0] if has_both else []
     dirty = [name for name in clean if violations(name, PERFORMANCE) > 0]
     modes = [one for one in rows if one["mode"] != "manual"]
     first = sorted(value for one in modes for value in one["first_blocks_s"])
@@ -58,7 +63,7 @@ def judge(rows: Sequence[dict[str, Any]], loss_of_int4: float) -> list[tuple[str
         (
             "performance mode: no request over 2 s where static INT4 has none",
             f"{len(dirty)} of {len(clean)} windows have some",
-            not dirty,
+            not dirty and has_both,
         ),
         (
             f"first queued request to first added block: P95 under {TO_BLOCKS_S:g} s",

@@ -4,9 +4,10 @@
                                                            (make bench-windows TRACES=DIR)
 
 The windows are chosen before any run, by `choose`: of the code trace the burstiest, of the conversation trace
-the fullest. Each is thinned until its busiest 8 s ask for 0.85 times what all layers in INT4 can do, and at
-least for 1.25 times what full precision can do; both are measured first. All requests have 128 tokens and
-are asked for 64. Before each run the service is idle, at full precision, and has been so for COOL_S.
+the fullest. Requests per second of full precision and of all layers in INT4 are measured first. Each window
+is thinned until nobody would wait for more than a second at the rate of INT4. If then nobody would wait for
+3 s at the rate of full precision, the next window takes its place. All requests have 128 tokens and are asked
+for 64. Before each run the service is idle, at full precision, and has been so for COOL_S.
 
 The service has one worker. The model `demo` is trained; those of other sizes have random weights: the step of
 a larger model is bound by memory, so that more KV blocks mean more tokens a second. The loss of a run is that
@@ -31,10 +32,9 @@ from bench.common.dummy_model import CONFIGS, model_folder
 from bench.common.load import VOCABULARY
 from bench.common.results import DEMO, RESULTS, digits, parser, say
 from bench.morph.service import BUDGET_MB, MorphService, Way
-from bench.paper.choice import SECONDS, TraceWindow, can_saturate, choose, windows_of
-from bench.paper.evaluate import BURST_SHARE, LEAST_OVERLOAD
+from bench.paper.choice import SECONDS, TraceWindow, choose, is_fit, thinned_for, windows_of
 from bench.paper.evaluation import EVENTS, Clock
-from bench.paper.loads import WINDOWS, find_trace, fitted, requests
+from bench.paper.loads import WINDOWS, find_trace, requests
 from bench.paper.report import kv_numbers, row
 from bench.paper.run import PaperRun, run_one
 from bench.paper.service import DEFAULT, FULL, INT4, PERFORMANCE
@@ -70,7 +70,7 @@ def observed(service: MorphService, run: PaperRun, losses: Losses, since_s: floa
     decided = [
         event
         for event in service.messages(Names().events, Event, since_s)
-        if event.kind == "morph_decided" and event.subject == service.id
+        if event.kind == "morph_decided" and event.morph_id.startswith("reflex-")
     ]
     numbers = {report.id: report.numbers for report in service.morphs(since_s)}
     is_first, first_blocks = True, []
@@ -180,6 +180,7 @@ def main() -> int:
     options.add_argument("--size", default="30M", choices=sorted(BUDGETS), help="of the model")
     options.add_argument("--only", type=int, default=10, help="windows")
     options.add_argument("--repeats", type=int, default=1)
+    options.add_argument("--ways", default="", help="of these alone, as in 'full precision,default mode'")
     options.add_argument("--windows", default="", help="these instead, as in code:792,conv:504")
     options.add_argument("--out", type=Path, default=RESULTS / "windows.json")
     args = options.parse_args()
@@ -189,33 +190,36 @@ def main() -> int:
     except InputError as error:
         say(str(error))
         return 2
+    num_ways = len(args.ways.split(",")) if args.ways else 4
     with service_of(args.size) as service:
-        clock = Clock(args.only * args.repeats * 4 * (SECONDS + COOL_S + 15) + 60)
+        clock = Clock(args.only * args.repeats * num_ways * (SECONDS + COOL_S + 15) + 60)
         bench = Bench(service, clock, args.out)
         full, int4 = bench.calibrate()
-        rate = max(BURST_SHARE * int4, LEAST_OVERLOAD * full)
-        if rate > int4:
-            say(f"static INT4 can do {int4 / full:.2f} times full precision: {rate:.1f}/s saturate it too")
-        able = [one for one in candidates if args.windows or can_saturate(one, rate, full)]
+        loads = [(one, thinned_for(one.times, int4)) for one in candidates]
+        able = loads if args.windows else [one for one in loads if is_fit(one[1], full)]
         chosen = able[: args.only]
-        say(f"windows: {', '.join(one.name for one in chosen)}")
+        say(
+            f"windows: {', '.join(f'{one.name} ({len(times)} of {len(one.times)})' for one, times in chosen)}"
+        )
         ways = [
             Way(FULL),
             Way(INT4, below=service.num_layers),
             Way(DEFAULT, mode="default"),
             Way(PERFORMANCE, mode="performance"),
         ]
+        wanted = args.ways.split(",") if args.ways else [way.name for way in ways]
+        ways = [way for way in ways if way.name in wanted]
         for repeat in range(args.repeats):
-            for number, window in enumerate(chosen):
+            for number, (window, times) in enumerate(chosen):
                 turn = (number + repeat) % len(ways)
                 for way in ways[turn:] + ways[:turn]:
-                    bench.run(window, fitted(window.times, rate), way, repeat)
+                    bench.run(window, times, way, repeat)
         judged = judge(bench.rows, bench.loss_of_int4)
     result = {
         "bench": "windows",
         "size": args.size,
-        "requests_per_s": {"full": digits(full), "int4": digits(int4), "busiest": digits(rate)},
-        "windows": [one.name for one in chosen],
+        "requests_per_s": {"full": digits(full), "int4": digits(int4)},
+        "windows": {one.name: len(times) for one, times in chosen},
         "kv_blocks_at_full": service.blocks_at_full,
         "loss_of_int4": digits(bench.loss_of_int4),
         "bars": [{"bar": bar, "found": found, "is_met": is_met} for bar, found, is_met in judged],

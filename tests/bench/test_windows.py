@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.paper.choice import SECONDS, TraceWindow, can_saturate, choose, windows_of
+from bench.paper.choice import (
+    SECONDS,
+    TraceWindow,
+    choose,
+    is_fit,
+    longest_wait,
+    thinned_for,
+    windows_of,
+)
+from bench.paper.loads import thinned
 from bench.paper.service import DEFAULT, FULL, INT4, PERFORMANCE
 from bench.paper.verdict import judge
 
@@ -28,10 +37,17 @@ def test_the_burstiest_of_code_and_the_fullest_of_conversation_without_overlaps(
     assert choose([apart, worse, bursty], [few, many]) == [bursty, apart, many, few]
 
 
-def test_a_window_saturates_if_its_busiest_part_asks_for_more_than_full_precision_can_do() -> None:
-    window = TraceWindow("code", 0.0, sorted([*evenly(60), *evenly(80, 20.0, 8.0)]))
-    assert can_saturate(window, rate=8.5, full=6.0)
-    assert not can_saturate(window, rate=8.5, full=12.0)
+def test_the_wait_is_that_of_a_queue_with_one_server() -> None:
+    assert longest_wait([0.0, 0.0, 0.0, 10.0], rate=2.0) == 1.0
+    assert longest_wait([0.0, 1.0, 2.0], rate=1.0) == 0.0
+
+
+def test_a_window_is_thinned_until_static_int4_holds_it_and_is_fit_if_full_precision_does_not() -> None:
+    times = sorted([*evenly(60), *evenly(80, 20.0, 8.0)])
+    left = thinned_for(times, rate=8.0)
+    assert 60 < len(left) < len(times)
+    assert longest_wait(left, 8.0) <= 1.0 < longest_wait(thinned(times, len(left) + 1), 8.0) + 0.1
+    assert is_fit(left, full=4.0) and not is_fit(left, full=7.0)
 
 
 def row(load: str, way: str, violations: int, p95_s: float, **fields: Any) -> dict[str, Any]:
