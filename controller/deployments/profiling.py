@@ -11,7 +11,7 @@ from dataclasses import replace
 from bus.catalogue import Contents
 from bus.deployments import Configuration, Deployment, Measure, ModelCard, ProbePeer, Profile
 from bus.messages import CancelMorph
-from bus.precisions import LOWEST, PRECISIONS, Precision, lowest
+from bus.precisions import PRECISIONS, lowest
 from controller.deployments.observation import Observation, WorkerView
 from controller.deployments.transitions import MAX_ATTEMPTS, Command, Transition, measure_id, model_becomes
 from controller.morphing.resting import Rest, Rests
@@ -137,26 +137,23 @@ def unowned(contents: Contents) -> Iterator[Transition]:
 
 
 def rests_of(contents: Contents) -> Rests:
-    """Return the shapes that serving deployments rest in: the policy leaves others alone."""
+    """Return the shapes that serving deployments rest in: the reflexes leave others alone."""
     return {
-        deployment.instance_at(worker): Rest(
-            precision=deployment.configuration.precision,
-            coarsest=_coarsest(deployment, deployment.configuration, contents),
-            tp=deployment.degree_by_transform,
-        )
+        deployment.instance_at(worker): _rest(deployment, deployment.configuration, contents)
         for deployment in contents.deployments.values()
         if deployment.state == "serving" and deployment.configuration
         for worker in deployment.shown_by
     }
 
 
-def _coarsest(deployment: Deployment, chosen: Configuration, contents: Contents) -> Precision:
-    """Return the fewest bits in which all layers keep within the intent's `max_loss`."""
+def _rest(deployment: Deployment, chosen: Configuration, contents: Contents) -> Rest:
+    """Return the shape at rest; under an intent's `max_loss` layers take precisions of known loss alone."""
+    rest = Rest(precision=chosen.precision, tp=deployment.degree_by_transform)
     most = deployment.intent.max_loss
     if most is None:
-        return LOWEST
+        return rest
     card = contents.models.get(deployment.model)
-    known = profiles_of(contents, card).values() if card else ()
-    unknown = float("inf")
-    kept = [one for one in PRECISIONS if all(profile.loss.get(one, unknown) <= most for profile in known)]
-    return lowest([chosen.precision, *(kept if known else ())])
+    losses = [profile.loss for profile in profiles_of(contents, card).values()] if card else []
+    known = [one for one in PRECISIONS if losses and all(one in of_kind for of_kind in losses)]
+    lost = max((of_kind.get(chosen.precision, 0.0) for of_kind in losses), default=0.0)
+    return replace(rest, coarsest=lowest([chosen.precision, *known]), loss_left=max(0.0, most - lost))

@@ -14,11 +14,13 @@ class Rest:
     """A shape at rest.
 
     What workers serve by their settings rests in full precision on one worker, a deployment in the
-    configuration that its intent chose. Under pressure layers may be swapped down to `coarsest`.
+    configuration that its intent chose. Under pressure layers may be swapped down to `coarsest`, as far as
+    they lose no more than `loss_left`; None: as much as the policy allows.
     """
 
     precision: Precision = "full"
     coarsest: Precision = LOWEST
+    loss_left: float | None = None  # share of the perplexity
     tp: int = 1
 
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from bus.messages import PARTS
 from bus.precisions import DEFAULT_SWAP, QUANTIZED, Precision
 from worker.model.config import ModelConfig, ModelError, read_config
 from worker.model.quantized_sets import FOLDER, find_set, set_path, writing_whole
@@ -60,12 +61,16 @@ class OrderProfile:
     def half_losses(self) -> dict[str, list[float]]:
         """By part, the share of perplexity that each half alone adds; empty if unknown.
 
-        The halves share the loss of all of them by their divergence. The perplexity of a short text is noisy
-        and may come out too low, so the loss is taken as at least LEAST_LOSS of what the divergences add to.
+        The halves share the loss of all of them by their divergence, or evenly if that was not measured. The
+        perplexity of a short text is noisy and may come out too low, so the loss is taken as at least
+        LEAST_LOSS of what the divergences add to.
         """
-        total = sum(map(sum, self.halves.values()))
-        if self.loss is None or not total:
+        if self.loss is None:
             return {}
+        total = sum(map(sum, self.halves.values()))
+        if not total:
+            num_layers = len(self.sequence)
+            return dict.fromkeys(PARTS, [self.loss / (num_layers * len(PARTS))] * num_layers)
         share = max(self.loss, LEAST_LOSS * math.expm1(total)) / total
         return {part: [share * nats for nats in of_part] for part, of_part in self.halves.items()}
 

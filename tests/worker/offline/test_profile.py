@@ -225,8 +225,10 @@ def test_halves_share_the_loss_of_all_of_them_and_a_profile_without_them_gets_th
     )
     path.write_text(json.dumps({**found, "halves": {"ffn": [0.1]}}))
     assert half_losses(config, ["int4"]) == {}
+    path.write_text(json.dumps({**found, "halves": {}, "perplexity": [20.0, 0, 0, 0, 20.8]}))
+    evenly = half_losses(config, ["int4"])["int4"]
+    assert evenly == {part: pytest.approx([0.005] * LAYERS) for part in ("attention", "ffn")}
     path.write_text(json.dumps({**found, "halves": {}}))
-    assert half_losses(config, ["int4"]) == {}
     monkeypatch.setattr(LayerRanking, "_degradation", None)  # no trial of the order is run
     monkeypatch.setattr(LayerRanking, "swap", None)
     assert profile(folder, text) == 0
