@@ -148,13 +148,14 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """A gateway's requests that only a higher degree could hold, repeated while they wait; `demand`."""
+    """A gateway's requests that wait for another shape, repeated while they wait; stream `demand`."""
 
     gateway: str
     model: str
-    tokens: int  # prompt and output of the longest of these requests
-    count: int
+    tokens: int  # prompt and output of the longest request that only a higher degree could hold; 0: none
+    count: int  # of these
     at_ms: int
+    floor: Precision | Literal[""] = ""  # the highest that a request waits for; "": none waits for one
 
 
 MorphKind = Literal["swap", "resize", "transform", "deploy", "retire"]
@@ -421,7 +422,7 @@ Cause = Literal[
     "kv_usage",  # pressure: too few free KV blocks
     "queue_delay",  # pressure: requests wait too long
     "preemptions",  # pressure: requests were preempted
-    "precision_floor",  # a request was refused that takes no layer below a precision
+    "precision_floor",  # a request waits that takes no layer below a precision
     "ease",  # no pressure any more
     "long_request",  # a request needs a higher degree
     "no_long_request",  # no request needs the group any more

@@ -240,6 +240,7 @@ class Envelope:
     policy: Policy  # with its mode applied; in mode manual nothing is done
     resting: Precision = "full"  # what layers go back to
     precisions: list[Precision] = field(default_factory=list)  # below it, that layers may be held in
+    floor: Precision | Literal[""] = ""  # that a request waits for at a gateway; "": none does
     valid_s: float = 60.0
 
 

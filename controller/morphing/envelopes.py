@@ -7,21 +7,49 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from bus.client import LiveWorker
-from bus.messages import InstanceCard
+from bus.messages import Demand, InstanceCard
 from bus.policy import Envelope, Policy
-from bus.precisions import PRECISIONS, Precision
+from bus.precisions import LOWEST, PRECISIONS, Precision
 from controller.morphing.resting import Rest, Rests, rest_of
 
 RENEW_SHARE = 4  # an envelope is sent again after this part of the time that it is valid for
 
+FLOOR_S = 2.0  # a floor that no gateway has repeated for so long is over; they report twice a second
+
 Granted = Mapping[str, tuple[Envelope, float]]  # by instance: the last envelope, and when it was sent
 ToWorker = tuple[str, Envelope]
+Floors = Mapping[tuple[str, str], tuple[Precision, float]]  # by gateway and model: what waits, and since when
 
 
-def envelopes(workers: Iterable[LiveWorker], policy: Policy, rests: Rests) -> dict[str, ToWorker]:
+def hear_floor(floors: Floors, demand: Demand, at_s: float) -> Floors:
+    """Note the precision that requests wait for at a gateway."""
+    key = demand.gateway, demand.model
+    left = {name: one for name, one in floors.items() if at_s < one[1] + FLOOR_S and name != key}
+    return left | {key: (demand.floor, at_s)} if demand.floor else left
+
+
+def raised(floors: Floors, workers: Iterable[LiveWorker], at_s: float) -> dict[str, Precision]:
+    """Return by instance the floor that its layers should go back to: one instance of each model."""
+    found: dict[str, Precision] = {}
+    for (_, model), (floor, heard_s) in floors.items():
+        names = sorted(
+            one.id for live in workers for one in live.card.instances if one.model == model and one.pp == 1
+        )
+        if names and at_s < heard_s + FLOOR_S:
+            found[names[0]] = min(floor, found.get(names[0], LOWEST), key=PRECISIONS.index)
+    return found
+
+
+def envelopes(
+    workers: Iterable[LiveWorker],
+    policy: Policy,
+    rests: Rests,
+    floors: Mapping[str, Precision] | None = None,
+) -> dict[str, ToWorker]:
     """Return by instance its leading worker and what its reflex may do; without ids.
 
-    Pipelines do not swap and get none, nor do deployments whose shape at rest is not known.
+    floors: by instance, the precision that a request waits for. Pipelines do not swap and get no envelope,
+    nor do deployments whose shape at rest is not known.
     """
     found: dict[str, ToWorker] = {}
     for card in (live.card for live in workers if live.card.state == "serving"):
@@ -29,7 +57,8 @@ def envelopes(workers: Iterable[LiveWorker], policy: Policy, rests: Rests) -> di
             rest = rest_of(instance, rests)
             leads = instance.workers[:1] in ([], [card.id]) and instance.pp == 1
             if rest and leads:
-                found[instance.id] = card.id, _envelope(card.epoch, instance, policy, rest)
+                envelope = _envelope(card.epoch, instance, policy, rest)
+                found[instance.id] = card.id, replace(envelope, floor=(floors or {}).get(instance.id, ""))
     return found
 
 
@@ -46,6 +75,8 @@ def due(granted: Granted, wanted: Mapping[str, ToWorker], at_s: float) -> list[T
 
 def _envelope(epoch: int, card: InstanceCard, policy: Policy, rest: Rest) -> Envelope:
     in_force = policy.in_force() or policy
+    if rest.loss_left is not None:
+        in_force = replace(in_force, loss_budget=min(in_force.loss_budget, rest.loss_left))
     return Envelope(
         id="",
         epoch=epoch,

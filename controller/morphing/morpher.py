@@ -14,7 +14,7 @@ from bus.clock import MessageClock, seconds_of
 from bus.messages import Demand, Event, Metrics, MorphReport
 from bus.settings import MonitorSettings
 from controller.morphing.decision import MorphDecision
-from controller.morphing.envelopes import Granted, due, envelopes
+from controller.morphing.envelopes import Floors, Granted, due, envelopes, hear_floor, raised
 from controller.morphing.groups import groups_of
 from controller.morphing.resting import Rests
 from controller.morphing.scaling import hear, scale_down, scale_up
@@ -28,8 +28,8 @@ GRANT_S = 0.5  # between two looks at what instances may do
 class Morpher:
     """Four loops.
 
-    `grant` tells instances what they may do by themselves. `decide` takes metrics, `answer` what gateways ask
-    for, `confirm` what became of morphs.
+    `grant` tells instances what they may do by themselves, and which precision requests wait for. `decide`
+    takes metrics, `answer` what gateways ask for, `confirm` what became of morphs.
     """
 
     def __init__(self, monitor: MonitorSettings, bus: Bus, resting: Callable[[], Rests] = dict) -> None:
@@ -45,6 +45,7 @@ class Morpher:
         self._state = State()
         self._clock = MessageClock()
         self._granted: Granted = {}
+        self._floors: Floors = {}
         self._metrics: tuple[float, Metrics] | None = None  # the last, and when they were made
 
     def _restarted(self, restart: Restart) -> None:
@@ -59,7 +60,9 @@ class Morpher:
 
     async def _grant(self) -> None:
         policy, workers = await asyncio.gather(self._bus.read_policy(), self._bus.workers())
-        now_s, wanted = time.monotonic(), envelopes(workers, policy, self._resting())
+        now_s = time.monotonic()
+        floors = raised(self._floors, workers, now_s)
+        wanted = envelopes(workers, policy, self._resting(), floors)
         self._granted = {name: one for name, one in self._granted.items() if name in wanted}
         for worker, envelope in due(self._granted, wanted, now_s):
             await self._bus.publish(self._bus.names.control(worker), envelope)
@@ -89,6 +92,7 @@ class Morpher:
                 now_s = time.monotonic()
                 for entry_id, demand in batch:
                     self._state = hear(self._state, demand, self._clock.observe(entry_id, now_s))
+                    self._floors = hear_floor(self._floors, demand, now_s)
                 await self._try(self._scale_up())
 
     async def _try(self, work: Coroutine[Any, Any, None]) -> None:

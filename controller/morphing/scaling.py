@@ -22,9 +22,12 @@ GONE_S = 2.0  # a demand without a report for so long is over; gateways report t
 
 
 def hear(state: State, demand: Demand, at_s: float) -> State:
-    """Note what waits at a gateway."""
+    """Note what waits at a gateway for a group."""
     key = demand.gateway, demand.model
     waiting = {name: one for name, one in state.waiting.items() if at_s < one.heard_s + GONE_S}
+    if not demand.count:
+        waiting.pop(key, None)
+        return replace(state, waiting=waiting)
     before = waiting.get(key)
     times, since_s = (before.times + 1, before.since_s) if before else (1, at_s)
     waiting[key] = Waiting(demand.tokens, demand.count, times, since_s, at_s)

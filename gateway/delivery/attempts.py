@@ -17,6 +17,7 @@ from gateway.delivery.dispatch import Candidate, Wait, WaitForSplit
 from gateway.delivery.endings import Endings
 from gateway.delivery.placement import Found, Placement
 from gateway.delivery.request import RequestState, RetryReason
+from gateway.delivery.table import ModelQueues
 from gateway.errors import ApiError
 
 log = logging.getLogger("gateway")
@@ -25,7 +26,7 @@ OnEvent = Callable[[str, str, str, dict[str, float]], None]
 
 
 class Attempts:
-    """`on_event` publishes to the audit stream; `on_demand` is called when a request waits for a group."""
+    """`on_event` publishes to the audit stream; `on_demand` is called when a request waits for a shape."""
 
     def __init__(
         self,
@@ -78,13 +79,16 @@ class Attempts:
         if isinstance(found, Candidate):
             self._placement.send(state, found)
         elif found is Wait.GROUP:
-            self._wait_for_room(state)
+            self._demand(state, self._table.for_room)
+        elif found is Wait.PRECISION:
+            self._demand(state, self._table.for_precision)
         else:
             self._table.wait(state, self._table.for_parts if isinstance(found, WaitForSplit) else None)
 
-    def _wait_for_room(self, state: RequestState) -> None:
-        if state not in self._table.for_room:
-            self._table.wait(state, self._table.for_room)
+    def _demand(self, state: RequestState, queue: ModelQueues) -> None:
+        """Let a request wait in `queue` for another shape, and tell the controller."""
+        if state not in queue:
+            self._table.wait(state, queue)
             self._on_demand()
 
     def _place(self, state: RequestState) -> None:
@@ -124,7 +128,7 @@ class Attempts:
             self._endings.fail(state, errors.refused_capacity(detail, limit))
             return
         self._unassign(state)
-        self._wait_for_room(state)
+        self._demand(state, self._table.for_room)
 
     def replay(
         self,

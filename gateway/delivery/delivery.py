@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 
 from bus.messages import Delta, Demand, StepOutput
+from bus.precisions import PRECISIONS
 from gateway import errors
 from gateway.delivery.attempts import Attempts
 from gateway.delivery.candidates import lowest_named
@@ -61,12 +62,23 @@ class Delivery:
         self.endings.flush()
 
     def demands(self, gateway: str) -> list[Demand]:
-        """Return, for each model, what waits for a group of workers."""
-        at_ms, found = time.time_ns() // 1_000_000, []
-        for model in self.table.for_room.models:
-            tokens = [state.request.num_tokens for state in self.table.for_room.of(model)]
-            count = len(tokens)
-            found.append(Demand(gateway=gateway, model=model, tokens=max(tokens), count=count, at_ms=at_ms))
+        """Return, for each model, what waits for a group of workers or for layers in more bits."""
+        at_ms, found, table = time.time_ns() // 1_000_000, [], self.table
+        for model in sorted({*table.for_room.models, *table.for_precision.models}):
+            tokens = [state.request.num_tokens for state in table.for_room.of(model)]
+            floors = [
+                floor for state in table.for_precision.of(model) if (floor := state.request.min_precision)
+            ]
+            found.append(
+                Demand(
+                    gateway=gateway,
+                    model=model,
+                    tokens=max(tokens, default=0),
+                    count=len(tokens),
+                    at_ms=at_ms,
+                    floor=min(floors, key=PRECISIONS.index, default=""),
+                )
+            )
         return found
 
     def on_step(self, step: StepOutput, deltas: Sequence[Delta]) -> None:

@@ -104,6 +104,7 @@ class RequestTable:
         self.waiting: dict[str, RequestState] = {}  # without a target, in order of arrival
         self.for_room = ModelQueues()  # of `waiting`: long ones, for a group with room
         self.for_parts = ModelQueues()  # of `waiting`: short ones, for a group to split or a seat in it
+        self.for_precision = ModelQueues()  # of `waiting`: those that every instance has too few bits for
         self.assigned: dict[InstanceAddress, AssignedRequests] = {}
 
     def __len__(self) -> int:
@@ -155,12 +156,16 @@ class RequestTable:
         return list(there.requests.values()) if there else []
 
     def wait(self, state: RequestState, queue: ModelQueues | None) -> None:
-        """Put a request in `queue`, `for_room` or `for_parts`, and in no other; None: in neither."""
-        for each in (self.for_room, self.for_parts):
+        """Put a request in `queue`, one of `_queues`, and in no other; None: in none."""
+        for each in self._queues:
             if each is not queue:
                 each.discard(state)
             elif state not in each:
                 each.add(state)
+
+    @property
+    def _queues(self) -> tuple[ModelQueues, ...]:
+        return self.for_room, self.for_parts, self.for_precision
 
     def on_metrics(self) -> None:
         for there in self.assigned.values():
@@ -172,7 +177,7 @@ class RequestTable:
         if placed & self.waiting.keys() or placed | self.waiting.keys() != self.requests.keys():
             counts = f"{len(placed)} assigned, {len(self.waiting)} waiting of {len(self.requests)}"
             raise AssertionError(counts)
-        queued = [state.id for queue in (self.for_room, self.for_parts) for state in queue]
+        queued = [state.id for queue in self._queues for state in queue]
         if len(set(queued)) < len(queued) or not self.waiting.keys() >= set(queued):
             raise AssertionError(f"some of {len(queued)} queued requests are assigned, or in two queues")
         for target, there in self.assigned.items():

@@ -284,6 +284,23 @@ def test_who_waits_for_a_group_with_its_precision_holds_nobody_up_that_goes_else
     core.gateway.check_integrity()
 
 
+def test_a_request_that_waits_for_a_precision_asks_for_it_until_it_is_there() -> None:
+    core = Cluster("w0")
+    coarse = metrics_for(core.cards["w0"])
+    (one,) = coarse.instances
+    core.report(
+        replace(coarse, instances=[replace(one, last=replace(one.last, layers=[LayerShape(ffn="int4")]))])
+    )
+    core.delivery.submit(core.state("a", min_precision="int8", max_tokens=39))
+    core.delivery.submit(core.state("b", min_precision="full", max_tokens=39))
+    assert core.gateway.has_demand.is_set()
+    (demand,) = core.delivery.demands("g")
+    assert (demand.model, demand.count, demand.tokens, demand.floor) == ("m", 0, 0, "full")
+    core.look()
+    assert core.delivery.demands("g") == []
+    core.gateway.check_integrity()
+
+
 def test_no_queue_is_brought_into_a_group_that_is_to_be_made() -> None:
     """Else the group would take it all at once, and not part before that has ended."""
     core = Cluster("w0", "w1")

@@ -184,7 +184,7 @@ def judge(state: ReflexState, load: Load, envelope: Envelope) -> tuple[ReflexSta
     )
     needs = []
     if load.floor_refused != LOWEST and not state.is_paused("swap_up", at_s):
-        words = f"a request that takes no layer below {load.floor_refused} was refused"
+        words = f"a request waits that takes no layer below {load.floor_refused}"
         needs.append(Need("return", "precision_floor", words))
     if pressure and state.pressure >= policy.windows:
         needs.append(Need("relief", *pressure))

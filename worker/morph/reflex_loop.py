@@ -10,10 +10,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from bus.messages import Event, HalfOrder, Morph, MorphReport, Resize, Swap
 from bus.policy import Envelope, Policy
-from bus.precisions import LOWEST, PRECISIONS
+from bus.precisions import LOWEST, PRECISIONS, Precision
 from worker.morph import reflex
 from worker.morph.manager import MorphManager
 from worker.morph.members import Members
@@ -21,6 +22,7 @@ from worker.morph.reflex import Decision, Lever, Load, Need, Shape
 from worker.morph.target import Target
 
 WAIT_S = 1.0  # for pages, before a swap is deferred: a running step may be about to free some
+NO_ENVELOPE = Policy()  # of an instance without one: its objective alone is used
 LOOK_S = 0.5  # how often an idle engine looks whether layers can go back
 
 
@@ -63,9 +65,9 @@ class ReflexLoop:
         """Decide at a step boundary. Returns the events of the decisions; their morphs have begun."""
         events, most_urgent = [], 0.0
         for name, target in self._morphs.targets.items():
-            load = self._load(target)
             found = self._reflexes.get(name)
-            policy = found.envelope.policy if found else Policy()
+            load = self._load(target, found.envelope.floor if found else "")
+            policy = found.envelope.policy if found else NO_ENVELOPE
             most_urgent = max(most_urgent, reflex.urgency(load, policy))
             if found and (event := self._consider(name, found, target, load)):
                 events.append(event)
@@ -143,12 +145,12 @@ class ReflexLoop:
         ]
         return Swap(id=morph_id, epoch=epoch, instance=name, halves=halves, wait_s=WAIT_S)
 
-    def _load(self, target: Target) -> Load:
-        """Add up what runs and waits at all members of the instance."""
+    def _load(self, target: Target, floor: Precision | Literal[""]) -> Load:
+        """Add up what runs and waits at all members of the instance; floor: what waits at a gateway."""
         executor = target.instance.executor
         is_known = executor.knows_members and not executor.is_lost
         members = [each.load for each in executor.statuses()] if is_known else [target.load()]
-        refused = [each.floor_refused for each in members]
+        refused = [floor or LOWEST, *(each.floor_refused for each in members)]
         return Load(
             at_s=self._clock(),
             kv_blocks=target.instance.scheduler.blocks.capacity,

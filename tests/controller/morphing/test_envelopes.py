@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from bus.client import LiveWorker
-from bus.messages import InstanceCard, WorkerCard
+from bus.messages import Demand, InstanceCard, WorkerCard
 from bus.policy import Envelope, Policy
-from controller.morphing.envelopes import due, envelopes
+from controller.morphing.envelopes import Floors, due, envelopes, hear_floor, raised
 from controller.morphing.resting import Rest
 
 
@@ -64,6 +64,9 @@ def test_a_deployment_rests_in_its_own_configuration_and_is_left_alone_until_tha
     assert envelopes([deployed], Policy(), {}) == {}
     envelope = only(deployed, rests={"m@w0": Rest(precision="int8", coarsest="int4")})
     assert (envelope.resting, envelope.precisions) == ("int8", ["int4"])
+    assert envelope.policy.loss_budget == 0.0025
+    strict = only(deployed, rests={"m@w0": Rest(loss_left=0.001)})
+    assert strict.policy.loss_budget == 0.001
 
 
 def test_leaders_alone_get_one_and_no_pipeline_and_nobody_who_leaves() -> None:
@@ -74,6 +77,28 @@ def test_leaders_alone_get_one_and_no_pipeline_and_nobody_who_leaves() -> None:
     assert list(envelopes(group, Policy(), {})) == ["m@w0"]
     assert envelopes([worker("w0", instance(pp=2, workers=["w0", "w1"]))], Policy(), {}) == {}
     assert envelopes([worker("w0", instance(), state="draining")], Policy(), {}) == {}
+
+
+def test_one_instance_of_a_model_is_raised_for_what_waits_at_gateways() -> None:
+    workers = [
+        worker("w0", instance()),
+        worker("w1", instance("w1")),
+        worker("w2", instance("w2", model="n")),
+    ]
+    floors: Floors = {}
+    for gateway, floor in (("a", "int8"), ("b", "full"), ("c", "")):
+        demand = Demand(gateway=gateway, model="m", tokens=0, count=0, at_ms=0, floor=floor)  # type: ignore[arg-type]
+        floors = hear_floor(floors, demand, 10.0)
+    assert raised(floors, workers, 11.0) == {"m@w0": "full"}
+    told = envelopes(workers, Policy(), {}, raised(floors, workers, 11.0))
+    assert {name: envelope.floor for name, (_, envelope) in told.items()} == {
+        "m@w0": "full",
+        "m@w1": "",
+        "m@w2": "",
+    }
+    served = Demand(gateway="b", model="m", tokens=0, count=0, at_ms=0)
+    assert raised(hear_floor(floors, served, 11.0), workers, 11.0) == {"m@w0": "int8"}
+    assert raised(floors, workers, 12.0) == {}  # nobody repeats it
 
 
 def test_an_envelope_is_sent_when_it_changes_and_again_before_it_is_stale() -> None:

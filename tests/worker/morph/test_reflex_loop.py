@@ -150,6 +150,18 @@ def test_a_swap_by_hand_goes_first_and_is_not_undone_at_once(clocked: Clocked) -
     assert clocked.shape == [FULL] * 4
 
 
+def test_what_waits_for_a_precision_brings_the_layers_up_to_it(clocked: Clocked) -> None:
+    clocked.grant()
+    clocked.rig.executor.begin(Swap(id="hand", epoch=0, instance="toy@w0", precision="int4", count=4))
+    clocked.step()
+    clocked.grant(floor="int8")  # no cool-down after the order holds it
+    clocked.step()
+    assert clocked.shape == [LayerShape(attention="int8", ffn="int8")] * 4
+    assert clocked.events[-1].cause == "precision_floor"
+    clocked.step(3)
+    assert len(clocked.events) == 1
+
+
 def test_pressure_cancels_a_return(clocked: Clocked) -> None:
     clocked.grant()
     clocked.rig.executor.begin(Swap(id="hand", epoch=0, instance="toy@w0", precision="int8", count=4))
