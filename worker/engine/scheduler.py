@@ -9,7 +9,8 @@ Sarathi-Serve (OSDI '24, decodes first, prefills fill the rest of the token budg
 3.  Admission is first come, first served: when the head does not fit, nothing passes it. A sequence is
     admitted when there are blocks for all its known tokens and one spare block for each running sequence,
     and when the blocks suffice for the peak of what is expected to grow (`worker.engine.growth`). Without
-    this the next tokens of the running sequences would preempt it again.
+    this the next tokens of the running sequences would preempt it again. Where nothing runs, a sequence is
+    admitted whatever is expected of it.
     With the prefix cache its first full blocks are those that an earlier sequence with the same beginning has
     computed, at no lower precision than it would get now, nor than its floor. The last known token is always
     computed, for its logits.
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -31,6 +33,8 @@ import numpy as np
 from bus.precisions import Precision, is_below, lowest
 from worker.engine.growth import OutputLengths, peak_blocks
 from worker.engine.sequence import BlockPool, Limits, Sequence
+
+Begun = tuple[Sequence, list[int]]  # a sequence, and the indexed blocks that it begins with
 
 TOKENS_A_LOOK = 256  # at least every so many scheduled chunks the need of blocks is counted anew
 
@@ -155,10 +159,15 @@ class Scheduler:
         return lost
 
     @property
+    def may_admit(self) -> bool:
+        """True if a sequence waits and the batch has a row for it: only blocks may be missing."""
+        return bool(self.waiting) and len(self.running) < self._max_running
+
+    @property
     def num_blocks_wanted(self) -> int:
         """Blocks that are missing to admit the head of the queue beside the growth that is expected."""
         missing = len(self.running) - self.blocks.num_free
-        if self.waiting and len(self.running) < self._max_running:
+        if self.may_admit:
             head = self.waiting[0]
             missing = max(missing, self._num_missing(head, self._cached(head)))
         return max(0, missing)
@@ -182,29 +191,37 @@ class Scheduler:
         spare = needed + len(self.running) - num_free
         return max(spare, self._peak([(seq, cached)]) - len(self._holders) - num_free)
 
-    def _peak(self, coming: list[tuple[Sequence, list[int]]]) -> int:
+    def _peak(self, coming: Seq[Begun] = ()) -> int:
         """Return the most blocks that what runs will hold together with `coming`.
 
-        Each comes with the indexed blocks that it begins with. Blocks that several sequences hold count once.
+        Blocks that several sequences hold count once, and as long as any sequence runs.
         """
-        block_tokens, holders = self.limits.block_tokens, Counter(self._holders)
-        begun = [(seq, seq.block_ids) for seq in self.running] + coming
-        for _, cached in coming:
-            holders.update(cached)
-        num_shared = sum(count > 1 for count in holders.values())
+        block_tokens, shared = self.limits.block_tokens, self._shared(coming)
+        begun = [*((seq, seq.block_ids) for seq in self.running), *coming]
         tokens, made, most = np.empty((3, len(begun)), np.int64)
         for i, (seq, blocks) in enumerate(begun):
-            own = sum(holders[block] > 1 for block in blocks) if num_shared else 0
-            tokens[i] = len(seq.token_ids) - own * block_tokens
+            num_shared = len(shared.intersection(blocks)) if shared else 0
+            tokens[i] = len(seq.token_ids) - num_shared * block_tokens
             made[i] = seq.num_output
             longest = min(seq.num_prompt + seq.request.sampling.max_tokens, self.limits.max_model_len)
             most[i] = max(0, longest - len(seq.token_ids))
-        return num_shared + peak_blocks(tokens, self.lengths.remaining(made, most), block_tokens)
+        return len(shared) + peak_blocks(tokens, self.lengths.remaining(made, most), block_tokens)
+
+    def _shared(self, coming: Seq[Begun]) -> set[int]:
+        """Return the blocks that more than one of the running sequences and of `coming` holds."""
+        num_held = sum(len(seq.block_ids) for seq in self.running)
+        if num_held == len(self._holders) and not any(cached for _, cached in coming):
+            return set()
+        holders = Counter(self._holders)
+        for _, cached in coming:
+            holders.update(cached)
+        return {block for block, count in holders.items() if count > 1}
 
     @property
     def num_blocks_spare(self) -> int:
-        """Free blocks, less one for each running sequence."""
-        return max(0, self.blocks.num_free - len(self.running))
+        """Free blocks beyond those that what runs is expected to take, at least one for each sequence."""
+        growth = max(len(self.running), self._peak() - len(self._holders))
+        return max(0, self.blocks.num_free - growth)
 
     @property
     def first_in_want(self) -> Sequence | None:
@@ -251,7 +268,7 @@ class Scheduler:
                 output.add(seq, num_tokens)
 
     def _admit(self, output: SchedulerOutput, max_tokens: int) -> None:
-        while self.waiting and len(self.running) < self._max_running:
+        while self.may_admit:
             budget = max_tokens - output.num_tokens
             seq = self.waiting[0]
             needed = seq.num_blocks_needed(self.limits.block_tokens)
@@ -259,8 +276,10 @@ class Scheduler:
                 self.waiting.popleft()
                 output.rejected.append((seq, self._too_long(seq)))
                 continue
+            if budget == 0:
+                return
             cached = self._cached(seq)
-            if budget == 0 or self._num_missing(seq, cached) > 0:
+            if self._num_missing(seq, cached) > 0:
                 return
             self.waiting.popleft()
             self._start_from(seq, cached)

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from bus import histogram
 from bus.messages import RejectReason
-from tests.support.engine_toys import VOCAB, Client, ToyModel, continuation, request, run, toy_engine
+from tests.support.engine_toys import (
+    VOCAB,
+    Client,
+    ToyModel,
+    continuation,
+    expect_no_growth,
+    request,
+    run,
+    toy_engine,
+)
 
 
 def test_one_request_gives_the_models_own_continuation() -> None:
@@ -34,6 +43,7 @@ def test_mixed_arrivals_in_chunks_give_what_each_would_get_alone() -> None:
 
 def test_preemption_neither_loses_nor_repeats_a_token() -> None:
     engine, instance = toy_engine(num_blocks=9, block_tokens=3)
+    expect_no_growth(instance.scheduler)
     prompts = {str(i): [i, i + 1] for i in range(5)}
     for name, prompt in prompts.items():
         engine.submit("toy@w0", request(name, prompt, 18))
@@ -191,6 +201,7 @@ def test_a_long_prompt_says_that_it_was_admitted_before_its_first_token() -> Non
 @pytest.mark.parametrize("tokens", [3, 100])
 def test_prompt_logprobs_come_once_with_the_first_token_whatever_the_chunks(tokens: int) -> None:
     engine, instance = toy_engine(tokens=tokens, num_blocks=8, block_tokens=2)
+    expect_no_growth(instance.scheduler)
     prompt = [9, 8, 7, 6, 5, 4, 3]
     engine.submit("toy@w0", request("older", [1], 12))
     engine.submit("toy@w0", request("a", prompt, 6, prompt_logprobs=2, logprobs=1))

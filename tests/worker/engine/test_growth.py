@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.engine.growth import OutputLengths, peak_blocks
+from worker.engine.growth import UNKNOWN_TOKENS, OutputLengths, peak_blocks
 
 BLOCK = 16
 
@@ -16,19 +16,23 @@ def array(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
-def simulated(tokens: list[int], remaining: list[int]) -> int:
+def simulated(tokens: list[int], remaining: list[int], block_tokens: int) -> int:
     """Each adds a token in each step and leaves after its last."""
     most = 0
     for step in range(max(remaining) + 1):
         there = [have + step for have, left in zip(tokens, remaining, strict=True) if left >= step]
-        most = max(most, sum(-(-have // BLOCK) for have in there))
+        most = max(most, sum(-(-have // block_tokens) for have in there))
     return most
 
 
-@given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 200)), min_size=1, max_size=12))
-def test_the_peak_is_that_of_a_simulation(sequences: list[tuple[int, int]]) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(0, 200)), min_size=1, max_size=12),
+    st.sampled_from([1, 2, 7, 16, 64]),
+)
+def test_the_peak_is_that_of_a_simulation(sequences: list[tuple[int, int]], block_tokens: int) -> None:
     tokens, remaining = map(list, zip(*sequences, strict=True))
-    assert peak_blocks(array(*tokens), array(*remaining), BLOCK) == simulated(tokens, remaining)
+    expected = simulated(tokens, remaining, block_tokens)
+    assert peak_blocks(array(*tokens), array(*remaining), block_tokens) == expected
 
 
 def test_nobody_needs_nothing() -> None:
@@ -41,12 +45,17 @@ def test_sequences_that_end_one_after_the_other_need_less_than_the_sum_of_their_
     assert peak_blocks(array(16, 16, 16), array(64, 64, 64), BLOCK) == 3 * 5
 
 
-def test_without_a_longer_answer_half_of_what_is_left_is_expected() -> None:
+def test_without_a_history_a_small_limit_is_expected_and_of_a_large_one_some_tokens() -> None:
+    expected = OutputLengths().remaining(array(0, 5, 0), array(100, 1, 30_000))
+    assert expected.tolist() == [100, 1, UNKNOWN_TOKENS]
+
+
+def test_what_outlasts_all_answers_is_expected_to_make_as_much_again() -> None:
     lengths = OutputLengths()
-    assert lengths.remaining(array(0, 5), array(100, 1)).tolist() == [50, 1]
     for length in (10, 20):
         lengths.add(length)
-    assert lengths.remaining(array(30), array(71)).tolist() == [36]
+    expected = lengths.remaining(array(30, 1000, 1000), array(30_000, 30_000, 71))
+    assert expected.tolist() == [UNKNOWN_TOKENS, 1000, 71]
 
 
 @pytest.mark.parametrize(("made", "expected"), [(0, 20), (10, 15), (15, 10), (20, 10), (29, 1)])

@@ -16,7 +16,7 @@ import torch
 from bench.common.engines import fill_cache, make_instance
 from bench.common.loading import load_model
 from bench.common.oracles import FAMILIES, make_oracle
-from tests.support.engine_toys import Client, request, run
+from tests.support.engine_toys import Client, expect_no_growth, request, run
 from tests.support.paths import DEMO_MODEL
 from worker.engine.build import canary_steps, make_cache, make_pool
 from worker.engine.core import EngineCore
@@ -133,6 +133,7 @@ def test_mixed_arrivals_give_what_generate_gives(case: Case, saved: Saved) -> No
 
 def test_preemption_by_a_tiny_cache_changes_no_token(saved: Saved) -> None:
     case = Case(saved.folder, num_blocks=30)
+    expect_no_growth(case.instance.scheduler)
     submit_all(case, saved)
     client = run(case.engine, Client())
     assert case.instance.scheduler.num_preemptions > 0

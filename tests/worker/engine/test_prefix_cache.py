@@ -182,6 +182,25 @@ def test_a_block_that_is_indexed_again_keeps_the_precision_that_made_it() -> Non
     assert sum(d.cached_tokens for d in client.deltas if d.request_id == "full") == len(SYSTEM)
 
 
+def test_blocks_of_an_equal_beginning_are_reserved_once() -> None:
+    engine, instance = caching_engine(num_blocks=23)
+    client = Client()
+    serve(engine, "first", [*SYSTEM, 1, 2])
+    # As many output tokens as of the first are expected. So alone each needs 13 blocks, ten of them the same.
+    for name, last in (("a", 3), ("b", 4)):
+        engine.submit("toy@w0", request(name, [*SYSTEM, last], 19))
+    client.take(engine.step())
+    scheduler = instance.scheduler
+    assert len(scheduler.running) == 2
+    assert scheduler.num_blocks_needed == 10 + 2 * 3
+    assert scheduler.num_blocks_spare == 23 - (10 + 2 * 3)
+    engine.submit("toy@w0", request("c", [*SYSTEM, 0], 11))  # beside the others it takes three of its own
+    client.take(engine.step())
+    assert (len(scheduler.running), scheduler.num_blocks_wanted) == (3, 0)
+    run(engine, client)
+    assert scheduler.num_preemptions == 0
+
+
 def test_blocks_that_are_found_again_after_a_preemption_do_not_count_as_recomputed() -> None:
     engine, instance = caching_engine()
     scheduler, client = instance.scheduler, Client()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.messages import SamplingParams
-from tests.support.engine_toys import ToyBlocks
+from tests.support.engine_toys import ToyBlocks, expect_no_growth
 from worker.engine.scheduler import Scheduler, SchedulerOutput
 from worker.engine.sequence import Limits, Sequence, own_request
 
@@ -31,6 +33,7 @@ def step(scheduler: Scheduler) -> tuple[SchedulerOutput, list[Sequence]]:
         seq.token_ids.append(1000 + seq.num_output)
         if seq.num_output == seq.request.sampling.max_tokens:
             scheduler.remove(seq)
+            scheduler.lengths.add(seq.num_output)
             done.append(seq)
     scheduler.check_integrity()
     return plan, done
@@ -79,6 +82,7 @@ def test_nobody_overtakes_a_head_that_does_not_fit() -> None:
 
 def test_the_youngest_is_preempted_and_recomputed_first_when_blocks_run_out() -> None:
     scheduler = make(capacity=6, block_tokens=2)
+    expect_no_growth(scheduler)
     for name in ("a", "b"):
         scheduler.add(sequence(name, 3, max_tokens=6))
     scheduler.add(sequence("c", 1))
@@ -89,6 +93,124 @@ def test_the_youngest_is_preempted_and_recomputed_first_when_blocks_run_out() ->
         assert all(seq.request.request_id != "a" for seq in plan.preempted), "the oldest is never preempted"
     assert seen == ["a", "b", "c"]
     assert scheduler.num_preemptions > 0
+
+
+def work_off(scheduler: Scheduler, seqs: list[Sequence]) -> list[Sequence]:
+    """Run `seqs` to their ends; return them in the order of their first admission."""
+    admitted: list[Sequence] = []
+    num_left = len(seqs)
+    for seq in seqs:
+        scheduler.add(seq)
+    for _ in range(20_000):
+        plan, done = step(scheduler)
+        admitted += [seq for seq in plan.admitted if seq not in admitted]
+        num_left -= len(done)
+        if not num_left:
+            return admitted
+    raise AssertionError("the load does not come to an end")
+
+
+def mixed_load() -> list[Sequence]:
+    rng = random.Random(0)
+    return [sequence(str(i), rng.randint(1, 30), rng.choice([5, 20, 60])) for i in range(60)]
+
+
+def test_a_load_that_would_preempt_does_not_where_growth_is_reserved() -> None:
+    """Without the reserve this load gives up blocks 16 times or more."""
+    reserving, careless = make(60, num_seqs=16), make(60, num_seqs=16)
+    expect_no_growth(careless)
+    work_off(careless, mixed_load())
+    work_off(reserving, mixed_load())
+    assert careless.num_preemptions > 15
+    assert reserving.num_preemptions <= careless.num_preemptions // 3
+
+
+def test_sequences_of_known_length_are_never_preempted_and_fill_the_cache() -> None:
+    scheduler = make(capacity=40, num_seqs=16)
+    for seq in (sequence(str(i), 8, 24) for i in range(40)):  # 8 blocks each in the end
+        scheduler.add(seq)
+    used = []
+    while scheduler.waiting:
+        step(scheduler)
+        used.append(scheduler.blocks.num_used)
+    assert scheduler.num_preemptions == 0
+    assert sum(used[20:]) / len(used[20:]) > 0.6 * 40, "the reserve must not empty the cache"
+
+
+def test_a_head_that_wants_much_is_admitted_before_those_behind_it() -> None:
+    """Small requests never pass it, however little of the cache they would take."""
+    scheduler = make(capacity=40, num_seqs=16)
+    seqs = [sequence(str(i), 4, 12) for i in range(60)]
+    seqs[5] = sequence("most of the cache", 100, 60)
+    assert work_off(scheduler, seqs) == seqs
+
+
+def test_alone_a_sequence_runs_whatever_is_expected_of_it() -> None:
+    scheduler = make(capacity=5)
+    scheduler.lengths.add(900)
+    scheduler.add(sequence("alone", 15, max_tokens=900))
+    assert names(step(scheduler)[0]) == {"alone": 15}
+
+
+def test_where_output_may_be_long_more_than_one_runs_before_the_first_end() -> None:
+    scheduler = make(capacity=300, num_seqs=8, tokens=64)
+    for i in range(8):
+        scheduler.add(sequence(str(i), 4, max_tokens=900))
+    step(scheduler)
+    assert len(scheduler.running) == 4  # 65 blocks each are expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 40)), min_size=2, max_size=10),
+    st.lists(st.integers(1, 40), max_size=5),
+    st.integers(10, 40),
+)
+def test_the_blocks_that_are_wanted_admit_the_head_and_one_less_does_not(
+    seqs: list[tuple[int, int]], ended: list[int], capacity: int
+) -> None:
+    def waits_with(more: int) -> tuple[int, bool]:
+        scheduler = make(capacity, num_seqs=20, tokens=1000)
+        for length in ended:
+            scheduler.lengths.add(length)
+        for i, (prompt, max_tokens) in enumerate(seqs):
+            scheduler.add(sequence(str(i), prompt, max_tokens))
+        scheduler.schedule()
+        wanted, head = scheduler.num_blocks_wanted, next(iter(scheduler.waiting), None)
+        assert wanted > 0 or head is None
+        grow(scheduler, more)
+        return wanted, head is not None and head in scheduler.schedule().admitted
+
+    wanted, _ = waits_with(0)
+    if wanted:
+        assert waits_with(wanted)[1]
+        assert not waits_with(wanted - 1)[1]
+
+
+def grow(scheduler: Scheduler, num_blocks: int) -> None:
+    blocks = scheduler.blocks
+    assert isinstance(blocks, ToyBlocks)
+    blocks.free_ids += range(blocks.capacity, blocks.capacity + num_blocks)
+    blocks.capacity += num_blocks
+
+
+def test_the_spare_blocks_may_go_without_a_preemption() -> None:
+    scheduler = make(capacity=100, num_seqs=8, tokens=64)
+    for i in range(6):
+        scheduler.add(sequence(str(i), 5 + i, max_tokens=10 * (i + 1)))
+    step(scheduler)
+    spare = scheduler.num_blocks_spare
+    assert 0 < spare < scheduler.blocks.num_free - len(scheduler.running)
+    scheduler.num_blocks_aside += len(scheduler.blocks.allocate(spare))
+    while scheduler.running:
+        step(scheduler)
+    assert scheduler.num_preemptions == 0
+
+
+def test_all_free_blocks_are_spare_where_nothing_runs() -> None:
+    scheduler = make(capacity=7)
+    scheduler.add(sequence("too long for now", 20))
+    assert scheduler.num_blocks_spare == 7
 
 
 def test_a_sequence_too_long_for_the_cache_even_alone_leaves_with_the_numbers() -> None:

@@ -192,7 +192,7 @@ def test_morphs_take_more_of_the_time_the_longer_a_request_misses_blocks(clocked
     clocked.loop.act()
     assert clocked.rig.executor.urgency == 0.0
     clocked.flood()
-    clocked.step(8)
+    clocked.step(10)
     clocked.at_s += 0.2  # of 0.5: a quarter of the objective
     clocked.loop.act()
     assert 0.5 <= clocked.rig.executor.urgency < 1.0

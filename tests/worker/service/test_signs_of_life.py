@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.engine_toys import Client, continuation, request, run, toy_engine
+from tests.support.engine_toys import Client, continuation, expect_no_growth, request, run, toy_engine
 from worker.engine.core import SIGN_OF_LIFE_S
 
 
@@ -37,6 +37,7 @@ def test_a_prefill_of_many_chunks_gives_signs_of_life_now_and_then() -> None:
 
 def test_a_preempted_request_gives_signs_of_life_at_its_index() -> None:
     engine, instance = toy_engine(num_blocks=16, num_seqs=4, tokens=16)
+    expect_no_growth(instance.scheduler)
     instance._clock = Clock(tick_s=1.0)
     for name in ("old", "young"):
         engine.submit("toy@w0", request(name, [1, 2, 3, 4, 5], 40))
