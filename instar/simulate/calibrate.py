@@ -44,7 +44,7 @@ def calibrate(args: argparse.Namespace) -> int:
         raise InputError(f"--out {args.out}: cannot be written: {error.strerror}") from error
     covers = found.covers
     sys.stdout.write(
-        f"wrote {args.out}: {found.model}, from {found.source}; mean error of a step's time "
+        f"wrote {args.out}: {found.model}, from {found.source}; median error of the times of steps "
         f"{found.error:.0%}; covers {covers.running} sequences at once, prompts of "
         f"{covers.prompt_tokens} tokens, layers in {', '.join(covers.precisions)}\n"
     )

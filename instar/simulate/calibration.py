@@ -92,7 +92,7 @@ class EngineCalibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     order: in which layers are swapped. losses: by precision and part, the share of perplexity that each
     layer's half adds; those that are missing are assumed, as a worker without a profile does. transit_s: from
-    the client to the worker and back. error: mean relative error of the fit.
+    the client to the worker and back. error: median relative error of the fit.
     """
 
     version: int

@@ -1,4 +1,4 @@
-"""The fit of a calibration to recorded runs, by least squares.
+"""The fit of a calibration to recorded runs, by least absolute errors.
 
 In each second of a run the server reports how many steps it took, how long they were in all, and how many
 tokens of prompts and outputs they made. The time is fitted as a sum of their costs. Older runs lack those
@@ -36,6 +36,8 @@ from instar.simulate.calibration import (
 FEWEST: Final = 20  # seconds or requests of a fit of four numbers
 LONGEST_GAP_S: Final = 5.0  # between two samples
 MORE_THAN_ZERO: Final = 1e-12
+ROUNDS: Final = 30  # of least squares
+LEAST_ERROR: Final = 1e-3  # relative: smaller ones count alike
 
 Matrix = npt.NDArray[np.float64]
 
@@ -202,15 +204,20 @@ def _step_costs(work: Sequence[Work]) -> tuple[float, float, float, float]:
 def non_negative(table: Matrix, wanted: Matrix) -> list[float]:
     """Return the factors >= 0 of the columns of `table` [rows, columns] that come nearest to `wanted` [rows].
 
-    Rows count by their relative error. A column whose factor is below 0 is left out, the worst one first.
+    The sum of relative errors is least: a second in which other programs had the machine counts no more than
+    another. By least squares, repeated with each row divided by the root of its last error. A column whose
+    factor is below 0 is left out, the worst one first.
     """
-    weights = 1 / np.maximum(wanted, MORE_THAN_ZERO)
-    scaled, target = table * weights[:, None], wanted * weights
+    scale = np.maximum(wanted, MORE_THAN_ZERO)
     left = [column for column in range(table.shape[1]) if np.any(table[:, column])]
     found = np.zeros(table.shape[1])
     while left:
-        sizes = np.linalg.norm(scaled[:, left], axis=0)
-        factors = np.linalg.lstsq(scaled[:, left] / sizes, target, rcond=None)[0]
+        sizes = np.linalg.norm(table[:, left] / scale[:, None], axis=0)
+        rows, target = table[:, left] / scale[:, None] / sizes, wanted / scale
+        weights = np.ones(len(wanted))
+        for _ in range(ROUNDS):
+            factors = np.linalg.lstsq(rows * weights[:, None], target * weights, rcond=None)[0]
+            weights = 1 / np.sqrt(np.maximum(np.abs(rows @ factors - target), LEAST_ERROR))
         if factors.min() >= 0:
             found[left] = factors / sizes
             break
@@ -246,7 +253,7 @@ def _slowdowns(
 
 
 def _error(work: Sequence[Work], step: StepCosts) -> float:
-    """Return the mean relative error of the times."""
+    """Return the median relative error of the times."""
     errors = []
     for one in work:
         prompt = decode = 1.0
@@ -256,7 +263,7 @@ def _error(work: Sequence[Work], step: StepCosts) -> float:
         rest_s = one.steps * step.fixed_s + one.decodes * step.decode_s + one.kv_tokens * step.kv_token_s
         predicted = one.prompt_tokens * step.prompt_token_s * prompt + rest_s * decode
         errors.append(abs(predicted - one.seconds) / max(one.seconds, MORE_THAN_ZERO))
-    return round(float(np.mean(errors)), 4)
+    return round(float(np.median(errors)), 4)
 
 
 # ------------------------------------------------------------------------------------- the rest

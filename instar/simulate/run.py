@@ -33,7 +33,7 @@ BESIDE: Final = "beside.png"
 EVERY_S: Final = 0.2  # between two progress lines
 MOST_WORKERS: Final = 1_000_000
 BUSIEST_S: Final = 6.0
-BURST: Final = 2.0  # times the mean rate
+BURST: Final = 1.5  # times the mean rate
 
 
 def simulate(args: argparse.Namespace) -> int:
