@@ -21,7 +21,7 @@ serve, and step times from a calibration. Needs no running service.
   instar simulate gamma:400:2.5:60:128:64 --workers 100 --mode performance
   instar simulate azure.csv --workers 4 --calibration mine.json --out sim/four
   instar simulate gamma:8:2.5:60:128:64 --beside runs/default          beside a replay of the same load
-  instar simulate --calibrate runs/full runs/int4 --out mine.json
+  instar simulate --calibrate runs/full runs/int4 --profiles path/to/model --out mine.json
 
 Without --calibration the model is models/demo on a CPU. docs/simulate.md says what is computed, and how.
 """
@@ -53,6 +53,7 @@ def add_to(parser: CommandParser) -> None:
         ("--drain", number_above_zero, 60.0, "S", "time for the last requests to end [60]"),
         ("--seed", int, 0, "N", "of synthetic bursts [0]"),
         ("--beside", Path, None, "DIR", "a replay of the same load, to compare with"),
+        ("--profiles", Path, None, "DIR", "with --calibrate: the model's folder, for the losses"),
         ("--out", Path, None, "PATH", "folder for run.json and pictures; with --calibrate the new file"),
     ):
         parser.add_argument(flag, type=type_, default=default, metavar=metavar, help=help_)

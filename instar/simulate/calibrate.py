@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from bus.precisions import Precision
 from instar.client import settings_of
 from instar.errors import InputError
 from instar.replay import files
 from instar.simulate.calibration import EngineLimits, parse
 from instar.simulate.fitting import fit
+from worker.model.config import ModelError, read_config
+from worker.morph.losses import Measured
+from worker.shape.layer_order import half_losses
 
 
 def calibrate(args: argparse.Namespace) -> int:
@@ -33,9 +39,9 @@ def calibrate(args: argparse.Namespace) -> int:
         block_tokens=facts.get("block_tokens") or worker.block_tokens,
     )
     found = fit(runs, limits)
-    found = msgspec.structs.replace(
-        found, morph=msgspec.structs.replace(found.morph, share=worker.morph_share / 2)
-    )
+    morph = msgspec.structs.replace(found.morph, share=worker.morph_share / 2)
+    losses = losses_of(args.profiles, found.variants) if args.profiles else {}
+    found = msgspec.structs.replace(found, morph=morph, losses=losses)
     text = msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"
     parse(text, str(args.out))  # what is written can be read
     try:
@@ -49,3 +55,16 @@ def calibrate(args: argparse.Namespace) -> int:
         f"{covers.prompt_tokens} tokens, layers in {', '.join(covers.precisions)}\n"
     )
     return 0
+
+
+def losses_of(folder: Path, variants: Sequence[Precision]) -> Measured:
+    """Return the losses by the profiles in a model's folder, as a worker would. Raises InputError."""
+    try:
+        found = half_losses(read_config(folder), [name for name in variants if name != "full"])
+    except ModelError as error:
+        raise InputError(f"--profiles {folder}: {error}") from error
+    if not found:
+        raise InputError(
+            f"--profiles {folder}: has no profile with the losses of halves; make one with `instar profile`"
+        )
+    return found

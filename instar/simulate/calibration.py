@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -106,7 +107,7 @@ class EngineCalibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     morph: MorphCosts
     covers: Coverage
     transit_s: FromZero = 0.0
-    losses: dict[Precision, dict[str, list[float]]] = {}
+    losses: Mapping[Precision, Mapping[str, Sequence[float]]] = {}
     error: float = 0.0
 
     @property

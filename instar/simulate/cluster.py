@@ -12,36 +12,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from bus.messages import MorphReport
+from bus.messages import MorphOutcome, MorphReport
 from bus.settings import MonitorSettings, WorkerSettings
-from gateway.delivery.dispatch import Candidate, TooLong, choose
 from instar.replay.outcomes import UNFINISHED, RequestOutcome
 from instar.replay.schemas import Arrival
 from instar.simulate.calibration import EngineCalibration
 from instar.simulate.engine import SimulatedInstance, Tally
+from instar.simulate.gateway import ActiveInstance, SimulatedGateway
 from instar.simulate.morphs import SimulatedMorph
 from instar.simulate.relief import NoRelief, Relief
-from instar.simulate.shortlist import Shortlist
 from instar.simulate.windows import Smoothed
+from worker.morph.reflex import Lever
 
 SAMPLE_S: Final = 1.0
-SHOWN_INSTANCES: Final = 8  # of more the samples are added up
-ALL: Final = "all"
 TOO_LONG: Final = "400 context_length_exceeded"  # as the gateway answers
 EVENTS_PER_CALL: Final = 5000  # between two calls of `progress`
-
-
-@dataclass(slots=True, eq=False)
-class ActiveInstance:
-    """An instance that has requests or is not at rest yet, as the gateway and the monitor see it."""
-
-    instance: SimulatedInstance
-    relief: Relief
-    seen: Smoothed
-    num_own: int = 0  # requests of the gateway
-    num_since: int = 0  # sent since the last metrics
-    tokens_since: int = 0
-    morph: SimulatedMorph | None = None
 
 
 @dataclass(slots=True)
@@ -51,6 +36,7 @@ class Record:
     outcomes: list[RequestOutcome] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     morphs: list[MorphReport] = field(default_factory=list)
+    levers: Counter[tuple[Lever, MorphOutcome]] = field(default_factory=Counter)
     tally: Tally = field(default_factory=Tally)
     events_in: Counter[int] = field(default_factory=Counter)
     preemptions: int = 0
@@ -81,17 +67,14 @@ class SimulatedCluster:
         """
         self.record = Record()
         self.instances: dict[int, ActiveInstance] = {}  # those that ever had a request
-        self._calibration, self._num_workers, self._relief = calibration, num_workers, relief
+        self._calibration, self._relief = calibration, relief
         self._kv_blocks = calibration.memory.kv_blocks
         self._monitor = monitor or MonitorSettings()
         self._most_running, self._is_stepwise = most_running, is_stepwise
         self._report_s = WorkerSettings().telemetry_s
         self._reports_per_window = max(1, round(self._monitor.interval_s / self._report_s))
-        self._width = len(str(num_workers - 1))
-        self._active: dict[str, ActiveInstance] = {}
-        self._idle = list(range(num_workers))  # a heap of those at rest
-        self._idle_candidate: tuple[int, Candidate] | None = None
-        self._shortlist = Shortlist()
+        self._active: dict[int, ActiveInstance] = {}
+        self._gateway = SimulatedGateway(calibration, num_workers)
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._num_events = 0
         self._is_ticking = False
@@ -133,6 +116,7 @@ class SimulatedCluster:
             record.outcomes[number].error, record.outcomes[number].ended_s = UNFINISHED, ends_s
         self._homes.clear()
         for one in self.instances.values():
+            one.instance.settle(ends_s)
             one.instance.end_below(self.now_s)
             record.below_s += one.instance.below_s
             record.preemptions += one.instance.scheduler.num_preemptions
@@ -148,17 +132,16 @@ class SimulatedCluster:
         """Choose an instance as the gateway does, and send the request to it."""
         outcome.sent_s = self.now_s
         num_tokens = outcome.prompt_asked + outcome.output_asked
-        found = choose(self._shortlist.of(num_tokens, self._first_idle()), num_tokens)
-        if not isinstance(found, Candidate):
-            assert isinstance(found, TooLong), found
+        number = self._gateway.choose(num_tokens)
+        if number is None:
             outcome.error, outcome.status, outcome.ended_s = TOO_LONG, 400, self.now_s
             return
-        one = self._activate(int(found.instance.rpartition("@w")[2]))
+        one = self._activate(number)
         one.num_own += 1
         one.num_since += 1
         one.tokens_since += num_tokens
         self._homes[outcome.number] = one
-        self._show(one)
+        self._gateway.show(one)
         self._at(self.now_s + self._calibration.transit_s, self._submit, one, outcome)
 
     def _submit(self, one: ActiveInstance, outcome: RequestOutcome) -> None:
@@ -167,7 +150,7 @@ class SimulatedCluster:
     def _ended(self, instance: SimulatedInstance, outcome: RequestOutcome) -> None:
         one = self._homes.pop(outcome.number)
         one.num_own -= 1
-        self._show(one)
+        self._gateway.show(one)
 
     def _count_tokens(self, times: Sequence[float], count: int) -> None:
         events_in = self.record.events_in
@@ -197,6 +180,7 @@ class SimulatedCluster:
     def _boundary(self, one: ActiveInstance) -> None:
         """Carry on the morph, ask for one, and begin the next steps."""
         instance, now_s = one.instance, self.now_s
+        instance.take_in()
         order = one.relief.at_boundary(instance, now_s, is_morphing=one.morph is not None)
         urgency = one.relief.urgency
         if one.morph is not None:
@@ -208,7 +192,9 @@ class SimulatedCluster:
             self._morphed(one, report, due_s)
         elif order.command is not None:
             costs = self._calibration.morph
-            one.morph = SimulatedMorph(order.command, now_s, self._calibration.memory.page_bytes, costs)
+            page_bytes = self._calibration.memory.page_bytes
+            one.morph = SimulatedMorph(order.command, order.reason, now_s, page_bytes, costs)
+            one.lever = order.lever
             self._morphed(one, one.morph.begin(instance, now_s, urgency), None)
         if instance.has_work:
             instance.start(now_s, lambda used: self._is_quiet(one, used))
@@ -226,6 +212,7 @@ class SimulatedCluster:
         """Take note of what a morph did: its end, or when it goes on."""
         if report is not None:
             self.record.morphs.append(report)
+            self.record.levers[one.lever, report.state] += 1
             one.morph = None
             one.relief.ended(report, self.now_s)
         elif one.morph is not None and one.morph.due_s is not None and one.morph.due_s != due_s:
@@ -238,23 +225,21 @@ class SimulatedCluster:
     # ------------------------------------------------------------------------------------- reports
 
     def _activate(self, number: int) -> ActiveInstance:
-        name = f"{self._calibration.model}@w{number:0{self._width}}"
-        if one := self._active.get(name):
+        if one := self._active.get(number):
             return one
-        if self._idle and self._idle[0] == number:
-            heapq.heappop(self._idle)
-        one = self.instances.get(number) or self._made(number, name)
-        self.instances[number] = self._active[name] = one
+        self._gateway.wake(number)
+        one = self.instances.get(number) or self._made(number)
+        self.instances[number] = self._active[number] = one
         if not self._is_ticking:
             self._is_ticking = True
             ticks = int(self.now_s / self._report_s) + 1
             self._at(ticks * self._report_s, self._tick, ticks)
         return one
 
-    def _made(self, number: int, name: str) -> ActiveInstance:
+    def _made(self, number: int) -> ActiveInstance:
         instance = SimulatedInstance(
             number,
-            name,
+            self._gateway.name(number),
             self._calibration,
             self.record.tally,
             is_stepwise=self._is_stepwise,
@@ -272,7 +257,9 @@ class SimulatedCluster:
             if is_window:
                 self._judge(one)
         if is_window and self.now_s >= self._sampled_s + SAMPLE_S:
-            self._sample()
+            self._sampled_s = self.now_s
+            instances = self._gateway.sample(self._active.values(), self.now_s)
+            self.record.samples.append({"at_s": round(self.now_s, 3), "instances": instances})
         self._is_ticking = bool(self._active)
         if self._is_ticking:
             self._at((ticks + 1) * self._report_s, self._tick, ticks + 1)
@@ -284,103 +271,8 @@ class SimulatedCluster:
         is_idle = not (one.num_own or one.instance.has_work or one.morph)
         is_as_made = one.instance.shape.is_at_rest and one.instance.blocks.capacity == self._kv_blocks
         if is_idle and is_as_made and one.seen.is_settled:
-            self._rest(one)
+            del self._active[one.instance.number]
+            one.seen.forget()
+            self._gateway.rest(one)
         else:
-            self._show(one)
-
-    def _rest(self, one: ActiveInstance) -> None:
-        del self._active[one.instance.name]
-        self._shortlist.remove(one.instance.name)
-        heapq.heappush(self._idle, one.instance.number)
-        one.seen.forget()
-
-    # ------------------------------------------------------------------------------------- views
-
-    def _first_idle(self) -> Candidate | None:
-        """Return the first idle instance as the gateway sees it."""
-        if not self._idle:
-            return None
-        number = self._idle[0]
-        if self._idle_candidate is None or self._idle_candidate[0] != number:
-            tokens = self._kv_blocks * self._calibration.limits.block_tokens
-            name = f"{self._calibration.model}@w{number:0{self._width}}"
-            self._idle_candidate = number, self._candidate(name, 0.0, 0, 0, tokens, 0.0, tokens)
-        return self._idle_candidate[1]
-
-    def _show(self, one: ActiveInstance) -> None:
-        """Renew the gateway's view of an instance."""
-        if one.instance.name not in self._active:
-            return
-        instance, seen = one.instance, one.seen
-        block_tokens, kv_blocks = instance.limits.block_tokens, instance.blocks.capacity
-        free_tokens = (kv_blocks - seen.last_used) * block_tokens - seen.waiting_tokens - one.tokens_since
-        self._shortlist.put(
-            self._candidate(
-                instance.name,
-                seen.load,
-                one.num_own,
-                one.num_since,
-                kv_blocks * block_tokens,
-                seen.kv_usage,
-                free_tokens,
-            )
-        )
-
-    def _candidate(
-        self,
-        name: str,
-        num_measured: float,
-        num_own: int,
-        num_own_since: int,
-        kv_tokens: int,
-        kv_usage: float,
-        free_tokens: float,
-    ) -> Candidate:
-        return Candidate(
-            instance=name,
-            worker=name.rpartition("@")[2],
-            epoch=1,
-            num_measured=num_measured,
-            num_own=num_own,
-            num_own_since=num_own_since,
-            max_tokens=min(self._calibration.limits.max_model_len, kv_tokens),
-            kv_usage=kv_usage,
-            free_tokens=free_tokens,
-            can_split=False,
-        )
-
-    def _sample(self) -> None:
-        """Write what `instar bench replay` samples: each instance of a few, the sums of many."""
-        self._sampled_s = self.now_s
-        shapes = {name: _shape(one, self.now_s) for name, one in self._active.items()}
-        num_idle = self._num_workers - len(shapes)
-        idle: dict[str, Any] = {"kv_blocks": self._kv_blocks, "kv_used": 0, "running": 0, "waiting": 0}
-        idle |= {"layers_below_full": 0, "tp": 1, "queue_delay_s": 0.0}
-        if self._num_workers <= SHOWN_INSTANCES:
-            names = (f"{self._calibration.model}@w{number}" for number in range(self._num_workers))
-            self._add_sample({name: shapes.get(name, idle) for name in names})
-            return
-        keys = ("kv_used", "running", "waiting", "layers_below_full")
-        total: dict[str, Any] = {key: sum(shape[key] for shape in shapes.values()) for key in keys}
-        total["kv_blocks"] = (
-            sum(shape["kv_blocks"] for shape in shapes.values()) + num_idle * idle["kv_blocks"]
-        )
-        total["queue_delay_s"] = max((shape["queue_delay_s"] for shape in shapes.values()), default=0.0)
-        self._add_sample({ALL: total | {"tp": 1}})
-
-    def _add_sample(self, instances: dict[str, Any]) -> None:
-        self.record.samples.append({"at_s": round(self.now_s, 3), "instances": instances})
-
-
-def _shape(one: ActiveInstance, now_s: float) -> dict[str, Any]:
-    instance = one.instance
-    return {
-        "kv_blocks": instance.blocks.capacity,
-        "kv_used": instance.blocks.num_used,
-        "running": instance.num_running,
-        "waiting": len(instance.waiting),
-        "layers_below_full": instance.shape.num_below,
-        "tp": 1,
-        "queue_delay_s": round(instance.oldest_wait_s(now_s), 4),
-        "preemptions": instance.scheduler.num_preemptions,
-    }
+            self._gateway.show(one)

@@ -20,7 +20,7 @@ from instar.simulate.shape import SimulatedShape
 from instar.simulate.steps import StepModel
 from worker.engine.admission import refusal, why_finished
 from worker.engine.core import RESIDENCE_WEIGHT
-from worker.engine.scheduler import ScheduledChunk, Scheduler
+from worker.engine.scheduler import TOKENS_A_LOOK, ScheduledChunk, Scheduler
 from worker.engine.sequence import Limits
 from worker.engine.sequence import Sequence as EngineSequence
 from worker.memory import BlockAllocator
@@ -93,6 +93,7 @@ class SimulatedInstance:
         self.residence_s = 0.0  # that a request runs here, on average; 0.0: none has ended yet
         self._model = StepModel(calibration.step, 2 * calibration.num_layers)
         self._chunks: list[ScheduledChunk] = []
+        self._num_chunks = 0  # that the scheduler has counted
         self._inbox: list[SimulatedSequence] = []
         self._tally, self._is_stepwise = tally, is_stepwise
         self._on_tokens, self._on_ended = on_tokens, on_ended
@@ -144,6 +145,12 @@ class SimulatedInstance:
             del self.ends[last:]
             self.version += 1
 
+    def take_in(self) -> None:
+        """Let the scheduler see what has arrived, at a boundary between two steps."""
+        for arrived in self._inbox:
+            self.scheduler.add(arrived)
+        self._inbox.clear()
+
     # ------------------------------------------------------------------------------------- steps
 
     def start(self, now_s: float, is_quiet: IsQuiet = lambda num_used: True) -> None:
@@ -151,9 +158,7 @@ class SimulatedInstance:
 
         is_quiet: whether boundaries between steps may be left out until so many blocks are in use.
         """
-        for arrived in self._inbox:
-            self.scheduler.add(arrived)
-        self._inbox.clear()
+        self.take_in()
         output = self.scheduler.schedule()
         self._tally.scheduled += 1
         for seq, error in output.rejected:
@@ -163,7 +168,8 @@ class SimulatedInstance:
             return
         decodes = sum(chunk.seq.num_uncomputed_tokens == 1 for chunk in chunks)
         kv_tokens = sum(chunk.seq.num_computed_tokens + chunk.num_tokens for chunk in chunks)
-        is_steady = decodes == len(chunks) == len(self.scheduler.running)
+        # What waits may be admitted as soon as those that run have less left to make.
+        is_steady = decodes == len(chunks) == len(self.scheduler.running) and not self.scheduler.waiting
         count = self._num_alike(chunks, is_quiet) if is_steady and not self._is_stepwise else 1
         self.ends = self._model.ends(now_s, output.num_tokens - decodes, decodes, kv_tokens, count)
         self.version += 1
@@ -172,7 +178,7 @@ class SimulatedInstance:
     def _num_alike(self, chunks: Sequence[ScheduledChunk], is_quiet: IsQuiet) -> int:
         """Return a number of steps until a sequence ends, in which blocks do not run out.
 
-        All sequences decode, and nothing that waits can be admitted: what it misses only grows meanwhile.
+        All sequences decode, and nothing waits.
         """
         limits = self.limits
         count = min(
@@ -195,11 +201,15 @@ class SimulatedInstance:
         )
 
     def settle(self, now_s: float) -> None:
-        """Take note of the steps that have ended by now, but for the last of those in progress."""
+        """Take note of the steps that have ended by now, but for the last of those in progress.
+
+        The reports of instances show it; the step that runs now has its blocks.
+        """
         count = min(bisect_right(self.ends, now_s), len(self.ends) - 1)
         if count > 0:
             self._apply(count)
-            self.scheduler.schedule()  # the step that runs now has its blocks
+            _ = self.scheduler.num_blocks_needed  # as at any boundary
+            self.scheduler.schedule()
 
     def finish(self) -> float:
         """End the steps in progress. Returns the time."""
@@ -211,13 +221,8 @@ class SimulatedInstance:
         """Take note of the first `count` steps in progress."""
         times, self.ends = self.ends[:count], self.ends[count:]
         chunks = self._chunks
-        if count > 1:
-            for chunk in chunks:
-                chunk.seq.token_ids += [0] * (count - 1)
-            self.scheduler.schedule()  # all have their blocks: there are enough
-            chunks = [ScheduledChunk(chunk.seq, count) for chunk in chunks]
         sampling = [chunk.seq for chunk in chunks if chunk.samples]
-        self.scheduler.commit(chunks)
+        self._commit(chunks, count)
         self._tally.steps += count
         self._tally.tokens += count * len(sampling)
         self._tally.lost_quality += count * len(sampling) * self._loss
@@ -228,6 +233,29 @@ class SimulatedInstance:
                 _outcome(chunk.seq).opened_s = times[0]
         for seq in sampling:
             self._add_tokens(seq, times)
+
+    def _commit(self, chunks: Sequence[ScheduledChunk], count: int) -> None:
+        """Have the scheduler count the chunks of `count` steps.
+
+        It estimates the need of blocks anew after so many chunks, when it is asked at a boundary: so it is
+        asked where it would be without steps taken together.
+        """
+        while True:
+            left = TOKENS_A_LOOK - self._num_chunks % TOKENS_A_LOOK
+            now = min(count, -(-left // len(chunks)))
+            if now > 1:
+                for chunk in chunks:
+                    chunk.seq.token_ids += [0] * (now - 1)
+                self.scheduler.schedule()  # all get their blocks: there are enough
+            self.scheduler.commit(list(chunks) * now)
+            self._num_chunks += now * len(chunks)
+            count -= now
+            if not count:
+                return
+            for chunk in chunks:
+                chunk.seq.token_ids.append(0)
+            _ = self.scheduler.num_blocks_needed
+            self.scheduler.schedule()
 
     def _add_tokens(self, seq: EngineSequence, times: Sequence[float]) -> None:
         seq.token_ids.append(0)
@@ -245,6 +273,7 @@ class SimulatedInstance:
         if finished := why_finished(seq, self.limits):
             self.scheduler.remove(seq)
             outcome.finish = finished
+            self.scheduler.lengths.add(seq.num_output)
             weight = RESIDENCE_WEIGHT if self.residence_s else 1.0
             self.residence_s += weight * (times[-1] - seq.started_at - self.residence_s)
             self._end(outcome, times[-1])

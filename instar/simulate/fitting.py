@@ -8,9 +8,7 @@ what ran in the second that they fell in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,34 +30,14 @@ from instar.simulate.calibration import (
     Slowdown,
     StepCosts,
 )
+from instar.simulate.recorded_work import Work, work_of, work_of_requests
 
 FEWEST: Final = 20  # seconds or requests of a fit of four numbers
-LONGEST_GAP_S: Final = 5.0  # between two samples
 MORE_THAN_ZERO: Final = 1e-12
 ROUNDS: Final = 30  # of least squares
 LEAST_ERROR: Final = 1e-3  # relative: smaller ones count alike
 
 Matrix = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What an instance did in some time, with a share of its halves in each precision below full."""
-
-    seconds: float
-    steps: float
-    prompt_tokens: float
-    decodes: float
-    kv_tokens: float
-    shares: dict[Precision, float]
-
-    @property
-    def prompt(self) -> list[float]:
-        return [self.prompt_tokens]
-
-    @property
-    def rest(self) -> list[float]:
-        return [self.steps, self.decodes, self.kv_tokens]
 
 
 def fit(runs: Sequence[RunFile], limits: EngineLimits) -> EngineCalibration:
@@ -68,11 +46,11 @@ def fit(runs: Sequence[RunFile], limits: EngineLimits) -> EngineCalibration:
     if len(models) > 1:
         raise InputError(f"the runs are of several models ({', '.join(sorted(models))}): name runs of one")
     facts = _facts(runs)
-    work = [one for run in runs for one in _work(run)]
+    work = [one for run in runs for one in work_of(run)]
     how = "times of steps"
     if len(work) < FEWEST:
         work, how = (
-            [one for run in runs for one in _work_of_requests(run, facts)],
+            [one for run in runs for one in work_of_requests(run, facts["block_tokens"])],
             "TPOT and TTFT of requests",
         )
     full = [one for one in work if not one.shares]
@@ -141,53 +119,6 @@ def _memory(facts: dict[str, Any], runs: Sequence[RunFile]) -> CalibratedMemory:
         layer_pages=layers,
         attention_pages=_by_precision(facts["attention_pages"]),
     )
-
-
-# ------------------------------------------------------------------------------------- samples to work
-
-
-def _work(run: RunFile) -> Iterator[Work]:
-    """Yield the work between each two samples of an instance, alone in its worker and of one shape."""
-    samples = run.observed.get("samples", [])
-    for before, after in pairwise(samples):
-        if after["at_s"] - before["at_s"] > LONGEST_GAP_S:
-            continue
-        for name, last in after["instances"].items():
-            first = before["instances"].get(name, {})
-            if "step_s" not in first or "step_s" not in last or first["halves"] != last["halves"]:
-                continue
-            if (steps := last["steps"] - first["steps"]) <= 0:
-                continue
-            facts = run.observed.get("instances", {}).get(name, {})
-            held = (first["kv_used"] + last["kv_used"]) / 2 * (facts.get("block_tokens") or 0)
-            num_halves = sum(last["halves"].values())
-            yield Work(
-                seconds=last["step_s"] - first["step_s"],
-                steps=steps,
-                prompt_tokens=last["prompt_tokens"] - first["prompt_tokens"],
-                decodes=last["output_tokens"] - first["output_tokens"],
-                kv_tokens=steps * held,
-                shares={p: n / num_halves for p, n in last["halves"].items() if p != "full" and n},
-            )
-
-
-def _work_of_requests(run: RunFile, facts: dict[str, Any]) -> Iterator[Work]:
-    """Yield a step of each request that had a second token, with what ran when it was half done."""
-    samples = run.observed.get("samples", [])
-    if not samples:
-        return
-    seconds = np.array([sample["at_s"] for sample in samples])
-    for one in run.outcomes:
-        if one.tpot_s is None or one.first_s is None or one.last_s is None:
-            continue
-        sample = samples[int(np.abs(seconds - (one.first_s + one.last_s) / 2).argmin())]
-        shapes = list(sample["instances"].values())
-        if len(shapes) != 1 or shapes[0].get("layers_below_full") or not shapes[0].get("running"):
-            continue
-        begun = [o.prompt_asked for o in run.outcomes if o.first_s and one.first_s < o.first_s <= one.last_s]
-        steps = max(1, one.num_output - 1)
-        running, used = shapes[0]["running"], shapes[0].get("kv_used") or 0
-        yield Work(one.tpot_s, 1.0, sum(begun) / steps, running, used * facts["block_tokens"], {})
 
 
 # ------------------------------------------------------------------------------------- least squares

@@ -25,9 +25,13 @@ Command = Swap | Resize
 
 @dataclass(slots=True)
 class SimulatedMorph:
-    """A morph in progress. `due_s` is when its next half is ready, None while it waits for blocks."""
+    """A morph in progress, and why it was ordered.
+
+    due_s: when its next half is ready, None while it waits for blocks. obstacle: why it cannot go on.
+    """
 
     command: Command
+    reason: str
     began_s: float
     page_bytes: int
     costs: MorphCosts
@@ -36,7 +40,7 @@ class SimulatedMorph:
     num_halves: int = 0
     due_s: float | None = None
     waiting_since_s: float | None = None
-    reason: str = ""
+    obstacle: str = ""
 
     def begin(self, instance: SimulatedInstance, now_s: float, urgency: float) -> MorphReport | None:
         """Begin; returns the report if it ends at once."""
@@ -47,7 +51,7 @@ class SimulatedMorph:
         try:
             self.towards = plan_swap(self.command, shape.layers, shape.variants, order)
         except NotApplied as end:
-            self.reason = end.reason
+            self.obstacle = end.reason
             return self._report(instance, now_s, end.state)
         self.pending.extend(self.towards)
         self.num_halves = len(self.pending)
@@ -79,7 +83,7 @@ class SimulatedMorph:
             blocks = shape.blocks_in(shape.kv_pages - pages)
             needed = max(shape.min_blocks, instance.blocks.num_used + headroom(instance))
             if blocks < needed or not _shrink(instance, blocks):
-                self.reason = f"{needed} of {instance.blocks.capacity} KV blocks must stay"
+                self.obstacle = f"{needed} of {instance.blocks.capacity} KV blocks must stay"
                 return False
             shape.resize(-pages)
         nbytes = shape.half_pages(half, self.towards[half]) * self.page_bytes
@@ -102,11 +106,11 @@ class SimulatedMorph:
         shape = instance.shape
         pages = shape.pages_missing(self.command.blocks)
         if pages * shape.num_layers > shape.spare_pages:
-            self.reason = f"{pages * shape.num_layers} pages are missing, {shape.spare_pages} are free"
+            self.obstacle = f"{pages * shape.num_layers} pages are missing, {shape.spare_pages} are free"
             return self._wait(instance, now_s)
         blocks = shape.blocks_in(shape.kv_pages + pages)
         if pages < 0 and not _shrink(instance, blocks):
-            self.reason = f"{instance.blocks.num_used} KV blocks are in use"
+            self.obstacle = f"{instance.blocks.num_used} KV blocks are in use"
             return self._wait(instance, now_s)
         shape.resize(pages, is_own=False)
         if pages > 0:
@@ -118,7 +122,7 @@ class SimulatedMorph:
         if pages := instance.shape.growth():
             instance.shape.resize(pages)
             instance.blocks.extend(instance.shape.kv_blocks)
-        self.reason = "cancelled"
+        self.obstacle = "cancelled"
         return self._report(instance, now_s, "failed")
 
     def _wait(self, instance: SimulatedInstance, now_s: float) -> MorphReport | None:
@@ -138,7 +142,7 @@ class SimulatedMorph:
             worker=instance.name.rpartition("@")[2],
             epoch=1,
             state=state,
-            reason=self.reason if state != "applied" else "",
+            reason=self.reason if state == "applied" else self.obstacle,
             numbers={
                 "halves": self.num_halves,
                 "halves_applied": done,

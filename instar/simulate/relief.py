@@ -18,9 +18,11 @@ Command = Swap | Resize
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a relief wants now: a morph to begin, and whether the one under way ends first."""
+    """What a relief wants now: a morph to begin and why, or that the one under way is cancelled."""
 
     command: Command | None = None
+    lever: Lever = "resize"
+    reason: str = ""
     cancels: bool = False
 
 
@@ -87,7 +89,8 @@ class ReflexRelief:
         shape = _shape(instance, load)
         for need in needs:
             if decision := self._decide(load, shape, envelope, need):
-                return Order(self._begin(instance, decision, at_s))
+                command = self._begin(instance, decision, at_s)
+                return Order(command, decision.lever, decision.reason)
         return NOTHING
 
     def is_quiet(self, instance: SimulatedInstance, num_used: int, at_s: float) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +83,10 @@ class SimulatedRun:
             "steps_scheduled": tally.scheduled,
             "most_running": tally.most_running,
             "preemptions": record.preemptions,
-            "morphs": dict(sorted(Counter(f"{one.kind} {one.state}" for one in record.morphs).items())),
+            "morphs": {
+                f"{lever.replace('_', ' ')} {state}": count
+                for (lever, state), count in sorted(record.levers.items())
+            },
             "below_full_s": round(record.below_s, 3),
             "below_full_share": round(record.below_s / instance_s, 6),
             "predicted_loss": round(tally.lost_quality / max(tally.tokens, 1), 6),
