@@ -123,8 +123,10 @@ class MorphService(Service):
     # ------------------------------------------------------------------------------------- what happened
 
     def samples(self, since_s: float) -> list[Sample]:
-        reports = self.messages(Names().telemetry, WorkerTelemetry, since_s)
-        return [Sample.of(report.at_ms, report.instances[0]) for report in reports]
+        return [Sample.of(report.at_ms, report.instances[0]) for report in self.reports(since_s)]
+
+    def reports(self, since_s: float) -> list[WorkerTelemetry]:
+        return self.messages(Names().telemetry, WorkerTelemetry, since_s)
 
     def morphs(self, since_s: float) -> list[MorphReport]:
         """Return the reports of morphs that ended."""

@@ -1,3 +1,3 @@
 from bench.common.parts import run_part
 
-run_part("bench.paper", ["evaluate", "page", "plot", "windows"], default="evaluate")
+run_part("bench.paper", ["evaluate", "page", "plot", "simulated", "windows"], default="evaluate")

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
+
 from bench.common.load import MODEL, play
 from bench.common.service import OtherPrograms
 from bench.morph.service import MorphService, Sample, Way
-from bus.messages import MorphReport
+from bus.messages import MorphReport, WorkerTelemetry
 from instar.replay.files import RunFile
+from instar.replay.observer import facts_of, work_done
 from instar.replay.schemas import Arrival
 from instar.replay.statistics import Slo
 
@@ -51,6 +54,7 @@ def run_one(
 ) -> PaperRun:
     """Send the load to a service that serves in one way, and return what came of it."""
     blocks = service.use(way)
+    facts = facts_of(service.state())
     ordered_s, others = time.time(), OtherPrograms(service)
     recorder = play(service.url(), arrivals, drain_s=drain_s)
     run, others_cores = recorder.run, others.cores()
@@ -69,7 +73,7 @@ def run_one(
         about,
         SLO,
         [one.rounded() for one in run.outcomes],
-        observed(service, ordered_s, run.began_at),
+        observed(service, ordered_s, run.began_at) | {"instances": facts},
         [run.events_in[second] for second in range(max(run.events_in, default=-1) + 1)],
     )
     return PaperRun(name, way.name, file, recorder.texts, blocks, others_cores)
@@ -84,14 +88,15 @@ def digest(arrivals: Sequence[Arrival]) -> str:
 def observed(service: MorphService, since_s: float, began_s: float) -> dict[str, Any]:
     """Read what happened from the bus, after the run, so that the service was not disturbed meanwhile."""
     return {
-        "samples": [_sample(one, service.id, began_s) for one in service.samples(since_s)],
+        "samples": [_sample(one, service.id, began_s) for one in service.reports(since_s)],
         "missed": 0,
         "morphs": [_morph(report) for report in service.morphs(since_s)],
         "counted": {},
     }
 
 
-def _sample(one: Sample, instance: str, began_s: float) -> dict[str, Any]:
+def _sample(report: WorkerTelemetry, instance: str, began_s: float) -> dict[str, Any]:
+    one = Sample.of(report.at_ms, report.instances[0])
     shape = {
         "kv_blocks": one.kv_blocks,
         "kv_used": one.kv_used,
@@ -101,6 +106,7 @@ def _sample(one: Sample, instance: str, began_s: float) -> dict[str, Any]:
         "tp": 1,
         "queue_delay_s": one.waited_s,
         "preemptions": one.preemptions,
+        **work_done(msgspec.to_builtins(report.instances[0])),
     }
     return {"at_s": round(one.at_s - began_s, 3), "instances": {instance: shape}}
 

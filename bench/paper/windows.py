@@ -39,10 +39,12 @@ from bench.paper.report import kv_numbers, row
 from bench.paper.run import PaperRun, run_one
 from bench.paper.service import DEFAULT, FULL, INT4, PERFORMANCE
 from bench.paper.verdict import BACK_S, judge
+from bench.paper.windows_plot import draw
 from bus.messages import PARTS, Event, InstanceTelemetry, WorkerTelemetry
 from bus.names import Names
 from bus.precisions import DEFAULT_SWAP, QUANTIZED, Precision
 from instar.errors import InputError
+from instar.replay import files
 from instar.replay.traces import Shaping, load
 from worker.engine.shape import precision_of
 from worker.model.config import read_config
@@ -53,6 +55,7 @@ from worker.shape.layer_order import half_losses
 COOL_S: Final = 6.0
 DRAIN_S: Final = 60.0
 AT_ONCE: Final = 64  # requests, to see what a shape can do
+STEADY_SHARE, STEADY_S = 0.7, 25.0  # of what it can do, for so long: a load for the simulator's calibration
 # Memory for 50 to 70 KV blocks beside full weights, in MiB.
 BUDGETS: Final = {"demo": BUDGET_MB, "30M": 125, "100M": 410}
 
@@ -126,8 +129,9 @@ def service_of(size: str) -> Iterator[MorphService]:
 class Bench:
     """The service, what it can do, and the runs so far."""
 
-    def __init__(self, service: MorphService, clock: Clock, out: Path) -> None:
-        self._service, self._clock, self._out = service, clock, out
+    def __init__(self, service: MorphService, clock: Clock, out: Path, keep: Path | None = None) -> None:
+        """keep: a folder for the runs, as `instar bench replay --out` writes them."""
+        self._service, self._clock, self._out, self._keep = service, clock, out, keep
         rng = random.Random(0)
         self._prompts = [rng.choices(VOCABULARY, k=128) for _ in range(64)]
         measured = half_losses(read_config(service.model), QUANTIZED) if service.model == DEMO else {}
@@ -137,17 +141,34 @@ class Bench:
         self.loss_of_int4 = self.losses.total(everything)
 
     def calibrate(self) -> tuple[float, float]:
-        """Return the requests per second of full precision and of all layers in INT4."""
+        """Return the requests per second of full precision and of all layers in INT4.
+
+        If the runs are kept, those of INT8 and of a load below saturation are made too, for the simulator.
+        """
+        num_layers = self._service.num_layers
+        ways = [Way(FULL), Way(INT4, below=num_layers)]
+        if self._keep:
+            ways.insert(1, Way("static INT8", plan=("int8",) * num_layers))
         found = []
-        for way in (Way(FULL), Way(INT4, below=self._service.num_layers)):
-            sent = requests([0.0] * AT_ONCE, self._prompts)
-            run = run_one(self._service, way, "calibration", "all at once", sent, 90.0)
+        for way in ways:
+            run = self._send([0.0] * AT_ONCE, way, f"calibration {way.name} at once", 90.0)
             whole = run.file.events_per_s[1:-1] or run.file.events_per_s
             found.append(fmean(whole) / EVENTS)
+            if self._keep:
+                times = poisson(STEADY_SHARE * found[-1], STEADY_S)
+                self._send(times, way, f"calibration {way.name} steady", 90.0)
         self._clock.say(
-            f"requests/s: full precision can do {found[0]:.2f}, all layers in INT4 {found[1]:.2f}"
+            f"requests/s: full precision can do {found[0]:.2f}, all layers in INT4 {found[-1]:.2f}"
         )
-        return found[0], found[1]
+        return found[0], found[-1]
+
+    def _send(self, times: Sequence[float], way: Way, name: str, drain_s: float) -> PaperRun:
+        run = run_one(self._service, way, name, "", requests(times, self._prompts), drain_s)
+        if self._keep:
+            folder = self._keep / name.replace(" ", "-").replace(":", "-")
+            folder.mkdir(parents=True, exist_ok=True)
+            files.write(folder, run.file)
+        return run
 
     def run(self, window: TraceWindow, times: list[float], way: Way, repeat: int) -> None:
         """Send a window to one way and keep what came of it."""
@@ -155,14 +176,22 @@ class Bench:
         service.use(Way(FULL))
         time.sleep(COOL_S)
         since_s = time.time()
-        run = run_one(service, way, window.name, "", requests(times, self._prompts), DRAIN_S)
+        run = self._send(times, way, f"{window.name} {way.name} {repeat}", DRAIN_S)
         time.sleep(BACK_S if way.mode != "manual" else 0.0)
-        found = row(run) | kv_numbers(run) | {"repeat": repeat, "mode": way.mode}
+        found = row(run) | kv_numbers(run) | {"load": window.name, "repeat": repeat, "mode": way.mode}
         found.pop("series")
         found |= observed(service, run, self.losses, since_s)
         self.rows.append(found)
         self._out.write_text(json.dumps({"bench": "windows", "rows": self.rows}) + "\n")
         self._clock.say(in_a_line(found), SECONDS + COOL_S + 15)
+
+
+def poisson(rate: float, seconds: float) -> list[float]:
+    """Return arrivals at random with this mean rate, always the same ones."""
+    rng, at_s, times = random.Random(0), 0.0, []
+    while (at_s := at_s + rng.expovariate(rate)) < seconds:
+        times.append(at_s)
+    return times
 
 
 def in_a_line(one: dict[str, Any]) -> str:
@@ -182,6 +211,7 @@ def main() -> int:
     options.add_argument("--repeats", type=int, default=1)
     options.add_argument("--ways", default="", help="of these alone, as in 'full precision,default mode'")
     options.add_argument("--windows", default="", help="these instead, as in code:792,conv:504")
+    options.add_argument("--keep", type=Path, help="folder for all runs, for `bench.paper simulated`")
     options.add_argument("--out", type=Path, default=RESULTS / "windows.json")
     args = options.parse_args()
     assert args.size == "demo" or args.size in CONFIGS
@@ -193,7 +223,7 @@ def main() -> int:
     num_ways = len(args.ways.split(",")) if args.ways else 4
     with service_of(args.size) as service:
         clock = Clock(args.only * args.repeats * num_ways * (SECONDS + COOL_S + 15) + 60)
-        bench = Bench(service, clock, args.out)
+        bench = Bench(service, clock, args.out, args.keep)
         full, int4 = bench.calibrate()
         loads = [(one, thinned_for(one.times, int4)) for one in candidates]
         able = loads if args.windows else [one for one in loads if is_fit(one[1], full)]
@@ -226,6 +256,7 @@ def main() -> int:
         "rows": bench.rows,
     }
     args.out.write_text(json.dumps(result) + "\n")
+    draw(bench.rows, args.out.with_suffix(".png"))
     for bar, found, is_met in judged:
         say(f"{'met   ' if is_met else 'missed'}  {bar}: {found}")
     return 0 if all(is_met for _, _, is_met in judged) else 1

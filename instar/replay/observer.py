@@ -56,7 +56,7 @@ class Observer:
             return "it is not an Instar server: KV, layers and morphs are not reported"
         if status != 200:
             return f"/admin/state answers {status}"
-        self.facts = _facts(state)
+        self.facts = facts_of(state)
         self._old = {one["id"] for one in state.get("morphs", []) if one.get("state") != "running"}
         self._before = await self._counters()
         return ""
@@ -88,7 +88,7 @@ class Observer:
         }
         last = {one["id"]: one.get("last") or {} for one in metrics.get("instances", [])}
         shapes = {
-            one["id"]: _shape(one, delays.get(one["id"])) | _work(last.get(one["id"], {}))
+            one["id"]: _shape(one, delays.get(one["id"])) | work_done(last.get(one["id"], {}))
             for one in state["instances"]
         }
         self.samples.append({"at_s": round(now_s(), 3), "instances": shapes})
@@ -134,7 +134,7 @@ def _shape(one: dict[str, Any], queue_delay_s: float | None) -> dict[str, Any]:
     return sizes | numbers | {"queue_delay_s": queue_delay_s}
 
 
-def _work(last: dict[str, Any]) -> dict[str, Any]:
+def work_done(last: dict[str, Any]) -> dict[str, Any]:
     """Return what an instance has done since its epoch began, by its last report; {} without one."""
     steps = last.get("step_seconds")
     if not steps:
@@ -150,7 +150,7 @@ def _work(last: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _facts(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def facts_of(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return FACTS of each instance, and the pages of its worker at that time."""
     workers = {one.get("id"): one for one in state.get("workers", [])}
     found = {}

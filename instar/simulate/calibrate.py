@@ -11,10 +11,12 @@ from typing import Any
 import msgspec
 
 from bus.precisions import Precision
+from bus.settings import WorkerSettings
 from instar.client import settings_of
 from instar.errors import InputError
 from instar.replay import files
-from instar.simulate.calibration import EngineLimits, parse
+from instar.replay.files import RunFile
+from instar.simulate.calibration import EngineCalibration, EngineLimits, parse
 from instar.simulate.fitting import fit
 from worker.model.config import ModelError, read_config
 from worker.morph.losses import Measured
@@ -28,20 +30,7 @@ def calibrate(args: argparse.Namespace) -> int:
     if args.out.exists():
         raise InputError(f"--out {args.out}: is there already; name another file")
     runs = [files.read(folder) for folder in args.calibrate]
-    worker = settings_of(args).worker
-    facts: dict[str, Any] = next(
-        (one for run in runs for one in run.observed.get("instances", {}).values()), {}
-    )
-    limits = EngineLimits(
-        max_model_len=facts.get("max_model_len") or worker.max_model_len or 1,
-        max_num_seqs=worker.max_num_seqs,
-        max_num_batched_tokens=worker.max_num_batched_tokens,
-        block_tokens=facts.get("block_tokens") or worker.block_tokens,
-    )
-    found = fit(runs, limits)
-    morph = msgspec.structs.replace(found.morph, share=worker.morph_share / 2)
-    losses = losses_of(args.profiles, found.variants) if args.profiles else {}
-    found = msgspec.structs.replace(found, morph=morph, losses=losses)
+    found = calibration_of(runs, settings_of(args).worker, args.profiles)
     text = msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"
     parse(text, str(args.out))  # what is written can be read
     try:
@@ -55,6 +44,28 @@ def calibrate(args: argparse.Namespace) -> int:
         f"{covers.prompt_tokens} tokens, layers in {', '.join(covers.precisions)}\n"
     )
     return 0
+
+
+def calibration_of(
+    runs: Sequence[RunFile], worker: WorkerSettings, profiles: Path | None
+) -> EngineCalibration:
+    """Fit a calibration to runs of workers with these settings. Raises InputError.
+
+    profiles: the model's folder, for the losses of its halves; without it they are assumed.
+    """
+    facts: dict[str, Any] = next(
+        (one for run in runs for one in run.observed.get("instances", {}).values()), {}
+    )
+    limits = EngineLimits(
+        max_model_len=facts.get("max_model_len") or worker.max_model_len or 1,
+        max_num_seqs=worker.max_num_seqs,
+        max_num_batched_tokens=worker.max_num_batched_tokens,
+        block_tokens=facts.get("block_tokens") or worker.block_tokens,
+    )
+    found = fit(runs, limits)
+    morph = msgspec.structs.replace(found.morph, share=worker.morph_share / 2)
+    losses = losses_of(profiles, found.variants) if profiles else {}
+    return msgspec.structs.replace(found, morph=morph, losses=losses)
 
 
 def losses_of(folder: Path, variants: Sequence[Precision]) -> Measured:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from bench.paper.choice import (
     SECONDS,
@@ -15,7 +18,12 @@ from bench.paper.choice import (
 )
 from bench.paper.loads import thinned
 from bench.paper.service import DEFAULT, FULL, INT4, PERFORMANCE
+from bench.paper.simulated import judge as judge_simulated
+from bench.paper.simulated import runs_of
 from bench.paper.verdict import judge
+from bench.paper.windows import poisson
+from bench.paper.windows_plot import draw
+from instar.errors import InputError
 
 
 def evenly(num: int, begin_s: float = 0.0, seconds: float = SECONDS) -> list[float]:
@@ -82,3 +90,34 @@ def test_the_verdict_is_over_all_windows() -> None:
     late = row("a", DEFAULT, 10, 1.0, first_blocks_s=[0.5], back_after_s=11.0)
     assert verdict(*good[:2], late, good[3])[4:6] == [False, False]
     assert not verdict(*good[:2], row("a", DEFAULT, 10, 1.0, is_back=False), good[3])[5]
+
+
+def test_the_picture_has_every_window_and_way(tmp_path: Path) -> None:
+    rows = [row(load, way, 1, 0.5, requests=10) for load in ("a", "b") for way in (FULL, DEFAULT)]
+    draw(rows, path := tmp_path / "windows.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_simulation_is_held_against_the_mean_of_the_repeats() -> None:
+    def compared(window: str, p95_s: float, swaps: float) -> dict[str, Any]:
+        return {
+            "window": window,
+            "way": DEFAULT,
+            "p95_s": {"simulated": p95_s, "measured": 1.0},
+            "swaps": {"simulated": swaps, "measured": 10.0},
+        }
+
+    rows = [compared("a", 0.8, 10.0), compared("a", 1.2, 10.0), compared("b", 1.1, 12.0)]
+    assert [is_met for _, _, is_met in judge_simulated(rows, DEFAULT)] == [True, False]
+    assert [is_met for _, _, is_met in judge_simulated(rows, FULL)] == [False, False], "there are no runs"
+
+
+def test_runs_without_calibrations_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no runs that"):
+        runs_of(tmp_path)
+
+
+def test_arrivals_at_random_are_the_same_each_time_and_of_the_wanted_rate() -> None:
+    times = poisson(10.0, 100.0)
+    assert times == sorted(times) == poisson(10.0, 100.0)
+    assert 900 < len(times) < 1100 and times[-1] < 100.0
