@@ -521,6 +521,7 @@ class InstanceCard:
     precision: Precision = "full"  # that it was deployed in
     stages: list[Stage] = field(default_factory=list)  # of a pipeline
     products: list[str] = field(default_factory=list)  # the kernels of its dense products on a CPU, as text
+    losses: dict[Precision, float] = field(default_factory=dict)  # measured: of perplexity, all layers in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,7 +143,7 @@ def below_floor(model: str, floor: str) -> ApiError:
     """No instance keeps the precision asked for, and the client does not wait for one."""
     message = (
         f"no instance of {model!r} has every layer at {floor!r} or better at the moment; "
-        "lower min_precision, or leave min_precision_wait out to wait for one"
+        "lower min_precision, raise max_loss, or leave min_precision_wait out to wait for one"
     )
     code = "precision_unavailable"
     return ApiError(503, message, kind="overloaded", code=code, param="min_precision", retry_after_s=1.0)

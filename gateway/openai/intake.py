@@ -5,8 +5,11 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from math import inf
+from typing import Literal
 
 from bus.messages import InstanceCard, SamplingParams
+from bus.precisions import Precision, is_below, lowest
 from gateway.delivery.cluster import Cluster
 from gateway.delivery.request import GenerationRequest
 from gateway.errors import invalid, too_long
@@ -72,7 +75,7 @@ class RequestBuilder:
                 sampling=sampling[choice],
                 arrived=log.arrived,
                 trace_id=log.request_id,
-                min_precision=body.min_precision or "",
+                min_precision=floor_of(body.min_precision, body.max_loss, card),
                 waits_for_precision=body.min_precision_wait,
                 cache_salt=body.cache_salt,
                 stop=tuple(body.stop),
@@ -95,6 +98,20 @@ class RequestBuilder:
         ready = self._cluster.ready(card.model)
         usual = max((self._cluster.usual_tokens(one, now) for one in ready), default=0)
         return min(default, (usual if num_prompt < usual else context) - num_prompt)
+
+
+def floor_of(
+    min_precision: Precision | None, max_loss: float | None, card: InstanceCard
+) -> Precision | Literal[""]:
+    """Return the precision that no layer may be below; "": any will do.
+
+    `max_loss` is kept by the fewest bits that all layers can be in without losing more. A precision whose
+    loss was not measured is not among them. Where both are asked for, more bits win.
+    """
+    if max_loss is None:
+        return min_precision or ""
+    kept = lowest(one for one in card.variants if card.losses.get(one, inf) <= max_loss)
+    return min_precision if min_precision and is_below(kept, min_precision) else kept
 
 
 def _sampling(body: CallBody, max_tokens: int, stop_token_ids: tuple[int, ...]) -> list[SamplingParams]:

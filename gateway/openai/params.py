@@ -92,6 +92,7 @@ class SamplingBody(Body):
     stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
     min_precision: Precision | None = None  # of every layer, in every step of this request
+    max_loss: Annotated[float, between(0, 1)] | None = None  # of perplexity, in every step of this request
     min_precision_wait: bool = True  # False: 503 at once if no instance keeps it
     cache_salt: Annotated[str, Field(max_length=256)] = ""  # only requests with the same one share KV blocks
     return_precision: bool = False  # with how many layers below full each token was made

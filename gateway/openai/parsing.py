@@ -96,8 +96,9 @@ def _best_value(name: str) -> str:
 def _check_together(body: SamplingBody) -> None:
     if "stream_options" in body.model_fields_set and not body.stream:
         raise invalid("stream_options is only allowed with stream: true", "stream_options")
-    if "min_precision_wait" in body.model_fields_set and body.min_precision is None:
-        raise invalid("min_precision_wait needs min_precision", "min_precision_wait")
+    has_floor = body.min_precision is not None or body.max_loss is not None
+    if "min_precision_wait" in body.model_fields_set and not has_floor:
+        raise invalid("min_precision_wait needs min_precision or max_loss", "min_precision_wait")
     if isinstance(body, ChatBody):
         if body.top_logprobs is not None and not body.logprobs:
             raise invalid("top_logprobs needs logprobs: true", "top_logprobs")

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from bus.messages import LayerShape, RejectReason, layers_below_full, lowest_half
+from bus.messages import InstanceCard, LayerShape, RejectReason, layers_below_full, lowest_half
 from bus.precisions import PRECISIONS, Precision, is_below
 from gateway.delivery.dispatch import Candidate, TooLong, Wait, choose
 from gateway.delivery.request import RequestState
 from gateway.errors import ApiError
+from gateway.openai.intake import floor_of
 from tests.support.gateway_core import Core, Ear
 from tests.support.gateway_harness import ANSWER, BODY, Gate, metrics_of
 from tests.support.metrics_samples import metrics_of as sample_of
@@ -164,6 +165,34 @@ def test_a_stream_that_lost_its_worker_waits_for_its_precision_though_it_would_n
     assert state.target is not None and state.received == [7]
 
 
+@pytest.mark.parametrize(
+    ("min_precision", "max_loss", "floor"),
+    [
+        (None, None, ""),
+        ("int4", None, "int4"),
+        (None, 0.0, "full"),
+        (None, 0.01, "int8"),  # int4 was not measured
+        (None, 0.3, "int3"),
+        ("full", 0.3, "full"),
+        ("int4", 0.01, "int8"),
+    ],
+)
+def test_a_limit_of_loss_is_the_fewest_bits_within_it(
+    min_precision: Precision | None, max_loss: float | None, floor: str
+) -> None:
+    card = card_with(losses={"int8": 0.0005, "int3": 0.2})
+    assert floor_of(min_precision, max_loss, card) == floor
+    assert floor_of(None, 0.5, card_with(losses={})) == "full"
+
+
+def card_with(losses: dict[Precision, float]) -> InstanceCard:
+    variants: list[Precision] = list(PRECISIONS)
+    facts: dict[str, Any] = {"max_model_len": 8, "vocab_size": 8, "num_layers": 1, "block_tokens": 1}
+    return InstanceCard(
+        id="m@w0", model="m", model_path="", dtype="float32", variants=variants, losses=losses, **facts
+    )
+
+
 # --------------------------------------------------------------------------- over HTTP
 
 
@@ -190,7 +219,7 @@ async def test_a_floor_holds_a_request_back_until_its_precision_returns(gate: Ga
 async def test_a_floor_without_a_wait_is_a_503_that_says_what_to_do(gate: Gate) -> None:
     gate.worker.shape.layers[0] = INT4  # the worker refuses, before metrics told
     async with gate.http() as http:
-        body = BODY | {"min_precision": "full", "min_precision_wait": False}
+        body = BODY | {"max_loss": 0.01, "min_precision_wait": False}  # no loss of this model is known
         answer = await http.post("/v1/completions", json=body)
         assert answer.status_code == 503 and "retry-after" in answer.headers
         error = answer.json()["error"]
@@ -198,6 +227,8 @@ async def test_a_floor_without_a_wait_is_a_503_that_says_what_to_do(gate: Gate) 
         for wrong, told in (
             ({"min_precision": "int5"}, f"allowed is {_ANY_PRECISION}"),
             ({"min_precision_wait": False}, "needs min_precision"),
+            ({"max_loss": -0.1}, "max_loss"),
+            ({"max_loss": 10}, "max_loss"),
             ({"return_precision": 1}, "true or false"),
         ):
             answer = await http.post("/v1/completions", json=BODY | wrong)

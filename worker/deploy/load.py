@@ -17,6 +17,7 @@ from worker.deploy.model_host import PAGES_AT_ONCE, Claim, HostedModel, ModelHos
 from worker.engine.build import MIB, cache_text, canary_steps
 from worker.memory import OutOfBlocks
 from worker.model import ModelError
+from worker.morph.losses import whole_losses
 from worker.morph.run import NotApplied, Run, Steps
 from worker.morph.target import Target
 from worker.morph.verbs import layer_pages
@@ -114,6 +115,7 @@ class LoadRun(Run):
             deployed=command.id,
             precision=command.precision,
             products=loader.products,
+            losses=whole_losses(num_layers, loader.losses),
         )
 
     def _came(self) -> None:

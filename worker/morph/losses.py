@@ -64,6 +64,16 @@ def losses_of(num_layers: int, precisions: Iterable[Precision], measured: Measur
     return Losses(shares, tuple(precision for precision in below if precision not in measured))
 
 
+def whole_losses(num_layers: int, measured: Measured) -> dict[Precision, float]:
+    """Return the loss of a whole model in each measured precision."""
+    table = losses_of(num_layers, measured, measured)
+    return {
+        precision: sum(row[precision] for row in table.shares.values())
+        for precision in PRECISIONS
+        if precision in measured
+    }
+
+
 class HalfStep(NamedTuple):
     """One half to one precision. The least goes first."""
 

@@ -8,7 +8,7 @@ import pytest
 
 from bus.messages import PARTS
 from bus.precisions import Precision
-from worker.morph.losses import ASSUMED, Losses, choose_relief, choose_return, losses_of
+from worker.morph.losses import ASSUMED, Losses, choose_relief, choose_return, losses_of, whole_losses
 from worker.morph.plan import Half
 
 PAGES = {"full": 32, "int8": 8, "int4": 4, "int3": 3}
@@ -57,6 +57,12 @@ def test_without_a_profile_every_half_has_its_share_of_what_is_assumed() -> None
         (Half(layer, part) for layer in range(4) for part in PARTS), "int4"
     )
     assert losses.total(everything) == pytest.approx(ASSUMED["int4"])
+
+
+def test_a_whole_model_loses_what_its_halves_do_where_that_was_measured() -> None:
+    measured = {"int4": {part: [0.01, 0.02] for part in PARTS}}
+    assert whole_losses(2, measured) == {"int4": pytest.approx(0.06)}  # type: ignore[arg-type]
+    assert whole_losses(2, {}) == {}
 
 
 def test_noise_never_makes_fewer_bits_look_better() -> None:
