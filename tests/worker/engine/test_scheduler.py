@@ -176,10 +176,12 @@ def test_the_blocks_that_are_wanted_admit_the_head_and_one_less_does_not(
         for i, (prompt, max_tokens) in enumerate(seqs):
             scheduler.add(sequence(str(i), prompt, max_tokens))
         scheduler.schedule()
-        wanted, head = scheduler.num_blocks_wanted, next(iter(scheduler.waiting), None)
-        assert wanted > 0 or head is None
+        if not scheduler.waiting:
+            return 0, False
+        wanted, head = scheduler.num_blocks_wanted, scheduler.waiting[0]
+        assert wanted > 0
         grow(scheduler, more)
-        return wanted, head is not None and head in scheduler.schedule().admitted
+        return wanted, head in scheduler.schedule().admitted
 
     wanted, _ = waits_with(0)
     if wanted:
