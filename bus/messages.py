@@ -422,6 +422,7 @@ Cause = Literal[
     "kv_usage",  # pressure: too few free KV blocks
     "queue_delay",  # pressure: requests wait too long
     "preemptions",  # pressure: requests were preempted
+    "forecast",  # pressure is expected
     "precision_floor",  # a request waits that takes no layer below a precision
     "ease",  # no pressure any more
     "long_request",  # a request needs a higher degree

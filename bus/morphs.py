@@ -136,7 +136,7 @@ def _swap_words(command: Swap) -> str:
     return f"{which} to {command.precision}{only}"
 
 
-_PRESSURE: Final[tuple[Cause, ...]] = ("kv_usage", "queue_delay", "preemptions")
+_PRESSURE: Final[tuple[Cause, ...]] = ("kv_usage", "queue_delay", "preemptions", "forecast")
 _AWAY: Final[tuple[Cause, ...]] = ("retirement", "replaced", "undone", "orphan")
 
 MORPHS: Final = (

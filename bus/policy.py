@@ -241,6 +241,7 @@ class Envelope:
     resting: Precision = "full"  # what layers go back to
     precisions: list[Precision] = field(default_factory=list)  # below it, that layers may be held in
     floor: Precision | Literal[""] = ""  # that a request waits for at a gateway; "": none does
+    expected_blocks: int = 0  # of KV, that will be needed by a forecast; 0: there is none
     valid_s: float = 60.0
 
 

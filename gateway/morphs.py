@@ -93,12 +93,14 @@ class MorphRecord:
 class Morphs:
     """The owner of the entries.
 
-    `outcomes`, `decisions`, `seconds` and `pauses` count the morphs that ended since this process listens.
+    `outcomes`, `decisions`, `seconds` and `pauses` count the morphs that ended since this process listens,
+    `forecasts` the forecasts whose time has come.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.outcomes: Counter[tuple[MorphKind, MorphOutcome]] = Counter()
         self.decisions: Counter[tuple[MorphKind, str, MorphOutcome]] = Counter()  # with the cause
+        self.forecasts: Counter[bool] = Counter()  # of pressure, by whether it came
         self.seconds = {kind: Distribution(SECONDS) for kind in KIND_OF.values()}
         self.pauses = {kind: Distribution(PAUSES) for kind in KIND_OF.values()}
         self._entries: dict[str, MorphRecord] = {}  # in the order in which they were heard of
@@ -165,8 +167,10 @@ class Morphs:
                 self._count(entry)
         return entry
 
-    def on_event(self, event: Event) -> None:
-        """Note why a morph was decided."""
+    def on_event(self, event: Event, *, is_history: bool = False) -> None:
+        """Note why a morph was decided, or whether a forecast was right."""
+        if event.kind == "forecast_scored" and not is_history:
+            self.forecasts[bool(event.numbers.get("is_right"))] += 1
         if event.kind == "morph_decided" and event.morph_id:
             if entry := self._entries.get(event.morph_id):
                 entry.decided, entry.cause = event.reason, event.cause

@@ -45,11 +45,12 @@ def envelopes(
     policy: Policy,
     rests: Rests,
     floors: Mapping[str, Precision] | None = None,
+    expected: Mapping[str, int] | None = None,
 ) -> dict[str, ToWorker]:
     """Return by instance its leading worker and what its reflex may do; without ids.
 
-    floors: by instance, the precision that a request waits for. Pipelines do not swap and get no envelope,
-    nor do deployments whose shape at rest is not known.
+    floors: by instance, the precision that a request waits for. expected: the KV blocks by forecast.
+    Pipelines do not swap and get no envelope, nor do deployments whose shape at rest is not known.
     """
     found: dict[str, ToWorker] = {}
     for card in (live.card for live in workers if live.card.state == "serving"):
@@ -58,7 +59,14 @@ def envelopes(
             leads = instance.workers[:1] in ([], [card.id]) and instance.pp == 1
             if rest and leads:
                 envelope = _envelope(card.epoch, instance, policy, rest)
-                found[instance.id] = card.id, replace(envelope, floor=(floors or {}).get(instance.id, ""))
+                found[instance.id] = (
+                    card.id,
+                    replace(
+                        envelope,
+                        floor=(floors or {}).get(instance.id, ""),
+                        expected_blocks=(expected or {}).get(instance.id, 0),
+                    ),
+                )
     return found
 
 

@@ -15,6 +15,7 @@ from bus.messages import Demand, Event, Metrics, MorphReport
 from bus.settings import MonitorSettings
 from controller.morphing.decision import MorphDecision
 from controller.morphing.envelopes import Floors, Granted, due, envelopes, hear_floor, raised
+from controller.morphing.forecast import Forecast, expected_blocks, observe_all
 from controller.morphing.groups import groups_of
 from controller.morphing.resting import Rests
 from controller.morphing.scaling import hear, scale_down, scale_up
@@ -28,8 +29,8 @@ GRANT_S = 0.5  # between two looks at what instances may do
 class Morpher:
     """Four loops.
 
-    `grant` tells instances what they may do by themselves, and which precision requests wait for. `decide`
-    takes metrics, `answer` what gateways ask for, `confirm` what became of morphs.
+    `grant` tells instances what they may do by themselves, which precision requests wait for, and what is
+    expected. `decide` takes metrics, `answer` what gateways ask for, `confirm` what became of morphs.
     """
 
     def __init__(self, monitor: MonitorSettings, bus: Bus, resting: Callable[[], Rests] = dict) -> None:
@@ -46,6 +47,7 @@ class Morpher:
         self._clock = MessageClock()
         self._granted: Granted = {}
         self._floors: Floors = {}
+        self._forecasts: dict[str, Forecast] = {}  # by instance
         self._metrics: tuple[float, Metrics] | None = None  # the last, and when they were made
 
     def _restarted(self, restart: Restart) -> None:
@@ -61,8 +63,8 @@ class Morpher:
     async def _grant(self) -> None:
         policy, workers = await asyncio.gather(self._bus.read_policy(), self._bus.workers())
         now_s = time.monotonic()
-        floors = raised(self._floors, workers, now_s)
-        wanted = envelopes(workers, policy, self._resting(), floors)
+        floors, expected = raised(self._floors, workers, now_s), expected_blocks(self._forecasts)
+        wanted = envelopes(workers, policy, self._resting(), floors, expected)
         self._granted = {name: one for name, one in self._granted.items() if name in wanted}
         for worker, envelope in due(self._granted, wanted, now_s):
             await self._bus.publish(self._bus.names.control(worker), envelope)
@@ -84,6 +86,7 @@ class Morpher:
                 windows = [(self._clock.observe(entry_id, now_s), metrics) for entry_id, metrics in batch]
                 self._metrics = windows[-1]
                 await self._try(self._judge(windows))
+                await self._try(self._foresee())
 
     async def answer(self) -> None:
         """Make groups as gateways ask for them: their requests do not wait for the next metrics."""
@@ -110,6 +113,19 @@ class Morpher:
             groups = groups_of(metrics, workers, lag_s, rests)
             self._state, parting = scale_down(self._state, groups, policy, at_s, self._freshness)
             await self._send(parting, at_s)
+
+    async def _foresee(self) -> None:
+        """Forecast from the last metrics, and tell at once whom it concerns."""
+        if self._metrics is None:
+            return
+        policy, workers = await asyncio.gather(self._bus.read_policy(), self._bus.workers())
+        at_s, metrics = self._metrics
+        share, before = policy.kv_usage_high, expected_blocks(self._forecasts)
+        self._forecasts, scored = observe_all(self._forecasts, metrics, workers, share, at_s)
+        for one in scored:
+            await self._bus.event("forecast_scored", one.instance, one.words, **one.numbers)
+        if expected_blocks(self._forecasts) != before:
+            await self._grant()
 
     async def _scale_up(self) -> None:
         policy, workers = await asyncio.gather(self._bus.read_policy(), self._bus.workers())

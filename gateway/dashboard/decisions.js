@@ -20,6 +20,7 @@ export function decisionsOf(events) {
   for (const event of events) {
     if (isReport(event)) addReport(found, event);
     else if (event.kind === "morph_decided") addDecided(found, event);
+    else if (event.kind === "forecast_scored") continue;
     else {
       if (last?.kind === event.kind && event.at - last.until < SAME_S && event.kind === "request_replayed") {
         last.times += 1;

@@ -221,7 +221,12 @@ def _morphs(morphs: Morphs) -> Iterator[Metric]:
     }
     for labels in sorted({*known, *morphs.decisions}):
         decisions.add_metric(labels, morphs.decisions[labels])
-    yield from (ended, decisions)
+    forecasts = CounterMetricFamily(
+        "instar_forecasts", "Forecasts of pressure, by whether it came.", labels=["outcome"]
+    )
+    for score, is_right in (("right", True), ("wrong", False)):
+        forecasts.add_metric([score], morphs.forecasts[is_right])
+    yield from (ended, decisions, forecasts)
     for name, text, distributions in (
         ("morph_seconds", "From a morph's start to its end, whatever the outcome.", morphs.seconds),
         ("morph_pause_seconds", "What the engine spent on a morph between steps, in all.", morphs.pauses),

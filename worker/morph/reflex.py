@@ -30,6 +30,8 @@ URGENT: Final = 0.25  # of the objective: a request that waits so long lets morp
 HOLD_TIMES: Final = 10  # a return waits for so many times the duration of the last relief
 PREEMPTED_S: Final = 1.0  # a preemption counts as pressure for so long
 RETURN_MARGIN: Final = 4  # this part of the dead zone stays free after a return, or noise would undo it
+FORECAST_SHARE: Final = 0.25  # of the budget of loss may be taken for what is only expected
+EXPECTED_S: Final = 3.0  # a forecast that is not repeated for so long is over
 RESERVE: Final[float] = 1e-9  # of a budget, for rounding
 
 
@@ -47,6 +49,7 @@ class Load:
     residence_s: float = 0.0  # that a sequence runs, on average; 0: none has ended yet
     preemptions: int = 0  # since the start
     floor_refused: Precision = LOWEST  # what a request insisted on that was refused lately
+    kv_expected: int = 0  # that will be needed by the controller's forecast; 0: there is none
 
     @property
     def is_idle(self) -> bool:
@@ -204,10 +207,14 @@ def _pressure(state: ReflexState, load: Load, policy: Policy) -> tuple[Cause, st
         return "kv_usage", f"KV use {load.kv_usage:.2f} is above {policy.kv_usage_high:g}"
     if load.at_s < state.preempted_s + PREEMPTED_S and load.kv_usage >= policy.kv_usage_low:
         return "preemptions", "requests lose their blocks"
+    if load.kv_expected > policy.kv_usage_high * load.kv_blocks:
+        return "forecast", f"{load.kv_expected} KV blocks are expected to be needed of {load.kv_blocks}"
     return None
 
 
 def _ease(state: ReflexState, load: Load, policy: Policy) -> tuple[Cause, str] | None:
+    if load.kv_expected >= policy.kv_usage_low * load.kv_blocks:
+        return None
     if load.is_idle:
         return "ease", "nothing runs"
     is_calm = load.predicted_wait_s < policy.queue_delay_low_s and not load.wanting_s
@@ -253,8 +260,10 @@ def relieve(
         return _decide("resize", need, reason, state, load, envelope, spare, blocks=blocks)
     if not may_lose or state.is_paused("swap_down", load.at_s):
         return None
-    missing = max(1, math.ceil(max(load.kv_needed, load.kv_used) / policy.kv_usage_high) - load.kv_blocks)
+    needed = max(load.kv_needed, load.kv_used, load.kv_expected)
+    missing = max(1, math.ceil(needed / policy.kv_usage_high) - load.kv_blocks)
     lost = shape.losses.total(shape.halves, envelope.resting)
+    budget = policy.loss_budget * (FORECAST_SHARE if need.cause == "forecast" else 1.0)
     choice = choose_relief(
         shape.halves,
         shape.losses,
@@ -262,7 +271,7 @@ def relieve(
         allowed=[one for one in envelope.precisions if not is_below(one, shape.floor)],
         order=shape.order,
         wanted_pages=shape.pages_of(missing),
-        budget=policy.loss_budget - lost + RESERVE,
+        budget=budget - lost + RESERVE,
         may_touch=_within(policy.max_layers, envelope.resting),
     )
     if not choice.halves:
@@ -270,14 +279,14 @@ def relieve(
     blocks = load.kv_blocks + shape.blocks_of(choice.pages)
     reason = (
         f"{_count(choice)} for about {blocks - load.kv_blocks} KV blocks, of {missing} that are missing; the "
-        f"loss by the profile is {lost + choice.loss:.2%} of at most {policy.loss_budget:.2%}"
+        f"loss by the profile is {lost + choice.loss:.2%} of at most {budget:.2%}"
     )
     numbers: dict[str, Number] = {
         "halves": len(choice.halves),
         "blocks_missing": missing,
         "blocks_after": blocks,
         "loss": round(lost + choice.loss, 6),
-        "loss_budget": policy.loss_budget,
+        "loss_budget": budget,
     }
     return _decide("swap_down", need, reason, state, load, envelope, numbers, halves=choice.halves)
 

@@ -10,11 +10,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from bus.messages import Event, HalfOrder, Morph, MorphReport, Resize, Swap
 from bus.policy import Envelope, Policy
-from bus.precisions import LOWEST, PRECISIONS, Precision
+from bus.precisions import LOWEST, PRECISIONS
 from worker.morph import reflex
 from worker.morph.manager import MorphManager
 from worker.morph.members import Members
@@ -66,7 +65,7 @@ class ReflexLoop:
         events, most_urgent = [], 0.0
         for name, target in self._morphs.targets.items():
             found = self._reflexes.get(name)
-            load = self._load(target, found.envelope.floor if found else "")
+            load = self._load(target, found)
             policy = found.envelope.policy if found else NO_ENVELOPE
             most_urgent = max(most_urgent, reflex.urgency(load, policy))
             if found and (event := self._consider(name, found, target, load)):
@@ -145,14 +144,18 @@ class ReflexLoop:
         ]
         return Swap(id=morph_id, epoch=epoch, instance=name, halves=halves, wait_s=WAIT_S)
 
-    def _load(self, target: Target, floor: Precision | Literal[""]) -> Load:
-        """Add up what runs and waits at all members of the instance; floor: what waits at a gateway."""
+    def _load(self, target: Target, found: Reflex | None) -> Load:
+        """Add up what runs and waits at all members of the instance, and what waits at gateways."""
+        at_s, floor, expected = self._clock(), LOWEST, 0
+        if found:
+            floor = found.envelope.floor or LOWEST
+            expected = found.envelope.expected_blocks if at_s < found.granted_s + reflex.EXPECTED_S else 0
         executor = target.instance.executor
         is_known = executor.knows_members and not executor.is_lost
         members = [each.load for each in executor.statuses()] if is_known else [target.load()]
-        refused = [floor or LOWEST, *(each.floor_refused for each in members)]
+        refused = [floor, *(each.floor_refused for each in members)]
         return Load(
-            at_s=self._clock(),
+            at_s=at_s,
             kv_blocks=target.instance.scheduler.blocks.capacity,
             kv_used=sum(each.used for each in members),
             kv_needed=sum(each.needed for each in members),
@@ -162,6 +165,7 @@ class ReflexLoop:
             residence_s=max(each.residence_s for each in members),
             preemptions=sum(each.preemptions for each in members),
             floor_refused=min(refused, key=PRECISIONS.index),
+            kv_expected=expected,
         )
 
     def _shape(self, target: Target, load: Load) -> Shape:

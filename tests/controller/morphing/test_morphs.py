@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from bus.client import Bus, connect
+from bus.messages import Event
 from bus.policy import Envelope, Policy
 from bus.settings import ControllerSettings, Settings
 from controller import service as controller_service
 from tests.conftest import settings_of
 from tests.support import service_loop
 from tests.support.fake_worker import FakeWorker
+from tests.support.metrics_samples import metrics_of
 from tests.support.redis_process import RedisProcess
 
 FAST = Settings(controller=ControllerSettings(interval_s=0.1, grace_s=0.3))
@@ -69,6 +71,21 @@ async def test_a_worker_that_comes_again_hears_it_again(bus: Bus, worker: FakeWo
     async with asyncio.timeout(10):
         while worker.envelopes[-1].epoch != worker.epoch:
             await asyncio.sleep(0.01)
+
+
+async def test_a_worker_hears_of_pressure_that_is_expected_once_forecasts_were_right(
+    bus: Bus, worker: FakeWorker
+) -> None:
+    await granted(worker)
+    async with asyncio.timeout(30), bus.reader(bus.names.events, Event) as events:
+        await events.open()
+        while not any(one.expected_blocks for one in worker.envelopes):
+            for used in (10, 20, 30, 40, 50, 60, 70, 80, 90):  # of 100
+                await bus.publish(bus.names.metrics, metrics_of(worker.instance, kv_used=used, kv_blocks=100))
+                await asyncio.sleep(0.05)
+        (_, first), *_ = await events.read()
+    assert (first.kind, first.subject, first.numbers["is_right"]) == ("forecast_scored", worker.instance, 1)
+    assert max(one.expected_blocks for one in worker.envelopes) > 85
 
 
 async def test_a_draining_worker_is_left_alone(bus: Bus, worker: FakeWorker) -> None:

@@ -102,6 +102,23 @@ def test_a_preemption_is_pressure_for_a_while() -> None:
     assert due(later, state=state) == []
 
 
+def test_what_is_expected_is_pressure_may_lose_less_and_holds_layers_where_they_are() -> None:
+    soon = replace(CALM, kv_expected=300)
+    (need,) = due(soon)
+    assert (need.cause, need.words) == ("forecast", "300 KV blocks are expected to be needed of 100")
+    assert due(replace(CALM, kv_expected=85)) == []
+    assert due(EASE) and due(replace(EASE, kv_expected=70)) == []
+
+    def loss(need: Need) -> float:
+        decision = reflex.relieve(
+            ReflexState(), soon, shape(), envelope(loss_budget=0.01), need, may_lose=True
+        )
+        assert decision
+        return float(decision.numbers["loss"])
+
+    assert loss(need) <= 0.0025 < loss(replace(need, cause="queue_delay")) <= 0.01
+
+
 def test_manual_does_nothing() -> None:
     assert due(BURST, mode="manual") == due(IDLE, mode="manual") == []
 

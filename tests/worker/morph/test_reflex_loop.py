@@ -162,6 +162,19 @@ def test_what_waits_for_a_precision_brings_the_layers_up_to_it(clocked: Clocked)
     assert len(clocked.events) == 1
 
 
+def test_a_forecast_brings_blocks_ahead_and_is_over_unless_it_is_repeated(clocked: Clocked) -> None:
+    blocks = clocked.rig.cache.num_blocks
+    clocked.flood(count=1, max_tokens=20)
+    clocked.grant(expected_blocks=2 * blocks)
+    clocked.step(6)
+    assert clocked.events and {one.cause for one in clocked.events} == {"forecast"}
+    assert clocked.rig.cache.num_blocks > blocks and clocked.shape != [FULL] * 4
+    clocked.finish()
+    clocked.at_s += 3.0
+    clocked.step(2)
+    assert clocked.events[-1].cause == "ease" and clocked.shape == [FULL] * 4
+
+
 def test_pressure_cancels_a_return(clocked: Clocked) -> None:
     clocked.grant()
     clocked.rig.executor.begin(Swap(id="hand", epoch=0, instance="toy@w0", precision="int8", count=4))
