@@ -173,10 +173,10 @@ def told(service: Service) -> list[tuple[float, Event | MorphReport]]:
     return found
 
 
-def decisions(service: Service) -> list[tuple[float, Event]]:
-    """The policy's own morphs."""
+def decisions(service: Service) -> list[Event]:
+    """What the reflex decided by itself."""
     return [
-        (at, message)
-        for at, message in told(service)
-        if isinstance(message, Event) and message.kind == "morph_decided" and message.source == "controller"
+        message
+        for _, message in told(service)
+        if isinstance(message, Event) and message.morph_id.startswith("reflex-")
     ]
