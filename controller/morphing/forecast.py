@@ -29,7 +29,7 @@ Score = Literal["right", "wrong"]
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class PressureClaim:
     """More than `limit` blocks are needed before `until_s`."""
 
     limit: float
@@ -43,7 +43,7 @@ class Forecast:
     at_s: float = float("-inf")
     level: float = 0.0
     trend: float = 0.0
-    claim: Claim | None = None
+    claim: PressureClaim | None = None
     right: float = 0.0
     wrong: float = 0.0
 
@@ -80,7 +80,7 @@ def observe(forecast: Forecast, needed: float, limit: float, at_s: float) -> tup
         )
     forecast = _smoothed(forecast, needed, at_s)
     if forecast.claim is None and needed <= limit < forecast.ahead:
-        forecast = replace(forecast, claim=Claim(limit, at_s + HORIZON_S + SLACK_S))
+        forecast = replace(forecast, claim=PressureClaim(limit, at_s + HORIZON_S + SLACK_S))
     return forecast, score
 
 
@@ -100,7 +100,7 @@ class Scored:
 
     instance: str
     score: Score
-    claim: Claim
+    claim: PressureClaim
     forecast: Forecast  # after it
 
     @property
