@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar, get_args, overload
 
 import msgspec
 
-from bus import deployments, messages, policy
+from bus import deployments, messages, morphs, policy
 from bus.messages import SCHEMA_VERSION
 
 M = TypeVar("M")
@@ -18,10 +18,10 @@ M = TypeVar("M")
 # The types of stream entries and registry keys; the other dataclasses only occur within these.
 MESSAGE_TYPES: Final[tuple[type, ...]] = (
     messages.Submit,
-    *get_args(messages.Command),  # the kinds of morphs among them
+    *get_args(morphs.Command),  # the kinds of morphs among them
     policy.Policy,
     policy.Envelope,
-    messages.MorphReport,
+    morphs.MorphReport,
     messages.StepOutput,
     messages.WorkerCard,
     messages.WorkerTelemetry,

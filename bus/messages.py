@@ -1,7 +1,7 @@
 """The messages of the bus, as plain dataclasses. Standard library only: the engine uses them too.
 
-`bus.deployments` has those of deploying by intent, `bus.policy` the morph policy. docs/structure.md says how
-attempt, epoch and index make delivery effectively once.
+`bus.morphs` has the messages of morphs, `bus.deployments` those of deploying by intent, `bus.policy` the
+morph policy. docs/structure.md says how attempt, epoch and index make delivery effectively once.
 """
 
 from __future__ import annotations
@@ -158,9 +158,6 @@ class Demand:
     floor: Precision | Literal[""] = ""  # the highest that a request waits for; "": none waits for one
 
 
-MorphKind = Literal["swap", "resize", "transform", "deploy", "retire"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
     """Stop these requests and free their blocks. Unknown ids are not an error."""
@@ -177,111 +174,6 @@ class Drain:
 
     id: str
     epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HalfOrder:
-    """The precision that one half of a layer goes to."""
-
-    layer: int
-    part: Part
-    precision: Precision
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Swap:
-    """Hold layers of an instance in `precision`, or each of `halves` in its own.
-
-    Of `layers`, `count` and `halves` give one. A count is that many more layers in the instance's order,
-    skipping those that are already there. With precision "full", the layers that were swapped last go back
-    first.
-    """
-
-    id: str
-    epoch: int
-    instance: str
-    precision: Precision = "full"
-    halves: list[HalfOrder] = field(default_factory=list)  # in this order
-    layers: list[int] = field(default_factory=list)
-    count: int = 0
-    parts: list[Part] = field(default_factory=lambda: list(PARTS))
-    wait_s: float = 0.0  # how long to wait for free pages before the answer is `deferred`
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resize:
-    """Have `blocks` KV blocks, rounded to whole pages."""
-
-    id: str
-    epoch: int
-    instance: str
-    blocks: int
-    wait_s: float = 0.0  # as in Swap
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transform:
-    """Serve an instance on `workers` at the tensor-parallel degree `tp`; sent to the worker that leads it.
-
-    To scale up, `workers` are whole instances of the same model and degree; they become one group. To scale
-    down, `workers` are one group; it splits into groups of degree `tp`. Requests stay with the worker that
-    accepted them. A worker whose epoch is not the one in `epochs` makes the answer `stale`.
-    """
-
-    id: str
-    epoch: int
-    instance: str
-    workers: list[str]  # in the order of their shards at the higher degree
-    epochs: dict[str, int]  # of each worker when this was ordered
-    tp: int
-    layers_per_step: int = 0  # layers that change between two steps; 0: the worker's setting
-    wait_s: float = 0.0  # as in Swap
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deploy:
-    """Load layers of a model and serve them; sent to the worker of every stage.
-
-    The worker of the first stage leads and gets requests. With one stage it serves alone. The idle KV blocks
-    of other models on the worker make room.
-    """
-
-    id: str
-    epoch: int
-    instance: str  # the leader's instance id: "{model}@{worker}"
-    model: str
-    path: str
-    stages: list[Stage]
-    stage: int = 0  # the index in `stages` of the worker that gets this
-    epochs: dict[str, int] = field(default_factory=dict)  # of the workers of all stages
-    precision: Precision = "full"
-    blocks: int = 0  # KV blocks to have at least; the other free blocks are shared among the models
-    max_model_len: int = 0
-    digest: str = ""  # of the checkpoint that was planned with; a worker refuses any other
-    wait_s: float = 0.0  # as in Swap
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retire:
-    """Accept nothing new for an instance, finish what runs, return all its pages."""
-
-    id: str
-    epoch: int
-    instance: str
-    wait_s: float = 30.0  # for requests to end; the gateway then submits them elsewhere
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CancelMorph:
-    """Give up a morph that is still running. The instance keeps its old shape."""
-
-    id: str
-    epoch: int
-    morph_id: str
-
-
-Morph = Swap | Resize | Transform | Deploy | Retire
-Command = Cancel | Drain | Morph | CancelMorph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -415,53 +307,6 @@ class Moment:
     instances: dict[str, InstanceMoment]
 
 
-MorphOutcome = Literal["running", "applied", "deferred", "stale", "conflict", "failed"]
-
-# Why a morph was decided.
-Cause = Literal[
-    "kv_usage",  # pressure: too few free KV blocks
-    "queue_delay",  # pressure: requests wait too long
-    "preemptions",  # pressure: requests were preempted
-    "forecast",  # pressure is expected
-    "precision_floor",  # a request waits that takes no layer below a precision
-    "ease",  # no pressure any more
-    "long_request",  # a request needs a higher degree
-    "no_long_request",  # no request needs the group any more
-    "order",  # an operator's
-    "deployment",  # a deployment is being served
-    "better",  # a deployment is served better elsewhere
-    "packed",  # a deployment makes room by moving
-    "retirement",  # an operator retired a deployment
-    "replaced",  # its replacement serves
-    "undone",  # a deployment failed
-    "orphan",  # no deployment knows the instance
-]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MorphReport:
-    """The progress or the outcome of a morph.
-
-    A transform reports after every step at which layers changed; its `numbers` have `layers_done` of
-    `layers`, counted from the last layer, and the degrees `tp_before` and `tp_after`. A transform of several
-    `steps` is reported by the gateway that orders them; `worker` leads after the last one.
-    """
-
-    id: str
-    kind: MorphKind
-    target: str  # the instance
-    worker: str
-    epoch: int
-    state: MorphOutcome
-    reason: str
-    started_ms: int
-    ended_ms: int | None = None  # None: still running
-    numbers: dict[str, Number] = field(default_factory=dict)  # bytes, s, pages, blocks: taken or missing
-    workers: list[str] = field(default_factory=list)  # of the command; empty: `worker` alone
-    telemetry: WorkerTelemetry | None = None  # at the end: the monitor's picture may be older
-    steps: list[str] = field(default_factory=list)  # ids of the morphs that this transform consists of
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """A decision or an incident: what, why, and the numbers behind it. docs/observe.md lists the kinds."""
@@ -473,7 +318,7 @@ class Event:
     at_ms: int
     numbers: dict[str, Number] = field(default_factory=dict)
     morph_id: str = ""
-    cause: str = ""  # a `Cause`, to be counted
+    cause: str = ""  # a `bus.morphs.Cause`, to be counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from bus.client import BusFull, BusUnavailable, Restart
-from bus.messages import Event, Metrics, MorphReport, StepOutput
+from bus.messages import Event, Metrics, StepOutput
+from bus.morphs import MorphReport
 from bus.pending import as_numbers
 from gateway.delivery.request import RetryReason
 from gateway.operations.live import Feeds

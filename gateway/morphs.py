@@ -13,18 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from bus.messages import (
-    Cause,
-    Event,
-    Morph,
-    MorphKind,
-    MorphOutcome,
-    MorphReport,
-    Number,
-    Transform,
-    WorkerCard,
-)
-from bus.morphs import KIND_OF
+from bus.messages import Event, Number, WorkerCard
+from bus.morphs import KIND_OF, Cause, Morph, MorphKind, MorphOutcome, MorphReport, Transform
 from gateway.stats import LATENCY, Distribution
 
 KEPT: Final = 256  # that ended

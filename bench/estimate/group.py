@@ -23,7 +23,7 @@ from bench.common.engines import greedy
 from bench.estimate.truth import Prompts, Running
 from bench.transform.group import MODEL, WAIT_S, Leader, Worker
 from bus.deployments import Configuration
-from bus.messages import Swap
+from bus.morphs import Swap
 from bus.precisions import Precision
 from worker.engine.sequence import Limits
 from worker.profiler.device_memory import peak_memory

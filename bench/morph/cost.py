@@ -39,7 +39,8 @@ from bench.common.dummy_model import saved_model
 from bench.common.engines import greedy, silence
 from bench.morph.cost_report import Part, Swapped, report, say_card
 from bench.morph.floor import Floor, leave_caches
-from bus.messages import PARTS, MorphReport, Swap
+from bus.messages import PARTS
+from bus.morphs import MorphReport, Swap
 from bus.precisions import Precision
 from bus.settings import WorkerSettings
 from worker.service.loading import Loaded

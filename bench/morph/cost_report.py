@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from bench.common.results import Bar, bar, say, say_bars
-from bus.messages import MorphReport
+from bus.morphs import MorphReport
 
 STEP_BAR, TIME_BAR = 0.05, 1.5
 

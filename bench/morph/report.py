@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from bench.common.results import Bar, bar, bar_lines, digits
 from bench.morph.service import Sample
-from bus.messages import MorphReport
+from bus.morphs import MorphReport
 from instar.replay.outcomes import RequestOutcome
 from instar.replay.statistics import percentile
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from bench.common.service import STEADY, Service, wait_for
-from bus.messages import InstanceTelemetry, LayerShape, MorphReport, WorkerTelemetry
+from bus.messages import InstanceTelemetry, LayerShape, WorkerTelemetry
+from bus.morphs import MorphReport
 from bus.names import Names
 
 # models/demo in float32 is 27.6 MB; what is left for the KV cache is little more than a third of that.

@@ -14,7 +14,8 @@ import msgspec
 from bench.common.load import MODEL, play
 from bench.common.service import OtherPrograms
 from bench.morph.service import MorphService, Sample, Way
-from bus.messages import MorphReport, WorkerTelemetry
+from bus.messages import WorkerTelemetry
+from bus.morphs import MorphReport
 from instar.replay.files import RunFile
 from instar.replay.observer import facts_of, work_done
 from instar.replay.schemas import Arrival

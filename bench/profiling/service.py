@@ -11,7 +11,8 @@ from bench.common.service import STEADY, Service, wait_for
 from bus.checkpoints import folder_digest
 from bus.codec import decode, encode
 from bus.deployments import Measure, Profile
-from bus.messages import CancelMorph, Event, WorkerCard
+from bus.messages import Event, WorkerCard
+from bus.morphs import CancelMorph
 from bus.names import Names
 from bus.precisions import PRECISIONS
 from controller.deployments.profiling import BATCH_SIZES, PROMPT_TOKENS

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from bench.scheduler import costs
 from bench.scheduler.model import Cluster, Request, Unit
 from bus.groups import natural
-from bus.messages import Demand, MorphReport
+from bus.messages import Demand
+from bus.morphs import MorphReport
 from bus.policy import Policy
 from controller.morphing.decision import MorphDecision
 from controller.morphing.groups import Group

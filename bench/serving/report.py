@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from bench.common.results import Bar, bar, bar_lines, busy_lines, digits, quantile
 from bench.serving.load import Load, Served
-from bus.messages import MorphReport
+from bus.morphs import MorphReport
 
 BAR: Final = 1.26  # Gyges §6.2.4: 26.1 % to 39.2 % more throughput than both
 OURS, ROUND_ROBIN, LEAST_LOAD = "transformation-aware", "round-robin", "least-load-first"

@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from bench.common.service import STEADY, Process, Service, wait_for
 from bus.codec import decode
-from bus.messages import InstanceCard, MorphReport, WorkerCard, WorkerTelemetry
+from bus.messages import InstanceCard, WorkerCard, WorkerTelemetry
+from bus.morphs import MorphReport
 from bus.names import Names
 
 SETTINGS: Final = STEADY | {

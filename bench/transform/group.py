@@ -18,7 +18,8 @@ import kernels  # noqa: F401 before torch: it settles how torch's threads wait
 
 # isort: split
 from bench.common.processes import END, Children
-from bus.messages import Morph, MorphReport, SamplingParams, Transform
+from bus.messages import SamplingParams
+from bus.morphs import Morph, MorphReport, Transform
 from bus.settings import WorkerSettings
 from worker.distributed.messages import Peer
 from worker.engine.engine import StepResult

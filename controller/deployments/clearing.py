@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from bus.catalogue import Contents
 from bus.deployments import Deployment
-from bus.messages import CancelMorph, Cause, InstanceCard, Retire, WorkerCard
+from bus.messages import InstanceCard, WorkerCard
+from bus.morphs import CancelMorph, Cause, Retire
 from controller.deployments.observation import UNHEARD_MS, Observation, WorkerView
 from controller.deployments.retries import next_try, overdue, reports_of
 from controller.deployments.transitions import (

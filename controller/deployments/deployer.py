@@ -17,7 +17,8 @@ from bus.checkpoints import BadCheckpoint, Checkpoint, read_checkpoint
 from bus.client import Bus, BusFull, BusUnavailable, LiveWorker, Restart
 from bus.clock import now_ms
 from bus.deployments import DeployModel, Order, PlanModel
-from bus.messages import Event, Metrics, MorphReport
+from bus.messages import Event, Metrics
+from bus.morphs import MorphReport
 from bus.settings import Settings
 from controller.deployments.adopting import folders_of_unknown
 from controller.deployments.free_memory import FreeMemory, free_memory

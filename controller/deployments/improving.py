@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from bus.catalogue import Contents
 from bus.deployments import Deployment
-from bus.messages import Cause
+from bus.morphs import Cause
 from controller.deployments.observation import Observation
 from controller.deployments.planner import Situation
 from controller.deployments.transitions import Transition, becomes

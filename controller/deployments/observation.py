@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from bus.checkpoints import Checkpoint
-from bus.messages import InstanceCard, MorphReport, PageCounts, WorkerCard
+from bus.messages import InstanceCard, PageCounts, WorkerCard
+from bus.morphs import MorphReport
 
 UNHEARD_MS = 60_000  # a command without a report for so long was not taken
 COOLDOWN_MS = 120_000  # as long as the load looks back

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from bus.catalogue import Contents
 from bus.deployments import Configuration, Deployment, Measure, ModelCard, ProbePeer, Profile
-from bus.messages import CancelMorph
+from bus.morphs import CancelMorph
 from bus.precisions import PRECISIONS, lowest
 from controller.deployments.observation import Observation, WorkerView
 from controller.deployments.transitions import MAX_ATTEMPTS, Command, Transition, measure_id, model_becomes

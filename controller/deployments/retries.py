@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import count, takewhile
 
 from bus.deployments import Deployment
-from bus.messages import MorphReport
+from bus.morphs import MorphReport
 from controller.deployments.observation import UNHEARD_MS, Observation, WorkerView
 from controller.deployments.transitions import MAX_ATTEMPTS, Transition, becomes, noted
 

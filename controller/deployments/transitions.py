@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from bus.deployments import Deployment, DeploymentState, Measure, ModelCard, ModelState, Profile
-from bus.messages import CancelMorph, Cause, Deploy, Number, Retire, Stage, Transform
+from bus.messages import Number, Stage
+from bus.morphs import CancelMorph, Cause, Deploy, Retire, Transform
 from controller.planning.intent import goal
 
 Command = Deploy | Retire | Measure | Transform | CancelMorph

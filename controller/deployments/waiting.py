@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from bus.deployments import Deployment, ModelCard
 from bus.groups import natural
-from bus.messages import Cause
+from bus.morphs import Cause
 from controller.deployments.observation import Observation
 from controller.deployments.planner import Situation
 from controller.deployments.profiling import profiles_of

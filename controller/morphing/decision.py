@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bus.messages import Cause, Number, Transform
+from bus.messages import Number
+from bus.morphs import Cause, Transform
 from controller.morphing.track import Lever
 
 WAIT_S = 1.0  # for pages, before a worker answers `deferred`: a running step may be about to free some

@@ -11,7 +11,8 @@ from typing import Any
 
 from bus.client import Bus, BusFull, BusUnavailable, Restart
 from bus.clock import MessageClock, seconds_of
-from bus.messages import Demand, Event, Metrics, MorphReport
+from bus.messages import Demand, Event, Metrics
+from bus.morphs import MorphReport
 from bus.settings import MonitorSettings
 from controller.morphing.decision import MorphDecision
 from controller.morphing.envelopes import Floors, Granted, due, envelopes, hear_floor, raised

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from bus.messages import MorphReport
+from bus.morphs import MorphReport
 
 Lever = Literal["scale_up", "scale_down"]
 

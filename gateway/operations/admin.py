@@ -13,8 +13,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response, StreamingResponse
 
-from bus.messages import CancelMorph, Drain
-from bus.morphs import MORPHS, MorphEntry, TransformOrder
+from bus.messages import Drain
+from bus.morphs import MORPHS, CancelMorph, MorphEntry, TransformOrder
 from bus.policy import describe
 from gateway.errors import ApiError, meant, not_found
 from gateway.morphs import MorphRecord

@@ -17,8 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bus.messages import InstanceCard, InstanceTelemetry, LayerShape, MorphOutcome, layers_below_full
-from bus.morphs import MORPH_KINDS, MORPHS
+from bus.messages import InstanceCard, InstanceTelemetry, LayerShape, layers_below_full
+from bus.morphs import MORPH_KINDS, MORPHS, MorphOutcome
 from bus.precisions import PRECISIONS
 from gateway.morphs import Morphs
 from gateway.state import Gateway

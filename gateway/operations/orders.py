@@ -8,8 +8,18 @@ from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import Field, ValidationError, create_model
 
-from bus.messages import PARTS, InstanceCard, Morph, Part, Resize, Swap, WorkerCard
-from bus.morphs import MORPHS, MorphEntry, OrderField, ResizeOrder, SwapOrder, TransformOrder
+from bus.messages import PARTS, InstanceCard, Part, WorkerCard
+from bus.morphs import (
+    MORPHS,
+    Morph,
+    MorphEntry,
+    OrderField,
+    Resize,
+    ResizeOrder,
+    Swap,
+    SwapOrder,
+    TransformOrder,
+)
 from bus.precisions import Precision
 from gateway.delivery.cluster import Cluster
 from gateway.errors import ApiError, invalid, meant, not_found, unavailable

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Final
 
 from bus.client import BusFull, BusUnavailable
-from bus.messages import Event, Morph, MorphOutcome, MorphReport
-from bus.morphs import TransformOrder, in_words
+from bus.messages import Event
+from bus.morphs import Morph, MorphOutcome, MorphReport, TransformOrder, in_words
 from gateway.errors import ApiError
 from gateway.morphs import CARDS_S, ORDER, SILENT_S, MorphRecord
 from gateway.operations import orders, transforms

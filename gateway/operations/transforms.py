@@ -10,8 +10,8 @@ from itertools import product
 from operator import attrgetter
 from typing import Final
 
-from bus.messages import InstanceCard, Transform, WorkerCard
-from bus.morphs import TransformOrder
+from bus.messages import InstanceCard, WorkerCard
+from bus.morphs import Transform, TransformOrder
 from gateway.delivery.cluster import Cluster
 from gateway.errors import ApiError, invalid, meant, not_found
 from gateway.morphs import MorphRecord

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from bus.messages import MorphOutcome, MorphReport
+from bus.morphs import MorphOutcome, MorphReport
 from bus.settings import MonitorSettings, WorkerSettings
 from instar.replay.outcomes import UNFINISHED, RequestOutcome
 from instar.replay.schemas import Arrival

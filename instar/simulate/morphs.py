@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from bus.messages import MorphOutcome, MorphReport, Resize, Swap
+from bus.morphs import MorphOutcome, MorphReport, Resize, Swap
 from bus.precisions import Precision
 from instar.simulate.calibration import MorphCosts
 from instar.simulate.engine import SimulatedInstance

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from bus.messages import HalfOrder, MorphReport, Resize, Swap
+from bus.morphs import HalfOrder, MorphReport, Resize, Swap
 from bus.policy import Envelope, Policy
 from bus.precisions import PRECISIONS
 from instar.simulate.engine import SimulatedInstance

@@ -29,7 +29,8 @@ from bench.serving.report import (
     outcome,
     shapes_of,
 )
-from bus.messages import InstanceCard, MorphReport
+from bus.messages import InstanceCard
+from bus.morphs import MorphReport
 from gateway import state
 from gateway.delivery.cluster import ReadyInstance
 from gateway.delivery.request import RequestState

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.codec import MESSAGE_TYPES, DecodeError, decode, encode
-from bus.messages import SCHEMA_VERSION, Cancel, Event, Morph, StepOutput, Submit, WorkerCard
-from bus.morphs import KIND_OF
+from bus.messages import SCHEMA_VERSION, Cancel, Event, StepOutput, Submit, WorkerCard
+from bus.morphs import KIND_OF, Morph
 from tests.support.bus_samples import any_of, cancel, card, event, step_output, submit
 
 

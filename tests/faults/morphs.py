@@ -11,7 +11,8 @@ import httpx
 
 from bench.common.service import Service, wait_for
 from bus.codec import decode
-from bus.messages import Event, MorphReport
+from bus.messages import Event
+from bus.morphs import MorphReport
 from bus.names import Names
 from tests.faults.load import Stream
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from bench.common.service import Service, wait_for
-from bus.messages import Event, MorphReport
+from bus.messages import Event
+from bus.morphs import MorphReport
 from tests.faults.conftest import heal
 from tests.faults.load import Load
 from tests.faults.morphs import (

@@ -10,7 +10,8 @@ import pytest
 
 from bench.common.service import Service, wait_for
 from bus.client import connect
-from bus.messages import Deploy, Stage
+from bus.messages import Stage
+from bus.morphs import Deploy
 from bus.settings import RedisSettings
 from tests.support.paths import DEMO_MODEL
 

@@ -16,7 +16,7 @@ import pytest
 
 from bench.common.service import Service, wait_for
 from bus.codec import decode
-from bus.messages import MorphReport
+from bus.morphs import MorphReport
 from bus.names import Names
 from tests.faults.conftest import heal
 from tests.faults.morphs import NUM_LAYERS, Hand, ShapedStream, assert_complete, settings, stream

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from bus.messages import Event, LayerShape, MorphReport, Resize, Swap
+from bus.messages import Event, LayerShape
+from bus.morphs import MorphReport, Resize, Swap
 from bus.policy import Policy
 from bus.settings import RedisSettings
 from tests.support.gateway_harness import Gate, metrics_of, running

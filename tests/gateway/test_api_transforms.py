@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bus.messages import Transform
+from bus.morphs import Transform
 from bus.settings import RedisSettings
 from tests.support.fake_worker import FakeWorker
 from tests.support.gateway_harness import ANSWER, BODY, Gate, metrics_of, running

@@ -14,18 +14,8 @@ from typing import Any
 import pytest
 
 from bus.client import Bus, BusUnavailable
-from bus.messages import (
-    Demand,
-    Event,
-    LayerShape,
-    Metrics,
-    MorphReport,
-    PageCounts,
-    RejectReason,
-    Submit,
-    Transform,
-    WorkerTelemetry,
-)
+from bus.messages import Demand, Event, LayerShape, Metrics, PageCounts, RejectReason, Submit, WorkerTelemetry
+from bus.morphs import MorphReport, Transform
 from bus.policy import Policy
 from bus.settings import ControllerSettings, MonitorSettings, Settings
 from controller import service as controller_service

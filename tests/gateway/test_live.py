@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from bus.messages import InstanceMoment, LayerShape, Moment, MorphReport, Stage
+from bus.messages import InstanceMoment, LayerShape, Moment, Stage
+from bus.morphs import MorphReport
 from bus.precisions import Precision
 from bus.settings import RedisSettings
 from gateway.operations import live as live_module

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from bus.messages import Event, LayerShape, MorphReport
-from bus.morphs import KIND_OF, MORPHS
+from bus.messages import Event, LayerShape
+from bus.morphs import KIND_OF, MORPHS, MorphReport
 from bus.precisions import PRECISIONS
 from gateway import stats
 from gateway.delivery.candidates import lowest_named

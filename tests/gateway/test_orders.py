@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from bus.client import LiveWorker
-from bus.messages import Resize, Swap
-from bus.morphs import ResizeOrder, SwapOrder
+from bus.morphs import Resize, ResizeOrder, Swap, SwapOrder
 from bus.policy import Policy
 from bus.precisions import PRECISIONS, Precision
 from gateway.delivery.cluster import Cluster

@@ -7,8 +7,8 @@ import re
 from dataclasses import fields
 from typing import get_args
 
-from bus.messages import InstanceMoment, Morph, MorphKind
-from bus.morphs import KIND_OF, MORPH_KINDS, MORPHS, progress_of
+from bus.messages import InstanceMoment
+from bus.morphs import KIND_OF, MORPH_KINDS, MORPHS, Morph, MorphKind, progress_of
 from bus.policy import FIELDS
 from bus.precisions import PRECISIONS
 from gateway.app import ROUTERS

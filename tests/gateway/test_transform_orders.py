@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from bus.client import LiveWorker
-from bus.messages import MorphOutcome, MorphReport, Stage, Transform, WorkerCard
-from bus.morphs import TransformOrder
+from bus.messages import Stage, WorkerCard
+from bus.morphs import MorphOutcome, MorphReport, Transform, TransformOrder
 from gateway.delivery.cluster import Cluster
 from gateway.errors import ApiError
 from gateway.morphs import Morphs

@@ -14,7 +14,8 @@ import pytest
 
 from bench.common.service import Service, wait_for
 from bus.codec import encode
-from bus.messages import Deploy, MorphReport, Retire, Stage
+from bus.messages import Stage
+from bus.morphs import Deploy, MorphReport, Retire
 from tests.support.paths import DEMO_MODEL
 
 pytestmark = [

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from bus.client import Bus
-from bus.messages import MorphReport, Resize, SamplingParams, StepOutput, Submit, Swap, WorkerTelemetry
+from bus.messages import SamplingParams, StepOutput, Submit, WorkerTelemetry
+from bus.morphs import MorphReport, Resize, Swap
 from bus.precisions import PRECISIONS
 from bus.settings import RedisSettings
 from tests.service.test_worker_process import DEMO, start

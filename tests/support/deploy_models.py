@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 import kernels
-from bus.messages import Deploy, MorphReport, PageCounts, Retire, Stage
+from bus.messages import PageCounts, Stage
+from bus.morphs import Deploy, MorphReport, Retire
 from bus.settings import WorkerSettings
 from tests.support.engine_toys import Client, request
 from worker.model import read_config

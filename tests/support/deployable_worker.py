@@ -15,18 +15,8 @@ import httpx
 
 from bus.client import Bus, connect
 from bus.deployments import Measure, Profile
-from bus.messages import (
-    CancelMorph,
-    Deploy,
-    Event,
-    Metrics,
-    MorphOutcome,
-    MorphReport,
-    PageCounts,
-    Retire,
-    WorkerCard,
-    WorkerMetrics,
-)
+from bus.messages import Event, Metrics, PageCounts, WorkerCard, WorkerMetrics
+from bus.morphs import CancelMorph, Deploy, MorphOutcome, MorphReport, Retire
 from bus.settings import ControllerSettings, RedisSettings, Settings
 from controller import service as controller_service
 from tests.support import service_loop

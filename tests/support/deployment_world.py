@@ -23,19 +23,8 @@ from bus.deployments import (
     RegisterModel,
     RetireModel,
 )
-from bus.messages import (
-    CancelMorph,
-    Deploy,
-    InstanceCard,
-    MorphKind,
-    MorphOutcome,
-    MorphReport,
-    PageCounts,
-    Retire,
-    Stage,
-    Transform,
-    WorkerCard,
-)
+from bus.messages import InstanceCard, PageCounts, Stage, WorkerCard
+from bus.morphs import CancelMorph, Deploy, MorphKind, MorphOutcome, MorphReport, Retire, Transform
 from controller.deployments.observation import Observation, WorkerView
 from controller.deployments.orders import Facts, carry_out
 from controller.deployments.planner import Question

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from bus.messages import LayerShape, Morph, Resize, Swap, Transform
+from bus.messages import LayerShape
+from bus.morphs import Morph, Resize, Swap, Transform
 from bus.precisions import Precision, is_below
 
 NUM_LAYERS = 2

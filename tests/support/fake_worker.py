@@ -15,25 +15,27 @@ from pathlib import Path
 from bus.client import Bus, BusUnavailable
 from bus.messages import (
     Cancel,
-    CancelMorph,
-    Command,
     Delta,
     Drain,
     InstanceCard,
-    Morph,
-    MorphOutcome,
-    MorphReport,
     RejectReason,
-    Resize,
     StepOutput,
     Submit,
-    Swap,
     TokenLogprobs,
-    Transform,
     WorkerCard,
     WorkerTelemetry,
 )
-from bus.morphs import KIND_OF
+from bus.morphs import (
+    KIND_OF,
+    CancelMorph,
+    Command,
+    Morph,
+    MorphOutcome,
+    MorphReport,
+    Resize,
+    Swap,
+    Transform,
+)
 from bus.policy import Envelope
 from bus.precisions import PRECISIONS
 from tests.support import metrics_samples

@@ -18,7 +18,8 @@ import torch
 from bench.common.engines import Shape, fill_cache, make_instance
 from bench.common.loading import load_model
 from bench.common.oracles import make_oracle
-from bus.messages import MorphReport, Resize, SamplingParams, Swap, Transform
+from bus.messages import SamplingParams
+from bus.morphs import MorphReport, Resize, Swap, Transform
 from bus.precisions import Precision
 from tests.support.threaded_worker import ThreadedWorker
 from worker.distributed.messages import Peer

@@ -15,7 +15,8 @@ from functools import partial
 
 import torch
 
-from bus.messages import PARTS, LayerShape, MorphReport, Part
+from bus.messages import PARTS, LayerShape, Part
+from bus.morphs import MorphReport
 from bus.precisions import Precision
 from kernels.plan import AttentionPlan
 from tests.support.engine_toys import VOCAB, next_token

@@ -9,7 +9,7 @@ from typing import Any
 
 from bus.catalogue import Contents
 from bus.checkpoints import Checkpoint
-from bus.messages import CancelMorph, Deploy, MorphOutcome, Retire
+from bus.morphs import CancelMorph, Deploy, MorphOutcome, Retire
 from controller.deployments.transitions import Command, Transition
 from tests.support.deployment_world import NUM_LAYERS, ROOM, Worker, World, instance
 

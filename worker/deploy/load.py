@@ -10,7 +10,8 @@ import logging
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, suppress
 
-from bus.messages import Deploy, InstanceCard, MorphOutcome, Number
+from bus.messages import InstanceCard, Number
+from bus.morphs import Deploy, MorphOutcome
 from worker.deploy.kv_sharing import KVHolder, Move, fair_pages, next_lender
 from worker.deploy.loader import GivenUp, MayGoOn, ModelLoader
 from worker.deploy.model_host import PAGES_AT_ONCE, Claim, HostedModel, ModelHost, holder_of, max_blocks

@@ -17,7 +17,8 @@ import torch
 
 import kernels
 from bus.checkpoints import BadCheckpoint, folder_digest
-from bus.messages import PARTS, Deploy, Part
+from bus.messages import PARTS, Part
+from bus.morphs import Deploy
 from bus.precisions import BITS, PRECISIONS
 from worker.deploy.model_host import ModelHost
 from worker.engine.build import MIB, compile_kernels, instance_of, make_cache, served_context, useful_pages

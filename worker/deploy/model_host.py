@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from bus.messages import PARTS, InstanceCard, Retire
+from bus.messages import PARTS, InstanceCard
+from bus.morphs import Retire
 from bus.settings import WorkerSettings
 from worker.deploy.kv_sharing import KVHolder, Move, next_move
 from worker.distributed.transport import Transport

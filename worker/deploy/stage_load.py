@@ -9,7 +9,8 @@ from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
 
-from bus.messages import Deploy, InstanceCard
+from bus.messages import InstanceCard
+from bus.morphs import Deploy
 from worker.deploy.load import LoadRun
 from worker.deploy.model_host import ModelHost
 from worker.distributed.messages import Peer

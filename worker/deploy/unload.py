@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from bus.messages import Number, Retire
+from bus.messages import Number
+from bus.morphs import Retire
 from worker.deploy.model_host import HostedModel, ModelHost
 from worker.morph.run import Patience, Run, Steps
 

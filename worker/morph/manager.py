@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
-from bus.messages import Deploy, Morph, MorphOutcome, MorphReport, Number, Resize, Retire, Swap
+from bus.messages import Number
+from bus.morphs import Deploy, Morph, MorphOutcome, MorphReport, Resize, Retire, Swap
 from worker.engine.engine import DEVICE_ERRORS
 from worker.memory import BrokenInvariant
 from worker.morph.resize import ResizeRun

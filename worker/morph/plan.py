@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bus.messages import PARTS, LayerShape, Part, Swap
+from bus.messages import PARTS, LayerShape, Part
+from bus.morphs import Swap
 from bus.precisions import Precision
 from worker.engine.shape import precision_of
 from worker.morph.run import NotApplied

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
-from bus.messages import Cause, Number
+from bus.messages import Number
+from bus.morphs import Cause
 from bus.policy import Envelope, Policy
 from bus.precisions import LOWEST, PRECISIONS, Precision, is_below
 from worker.morph.losses import Choice, Halves, Losses, MayTouch, Pages, choose_relief, choose_return

@@ -11,7 +11,8 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from bus.messages import Event, HalfOrder, Morph, MorphReport, Resize, Swap
+from bus.messages import Event
+from bus.morphs import HalfOrder, Morph, MorphReport, Resize, Swap
 from bus.policy import Envelope, Policy
 from bus.precisions import LOWEST, PRECISIONS
 from worker.morph import reflex

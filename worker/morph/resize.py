@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bus.messages import LayerShape, Number, Resize
+from bus.messages import LayerShape, Number
+from bus.morphs import Resize
 from worker.distributed.messages import GrowKV
 from worker.morph.members import Members
 from worker.morph.run import NotApplied, Run, Steps

@@ -6,8 +6,8 @@ import time
 from collections.abc import Generator, Hashable, Mapping
 from typing import Any
 
-from bus.messages import Morph, MorphOutcome, MorphReport, Number, Transform
-from bus.morphs import KIND_OF
+from bus.messages import Number
+from bus.morphs import KIND_OF, Morph, MorphOutcome, MorphReport, Transform
 
 Steps = Generator[bool, None, None]  # as `Run.steps`
 Peers = Mapping[str, Any]  # by worker, how a group or a pipeline reaches it

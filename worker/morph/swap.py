@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from bus.messages import Number, Swap
+from bus.messages import Number
+from bus.morphs import Swap
 from bus.precisions import Precision
 from worker.distributed.messages import DropHalf, InstallHalf, PrepareHalf
 from worker.morph.members import Members

@@ -10,7 +10,8 @@ from typing import Literal
 import msgspec
 import torch
 
-from bus.messages import Number, Transform
+from bus.messages import Number
+from bus.morphs import Transform
 from worker.distributed.messages import Announce, BeginSplit, EndSplit, FinishMerge, MoveBoundary, Peer
 from worker.morph.run import NotApplied, Run, Steps
 from worker.parallel.block_share import SubgroupTooFull, plan_block_moves

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bus.messages import Deploy, Stage
+from bus.messages import Stage
+from bus.morphs import Deploy
 from worker.model.config import ModelConfig
 from worker.model.layout import degrees
 from worker.model.shard import Shard

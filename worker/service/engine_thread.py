@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from bus.messages import Event, InstanceTelemetry, Morph, MorphReport, PageCounts, Submit
+from bus.messages import Event, InstanceTelemetry, PageCounts, Submit
+from bus.morphs import Morph, MorphReport
 from bus.policy import Envelope
 from worker.distributed.messages import Peer
 from worker.engine.engine import Engine, StepResult, instance_telemetry

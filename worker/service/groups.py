@@ -10,7 +10,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from bus.client import Bus, BusUnavailable
-from bus.messages import Deploy, InstanceCard, Morph, Retire, Transform, WorkerCard
+from bus.messages import InstanceCard, WorkerCard
+from bus.morphs import Deploy, Morph, Retire, Transform
 from worker.deploy.model_host import HostedModel, ModelHost, max_blocks
 from worker.distributed.messages import Peer
 from worker.model.layout import degrees

@@ -11,7 +11,8 @@ from typing import get_args
 
 from bus.client import Bus, BusFull, BusUnavailable
 from bus.deployments import Measure
-from bus.messages import Cancel, CancelMorph, Command, Deploy, Drain, Morph, Submit, Transform
+from bus.messages import Cancel, Drain, Submit
+from bus.morphs import CancelMorph, Command, Deploy, Morph, Transform
 from bus.names import consumer
 from bus.policy import Envelope
 from worker.distributed.messages import Peer

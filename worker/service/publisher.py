@@ -19,7 +19,8 @@ from functools import partial
 from itertools import islice
 
 from bus.client import Bus, BusFull, BusUnavailable
-from bus.messages import Delta, Event, MorphReport, StepOutput
+from bus.messages import Delta, Event, StepOutput
+from bus.morphs import MorphReport
 from bus.names import Names
 from worker.engine.core import Output
 from worker.engine.engine import StepResult

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import kernels
-from bus.messages import Deploy, MorphOutcome, Retire
+from bus.morphs import Deploy, MorphOutcome, Retire
 from bus.precisions import BITS, PRECISIONS
 from bus.settings import WorkerSettings
 from worker.deploy.kv_sharing import KVHolder

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from bus.client import Bus
-from bus.messages import InstanceCard, MorphReport, WorkerCard
+from bus.messages import InstanceCard, WorkerCard
+from bus.morphs import MorphReport
 from bus.precisions import PRECISIONS
 from bus.service import run_until
 from bus.settings import Settings

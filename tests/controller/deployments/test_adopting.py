@@ -8,7 +8,8 @@ from typing import Any
 from bus.catalogue import Contents
 from bus.checkpoints import Checkpoint
 from bus.deployments import Configuration, Intent
-from bus.messages import Deploy, Retire, Stage
+from bus.messages import Stage
+from bus.morphs import Deploy, Retire
 from controller.deployments.adopting import adopted, folders_of_unknown
 from controller.deployments.transitions import Transition
 from tests.support.deployment_world import NUM_LAYERS, World, instance

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bus.messages import CancelMorph, Deploy, Retire, Transform
+from bus.morphs import CancelMorph, Deploy, Retire, Transform
 from controller.deployments.loading import LOAD_LIMIT_MS
 from controller.deployments.observation import UNHEARD_MS
 from controller.deployments.transitions import MAX_ATTEMPTS

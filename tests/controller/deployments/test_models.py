@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bus.deployments import Measure, RemoveModel
-from bus.messages import CancelMorph
+from bus.morphs import CancelMorph
 from controller.deployments.profiling import SILENT_MS
 from controller.deployments.transitions import MAX_ATTEMPTS, measure_id
 from tests.support.deployment_world import World, measured, profile

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from bus.deployments import Measure, RemoveModel
-from bus.messages import CancelMorph, Deploy, InstanceCard, PageCounts, Resize, Swap
+from bus.messages import InstanceCard, PageCounts
+from bus.morphs import CancelMorph, Deploy, Resize, Swap
 from bus.precisions import Precision
 from controller.deployments.observation import WorkerView
 from tests.controller.deployments.test_properties import check_at_rest

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.deployments import Measure, RemoveModel
-from bus.messages import CancelMorph, Deploy
+from bus.morphs import CancelMorph, Deploy
 from controller.deployments.transitions import MAX_ATTEMPTS
 from tests.support.deployment_world import World
 from tests.support.pipeline_world import PipelineWorld

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bus.deployments import Answer
-from bus.messages import Deploy, Retire, Transform
+from bus.morphs import Deploy, Retire, Transform
 from controller.deployments.loading import STABLE_MS
 from controller.deployments.retries import STUCK_MS
 from controller.deployments.transitions import MAX_ATTEMPTS

@@ -6,7 +6,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from bus.messages import Demand, MorphOutcome, MorphReport, Transform
+from bus.messages import Demand
+from bus.morphs import MorphOutcome, MorphReport, Transform
 from bus.policy import Policy
 from controller.morphing.decision import MorphDecision
 from controller.morphing.groups import Group

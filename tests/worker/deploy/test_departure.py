@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bus.messages import Retire
+from bus.morphs import Retire
 from worker.deploy.unload import TURN_S, UnloadRun
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from bus.checkpoints import folder_digest
-from bus.messages import RejectReason, Stage, Swap
+from bus.messages import RejectReason, Stage
+from bus.morphs import Swap
 from tests.support.deploy_models import Place, settings_for, write_model
 from worker.deploy.loader import ModelLoader
 

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bus.messages import PARTS, RejectReason, Resize, Swap
+from bus.messages import PARTS, RejectReason
+from bus.morphs import Resize, Swap
 from bus.precisions import Precision
 from tests.support.deploy_models import Place, settings_for, write_model
 

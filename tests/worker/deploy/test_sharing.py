@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.messages import Resize
+from bus.morphs import Resize
 from tests.support.deploy_models import Place, settings_for, write_model
 from worker.deploy.kv_sharing import KVHolder, fair_pages, gift, next_move
 

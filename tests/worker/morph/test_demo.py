@@ -16,7 +16,8 @@ import torch
 
 from bench.common.engines import fill_cache, make_instance
 from bench.common.loading import load_model
-from bus.messages import LayerShape, MorphReport, Resize, Swap
+from bus.messages import LayerShape
+from bus.morphs import MorphReport, Resize, Swap
 from bus.precisions import QUANTIZED, Precision
 from tests.support.engine_toys import Client, request, run
 from tests.support.paths import DEMO_MODEL

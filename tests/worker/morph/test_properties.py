@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from bus.messages import PARTS, MorphReport, RejectReason, Resize, Swap
+from bus.messages import PARTS, RejectReason
+from bus.morphs import MorphReport, Resize, Swap
 from bus.precisions import PRECISIONS
 from tests.support.engine_toys import VOCAB, Client, continuation, request
 from tests.support.morph_toys import Rig

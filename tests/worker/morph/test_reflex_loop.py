@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from bus.messages import Event, LayerShape, Swap
+from bus.messages import Event, LayerShape
+from bus.morphs import Swap
 from bus.policy import Envelope, Mode, Policy
 from tests.support.engine_toys import continuation, request
 from tests.support.morph_toys import Rig

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bus.messages import MorphReport, Resize, Swap
+from bus.morphs import MorphReport, Resize, Swap
 from tests.support.engine_toys import Client, continuation, request, run
 from tests.support.morph_toys import Rig
 from worker.memory import MappingFailed

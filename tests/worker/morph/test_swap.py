@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from bus.logs import Text, extras
-from bus.messages import CancelMorph, HalfOrder, LayerShape, MorphReport, Swap
+from bus.messages import LayerShape
+from bus.morphs import CancelMorph, HalfOrder, MorphReport, Swap
 from bus.precisions import Precision
 from tests.support.engine_toys import Client, continuation, request, run
 from tests.support.morph_toys import PAGE, Rig

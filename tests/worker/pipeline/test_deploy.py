@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from bus.messages import Deploy, MorphReport, RejectReason, Stage, Swap
+from bus.messages import RejectReason, Stage
+from bus.morphs import Deploy, MorphReport, Swap
 from tests.support.deploy_models import Place, settings_for, write_model
 from worker.distributed.messages import Peer
 from worker.pipeline.stage_host import StageHost

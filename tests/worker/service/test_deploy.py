@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from bus.client import connect
-from bus.messages import Deploy, MorphReport, RejectReason, Retire, Stage, WorkerCard
+from bus.messages import RejectReason, Stage, WorkerCard
+from bus.morphs import Deploy, MorphReport, Retire
 from bus.settings import RedisSettings
 from tests.support.deploy_models import settings_for, write_model
 from tests.support.loaded_bench import QUICK, LoadedBench

@@ -13,7 +13,8 @@ import pytest
 from bus.checkpoints import folder_digest
 from bus.client import connect
 from bus.deployments import Measure, Profile
-from bus.messages import CancelMorph, Drain, Event
+from bus.messages import Drain, Event
+from bus.morphs import CancelMorph
 from bus.settings import RedisSettings
 from tests.support.deploy_models import settings_for, write_model
 from tests.support.loaded_bench import QUICK, LoadedBench

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from bus.client import connect
-from bus.messages import CancelMorph, MorphReport, RejectReason, Resize, Swap, Transform, WorkerTelemetry
+from bus.messages import RejectReason, WorkerTelemetry
+from bus.morphs import CancelMorph, MorphReport, Resize, Swap, Transform
 from bus.settings import RedisSettings
 from tests.conftest import settings_of
 from tests.support.engine_toys import continuation

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bus.client import BusUnavailable
-from bus.messages import CancelMorph, Command, Transform
+from bus.morphs import CancelMorph, Command, Transform
 from bus.names import Names
 from worker.service.intake import Intake
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from bus.client import connect
-from bus.messages import Deploy, InstanceCard, RejectReason, Stage, WorkerCard
+from bus.messages import InstanceCard, RejectReason, Stage, WorkerCard
+from bus.morphs import Deploy
 from bus.settings import RedisSettings
 from tests.support.deploy_models import settings_for, write_model
 from tests.support.worker_bench import started

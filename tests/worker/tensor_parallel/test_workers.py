@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bus.messages import MorphReport
+from bus.morphs import MorphReport
 from tests.support.group_workers import BLOCK_TOKENS, GroupWorker, model_fixtures, transform, workers
 
 LAYERS = 4
