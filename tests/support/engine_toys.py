@@ -60,6 +60,9 @@ class ToyBlocks:
     def reuse(self, blocks: Any) -> None:
         assert not blocks, "nothing is indexed"
 
+    def relocate(self, moves: Any) -> None:
+        raise NotImplementedError
+
     def free(self, ids: Any) -> None:
         assert not set(ids) & set(self.free_ids), "freed twice"
         self.free_ids += ids

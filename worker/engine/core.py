@@ -286,8 +286,7 @@ class EngineCore:
         return min(lately, key=PRECISIONS.index, default=LOWEST)
 
     def renumber_blocks(self, moved: Mapping[int, int]) -> None:
-        """Rename KV blocks that were moved on this device (old id -> new id), and move them elsewhere."""
-        self.executor.move_blocks(moved)
+        """Rename KV blocks that were moved (old id -> new id)."""
         for seq in self.scheduler.renumber(moved):
             self.batch.reread_blocks(seq)
 

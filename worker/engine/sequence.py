@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,6 +34,9 @@ class BlockPool(Protocol):
         """Take those of these indexed blocks that are free, with what they hold."""
 
     def free(self, blocks: Seq[int], /) -> None: ...
+
+    def relocate(self, moves: Mapping[int, int], /) -> None:
+        """Rename blocks in use whose contents were moved (from -> to)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@
 """
 
 from worker.memory.backend import BlocksInUse, BrokenInvariant, MappingFailed, OutOfBlocks, OutOfPages
-from worker.memory.block_allocator import BlockAllocator, FreeBlocks, plan_moves_below
+from worker.memory.block_allocator import BlockAllocator, FreeBlocks, in_parts, plan_moves_below
 from worker.memory.cpu import CpuBackend
 from worker.memory.kv_cache import KVCache
 from worker.memory.pool import PagePool, VirtualRange
@@ -32,5 +32,6 @@ __all__ = [
     "PagePool",
     "PrefixIndex",
     "VirtualRange",
+    "in_parts",
     "plan_moves_below",
 ]

@@ -132,7 +132,7 @@ class OutOfBlocks(RuntimeError):
 
 
 class BlocksInUse(RuntimeError):
-    """A cache cannot shrink below live blocks: move them first (`kernels.copy_blocks`)."""
+    """A cache cannot shrink below live blocks: move them first (`KVCache.copy_blocks`)."""
 
     def __init__(self, blocks: Sequence[int], capacity: int) -> None:
         self.blocks, self.capacity = list(blocks), capacity

@@ -130,6 +130,26 @@ def plan_moves_below(used: Iterable[int], capacity: int) -> dict[int, int]:
     return dict(zip(live, targets, strict=True))
 
 
+def in_parts(moves: Mapping[int, int], most: int) -> Iterator[dict[int, int]]:
+    """Divide simultaneous moves (from -> to) into parts of about `most` moves, to make one after the other.
+
+    A part overwrites nothing that a later part reads. A cycle is not divided.
+    """
+    sources = {to: block for block, to in moves.items()}
+    left, part = dict(moves), dict[int, int]()
+    ends = [block for block, to in moves.items() if to not in moves]  # of chains: their targets are free
+    for block in [*ends, *moves]:  # what the chains leave are cycles
+        is_cycle = moves[block] in moves
+        while block in left:
+            part[block] = left.pop(block)
+            block = sources.get(block, -1)
+            if len(part) >= most and not (is_cycle and block in left):
+                yield part
+                part = {}
+    if part:
+        yield part
+
+
 class FreeBlocks:
     """Free block numbers: those that hold nothing of use first, the lowest first; then the indexed ones.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Final
 
 import torch
 
+from kernels import copy_blocks
 from worker.memory.backend import BrokenInvariant, OutOfPages
-from worker.memory.block_allocator import BlockAllocator
+from worker.memory.block_allocator import BlockAllocator, in_parts
 from worker.memory.pool import PagePool, VirtualRange
 
 # Bytes of an empty cache on a CPU device that stay with the process, so that small loads find them in place:
@@ -159,6 +161,24 @@ class KVCache:
             if all(layer.num_mapped == before for layer in self._ranges):
                 self.allocator.extend(self.blocks_in(before))
             raise
+
+    def copy_blocks(self, moves: Mapping[int, int], degree: int = 1, at_once_bytes: int = 0) -> None:
+        """Copy blocks (from -> to) in every layer, all at once: a target may be a source, too.
+
+        degree: as in `layers_at`. at_once_bytes: of memory beside the cache, where a target is a source.
+        """
+        if not moves:
+            return
+        layers = self.layers_at(degree)
+        is_apart = moves.keys().isdisjoint(moves.values())
+        most = max(1, at_once_bytes * degree // self.block_bytes)
+        for part in [moves] if is_apart else in_parts(moves, most):
+            sources, targets = torch.tensor(list(part.items()), device=layers[0].device).unbind(1)
+            for layer in layers:
+                if part.keys().isdisjoint(part.values()):
+                    copy_blocks(layer, sources, targets)
+                else:
+                    layer[targets] = layer[sources]
 
     def release(self) -> None:
         """Free all pages and addresses, live blocks or not. The views must not be used any more."""

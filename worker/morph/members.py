@@ -5,6 +5,8 @@ Morphs are written once against this: `do` has all members carry out an action b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from bus.precisions import Precision, is_below
 from worker.distributed.messages import Actions, GrowKV, KVPurpose, MemberStatus, ShrinkKV
 from worker.memory import OutOfBlocks, plan_moves_below
@@ -117,21 +119,25 @@ class Members:
         then: an action that needs the pages, between the same two steps. Raises NotApplied where the blocks
         in use do not fit into the rest.
         """
-        blocks = self.blocks_after(-pages)
         self._is_counting = True
         try:
             with self._executor.counting_blocks() as count:
-                used = yield from count()
-                try:
-                    moves = plan_moves_below((block for each in used for block in each), blocks)
-                except OutOfBlocks as error:
-                    raise self.in_use(sum(map(len, used)), blocks) from error
-                self.begin(ShrinkKV(pages=pages, blocks=blocks, moves=moves, purpose=purpose))
+                used = [block for each in (yield from count()) for block in each]
+                self.begin(self.plan_shrink(pages, used, purpose))
                 if then:
                     self.begin(then)
         finally:
             self._is_counting = False
         yield from self.settle()
+
+    def plan_shrink(self, pages: int, used: Sequence[int], purpose: KVPurpose) -> ShrinkKV:
+        """Return the action that takes pages from each layer; raises as `shrink` does. used: blocks."""
+        blocks = self.blocks_after(-pages)
+        try:
+            moves = plan_moves_below(used, blocks)
+        except OutOfBlocks as error:
+            raise self.in_use(len(used), blocks) from error
+        return ShrinkKV(pages=pages, blocks=blocks, moves=moves, purpose=purpose)
 
     def grow_own(self) -> None:
         """Give the KV cache the free pages that are its own, as far as they make a page of every layer."""

@@ -108,11 +108,11 @@ class ResizeRun(Run):
 
     def _go_back(self) -> None:
         """Undo what was done; pages that a group has added stay, since taking them needs its consent."""
-        members, resizer, done = self._members, self._target.resizer, self._pages_done
+        members, done = self._members, self._pages_done
         if members.is_lost or not done:
             return
         if done < 0:
             pages = min(-done, *(each.growable_pages for each in members.statuses()))
             members.begin(GrowKV(pages=pages, blocks=members.blocks_after(pages), purpose="order"))
-        elif members.size == 1 and resizer.can_take(done, resizer.cache.allocator.num_used):
-            resizer.shrink(done)
+        elif members.size == 1 and members.blocks_after(-done) >= members.num_used:
+            members.begin(members.plan_shrink(done, self._target.resizer.cache.allocator.used, "order"))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-import torch
-
-from kernels import copy_blocks
+from worker.distributed.messages import GrowKV, ShrinkKV
 from worker.engine.core import EngineCore
 from worker.memory import KVCache, plan_moves_below
 
@@ -76,8 +74,12 @@ class KVResizer:
         return max(0, min(self.num_spare_pages // self.num_layers, self.cache.growable_pages))
 
     def lend(self, pages_per_layer: int) -> None:
-        """Lend pages to another model, until it goes. Raises as `shrink` does."""
-        self.shrink(pages_per_layer)
+        """Lend pages to another model, until it goes. Raises OutOfBlocks and MappingFailed.
+
+        Sequences keep all they had.
+        """
+        self.vacate(self.cache.blocks_in(self.cache.pages_per_layer - pages_per_layer))
+        self.cache.shrink(pages_per_layer)
         self.num_lent += pages_per_layer
 
     def borrow(self, pages_per_layer: int) -> None:
@@ -113,24 +115,31 @@ class KVResizer:
         left = self.cache.pages_per_layer - pages_per_layer
         return left >= 0 and self.cache.blocks_in(left) >= num_blocks
 
-    def shrink(self, pages_per_layer: int) -> None:
-        """Take the last pages of every layer; live blocks in them move to free ones below.
+    def carry_out(self, action: GrowKV | ShrinkKV) -> None:
+        """Give pages to every layer, or take the last ones; live blocks in them move as the action says.
 
-        Raises OutOfBlocks if they do not find room, and MappingFailed; sequences keep all they had.
+        The pages of a swap are the cache's own, those of an order are not.
         """
-        self.vacate(self.cache.blocks_in(self.cache.pages_per_layer - pages_per_layer))
-        self.cache.shrink(pages_per_layer)
+        pages = action.pages if isinstance(action, GrowKV) else -action.pages
+        if isinstance(action, GrowKV):
+            self.cache.grow(pages)
+        else:
+            self._move(action.moves)
+            self.cache.shrink(-pages)
+        if action.purpose == "swap":
+            self.own_pages -= pages * self.num_layers
 
     def vacate(self, capacity: int) -> None:
         """Move live blocks below `capacity`. Raises OutOfBlocks if they do not find room."""
         moves = plan_moves_below(self.cache.allocator.live_from(0), capacity)
-        if not moves:
-            return
-        pairs = torch.tensor(list(moves.items()), device=self.cache.layers[0].device)
-        sources, targets = pairs.unbind(1)
-        for layer in self.cache.layers:
-            copy_blocks(layer, sources, targets)
-        self.cache.allocator.relocate(moves)
+        if moves:
+            self._instance.executor.move_blocks(moves)
+            self._move(moves)
+
+    def _move(self, moves: Mapping[int, int]) -> None:
+        """Move blocks (from -> to) on this device, and rename them in the books and in the sequences."""
+        self.cache.copy_blocks(moves, self._instance.executor.num_members)
+        self._instance.scheduler.blocks.relocate(moves)
         self._instance.renumber_blocks(moves)
         self.num_blocks_moved += len(moves)
 

@@ -129,7 +129,7 @@ class Target:
     # ----------------------------------------------------------------------------- actions
 
     def carry_out(self, action: Actions) -> None:
-        """Carry out one action of a morph at this member alone; raises what makes it fail."""
+        """Carry out one action of a morph at this member; raises what makes it fail."""
         match action:
             case PrepareHalf():
                 self._prepare(Half(action.layer, action.part), action.precision)
@@ -137,20 +137,10 @@ class Target:
                 self._install(Half(action.layer, action.part))
             case DropHalf():
                 self._drop(Half(action.layer, action.part))
-            case GrowKV():
-                self.resizer.cache.grow(action.pages)
-                self.count_resized(action)
-            case ShrinkKV():
-                self.resizer.shrink(action.pages)
-                self.count_resized(action)
+            case GrowKV() | ShrinkKV():
+                self.resizer.carry_out(action)
             case _:
-                raise TypeError(f"a worker alone cannot carry out {type(action).__name__}")
-
-    def count_resized(self, action: GrowKV | ShrinkKV) -> None:
-        """Note whose the pages of a resize are: a swap's are the cache's own, an order's are not."""
-        pages = action.pages * self.resizer.num_layers
-        if action.purpose == "swap":
-            self.resizer.own_pages += pages if isinstance(action, ShrinkKV) else -pages
+                raise TypeError(f"{type(action).__name__} is nothing that a member can do by itself")
 
     def drop_all(self) -> None:
         """Unmap every prepared variant. Raises MappingFailed."""

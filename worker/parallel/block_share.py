@@ -5,7 +5,7 @@ Numbers are the same on every rank; while layers run at two degrees, those of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from worker.memory import BrokenInvariant, FreeBlocks, OutOfBlocks, PrefixIndex
 
@@ -72,13 +72,12 @@ class BlockShare:
         """Add free blocks of another share."""
         self._free.add(blocks)
 
-    def move(self, moves: Mapping[int, int], capacity: int) -> None:
+    def relocate(self, moves: Mapping[int, int]) -> None:
         """Rename moved blocks (from -> to) of any member; one given back since is free at its new place."""
         self.index.rename(moves)
         self._used = {moves.get(block, block) for block in self._used}
         given_back = {moves[block] for block in self._free if block in moves}
         self._free.replace(set(self._free).difference(moves.values()) | given_back)
-        self.drop_free_from(capacity)
 
     def drop_free_from(self, capacity: int) -> None:
         """Drop free blocks above `capacity` and lower `capacity`."""
@@ -138,7 +137,7 @@ def plan_block_moves(used: Sequence[Sequence[int]], capacity_after: int) -> list
     """Plan the moves (from -> to), by subgroup, before a group of n subgroups splits.
 
     Subgroup j keeps the numbers c * n + j with c < capacity_after. used: by subgroup. Targets are free as far
-    as possible; else they are sources too, see `in_parts`. Raises SubgroupTooFull.
+    as possible; else they are sources too, see `worker.memory.in_parts`. Raises SubgroupTooFull.
     """
     n = len(used)
     taken = {block for blocks in used for block in blocks}
@@ -151,23 +150,3 @@ def plan_block_moves(used: Sequence[Sequence[int]], capacity_after: int) -> list
         targets = sorted(set(own) - right, key=lambda block: (block in taken, block))
         moves.append(dict(zip((block for block in blocks if block not in right), targets, strict=False)))
     return moves
-
-
-def in_parts(moves: Mapping[int, int], most: int) -> Iterator[dict[int, int]]:
-    """Divide simultaneous moves (from -> to) into parts of about `most` moves, to make one after the other.
-
-    A part overwrites nothing that a later part reads. A cycle is not divided.
-    """
-    sources = {to: block for block, to in moves.items()}
-    left, part = dict(moves), dict[int, int]()
-    ends = [block for block, to in moves.items() if to not in moves]  # of chains: their targets are free
-    for block in [*ends, *moves]:  # what the chains leave are cycles
-        is_cycle = moves[block] in moves
-        while block in left:
-            part[block] = left.pop(block)
-            block = sources.get(block, -1)
-            if len(part) >= most and not (is_cycle and block in left):
-                yield part
-                part = {}
-    if part:
-        yield part

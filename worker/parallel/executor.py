@@ -310,7 +310,7 @@ class TensorParallelExecutor(Executor):
     # ----------------------------------------------------------------------------- after a step
 
     def _carry_out(self, action: messages.Actions, step: messages.Step) -> None:
-        """Carry out one action: what changes the member is its own, or `transition`'s."""
+        """Carry out one action: those of groups here, those of any morph in the target."""
         member = self.member
         match action:
             case messages.Announce():
@@ -331,11 +331,7 @@ class TensorParallelExecutor(Executor):
                 begin_split(member, action, step.used)
             case messages.EndSplit():
                 end_split(member)
-            case messages.GrowKV():
-                member.grow_kv(action)
-            case messages.ShrinkKV():
-                member.shrink_kv(action)
-            case messages.PrepareHalf() | messages.InstallHalf() | messages.DropHalf():
-                self.local.target.carry_out(action)
             case _:
-                raise RuntimeError(f"a member cannot carry out {type(action).__name__}")
+                self.local.target.carry_out(action)
+                if isinstance(action, messages.GrowKV | messages.ShrinkKV):
+                    member.resized(action)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
-
-from kernels import copy_blocks
 from worker.distributed.communicator import Communicator
 from worker.distributed.messages import GrowKV, ShrinkKV
 from worker.memory import BlockAllocator
 from worker.model.shard import ALONE
-from worker.parallel.block_share import BlockShare, in_parts
+from worker.parallel.block_share import BlockShare
 from worker.parallel.formation import Formation
 from worker.parallel.local_instance import LocalInstance
 from worker.parallel.rows import RowSource
@@ -76,18 +73,6 @@ class Member:
             self.share.take(range(first, blocks))
         self.share.capacity = blocks
 
-    def copy_blocks(self, moves: Mapping[int, int]) -> None:
-        """Copy this rank's part of each block (from -> to), all at once: a target may be a source, too."""
-        layers = self.local.cache.layers_at(self.formation.size)
-        most = max(1, self.local.stage_bytes // (layers[0][0].numel() * layers[0].itemsize))
-        for part in in_parts(moves, most):
-            sources, targets = torch.tensor(list(part.items()), device=layers[0].device).unbind(1)
-            for layer in layers:
-                if part.keys().isdisjoint(part.values()):
-                    copy_blocks(layer, sources, targets)
-                else:
-                    layer[targets] = layer[sources]
-
     def reshaped(self, tp: int) -> None:
         """Note that the degree is `tp` from here on."""
         self.tp = tp
@@ -117,29 +102,13 @@ class Member:
         yield
         self.costs.moving_s += time.monotonic() - began
 
-    def grow_kv(self, action: GrowKV) -> None:
-        """Add pages to the cache; the new blocks are the leader's, who lends them."""
-        self.local.cache.grow(action.pages)
-        self.take_new_blocks(self.share.capacity, action.blocks)
-        self._note_size(action, action.pages)
-
-    def shrink_kv(self, action: ShrinkKV) -> None:
-        """Move live blocks below the new end, then take the pages."""
-        moves = action.moves
-        self.copy_blocks(moves)
-
-        def number(block: int) -> int:
-            return moves.get(block, block)
-
-        self.share.move(moves, action.blocks)
-        self.local.instance.renumber_all_blocks(number)
-        self.local.cache.shrink(action.pages)
-        self.local.resizer.num_blocks_moved += len(moves)
-        self._note_size(action, -action.pages)
-
-    def _note_size(self, action: GrowKV | ShrinkKV, pages: int) -> None:
-        """Remember a size that an operator has ordered: it holds when the group splits, too."""
-        self.local.target.count_resized(action)
+    def resized(self, action: GrowKV | ShrinkKV) -> None:
+        """Divide the blocks anew; an operator's size holds when the group splits, too."""
+        pages = action.pages if isinstance(action, GrowKV) else -action.pages
+        if pages > 0:
+            self.take_new_blocks(self.share.capacity, action.blocks)
+        else:
+            self.share.drop_free_from(action.blocks)
         if action.purpose == "order":
             self.pages_alone = max(self.pages_alone + pages, self.local.cache.pages_for(1))
 

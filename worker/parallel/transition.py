@@ -62,9 +62,9 @@ def begin_split(member: Member, action: BeginSplit, used: Blocks) -> None:
     Blocks freed in this very step are in `used` too, and become free at their new place.
     """
     with member.moving():
-        member.copy_blocks(action.moves)
-        _split_blocks(member, action, used)
         cache = member.local.cache
+        cache.copy_blocks(action.moves, member.formation.size, member.local.stage_bytes)
+        _split_blocks(member, action, used)
         cache.shrink(cache.pages_per_layer - action.pages[member.rank])
         if member.low:
             member.low.close()

@@ -11,7 +11,6 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from kernels import copy_blocks
 from worker.distributed import messages
 from worker.distributed.communicator import PeerLost
 from worker.distributed.transport import Link, to_host
@@ -257,8 +256,6 @@ class RemoteStageRunner:
             link.send(run, made)
 
     def _move(self, move: messages.MoveBlocks) -> None:
-        sources, targets = (torch.tensor(each, device=self._device) for each in (move.sources, move.targets))
-        for layer in self.stage.cache.layers:
-            copy_blocks(layer, sources, targets)
+        self.stage.cache.copy_blocks(dict(zip(move.sources, move.targets, strict=True)))
         for link in self._next:
             link.send(move)

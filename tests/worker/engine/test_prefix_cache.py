@@ -174,7 +174,7 @@ def test_a_block_that_is_indexed_again_keeps_the_precision_that_made_it() -> Non
         client.take(engine.step())
     use_precision(instance, "int4")
     client.take(engine.step())
-    instance.renumber_all_blocks(lambda block: block)  # as a group does that shrinks its cache
+    instance.renumber_all_blocks(lambda block: block)  # as a group does that splits
     client.take(engine.step())
     use_precision(instance, "full")
     engine.submit("toy@w0", request("full", [*SYSTEM, 2], 8))

@@ -18,10 +18,10 @@ from tests.worker.tensor_parallel.test_workers import oracle, prompt
 from worker.distributed.messages import Announce, CountBlocks, MemberLoad, MemberStatus, Prepare, Ready, Vote
 from worker.engine.engine import instance_telemetry
 from worker.engine.sequence import own_request
-from worker.memory import OutOfBlocks, plan_moves_below
+from worker.memory import OutOfBlocks, in_parts, plan_moves_below
 from worker.morph import members
 from worker.morph.run import NotApplied
-from worker.parallel.block_share import BlockShare, SubgroupTooFull, in_parts, loans, plan_block_moves
+from worker.parallel.block_share import BlockShare, SubgroupTooFull, loans, plan_block_moves
 from worker.parallel.coordinator import StepCoordinator
 from worker.parallel.formation import Formation
 from worker.parallel.proposal import PeerLinks, Proposal
@@ -91,7 +91,8 @@ def test_a_block_that_is_given_back_as_blocks_move_is_not_lost() -> None:
     moves = plan_moves_below([2, 10, 9], 8)
     shares[0].free([10])
     for share in shares:
-        share.move(moves, 8)
+        share.relocate(moves)
+        share.drop_free_from(8)
     assert sorted(block for share in shares for block in share.free_ids + share.used) == list(range(8))
     assert shares[0].used == [2]
 
@@ -143,7 +144,8 @@ class TwoShares:
         self.contents.update(moved)
         self.capacity = capacity
         for who in (0, 1):
-            self.shares[who].move(moves, capacity)
+            self.shares[who].relocate(moves)
+            self.shares[who].drop_free_from(capacity)
             self.held[who] = {moves.get(block, block) for block in self.held[who]}
 
     def renumber(self) -> None:
