@@ -41,9 +41,11 @@ class ToyVariants:
     """`fail_on`: verbs that fail, `fail_once`: the next time only. `hold`: copies stop before their last page
     until it is set."""
 
-    def __init__(self, pool: PagePool, num_layers: int) -> None:
+    def __init__(
+        self, pool: PagePool, num_layers: int, precisions: Sequence[Precision] = tuple(PAGES)
+    ) -> None:
         self.pool, self.num_layers = pool, num_layers
-        self.precisions = tuple(PAGES)
+        self.precisions = tuple(precisions)
         self.fail_on: set[str] = set()
         self.fail_once: set[str] = set()
         self.hold = threading.Event()
@@ -52,7 +54,7 @@ class ToyVariants:
         self.resident: dict[tuple[int, Part], Precision] = {}
         for layer in range(num_layers):
             for part in PARTS:
-                for precision in PAGES:
+                for precision in precisions:
                     nbytes = self.pages(layer, part, precision) * PAGE
                     owner = f"{part} {layer} {precision}"
                     self.ranges[layer, part, precision] = pool.reserve(nbytes, kind="weights", owner=owner)
@@ -102,7 +104,7 @@ class ToyVariants:
 
     def image(self, key: Key) -> int:
         layer, part, precision = key
-        return 1 + (layer * 2 + PARTS.index(part)) * len(PAGES) + self.precisions.index(precision)
+        return 1 + (layer * 2 + PARTS.index(part)) * len(PAGES) + list(PAGES).index(precision)
 
     def view(self, key: Key) -> torch.Tensor:
         return self.ranges[key].tensor(torch.uint8, (self.pages(*key) * PAGE,))
@@ -177,11 +179,12 @@ class Rig:
     step_tokens: int = 16
     max_kv_pages: int = 0  # of all layers; 0: all that are free
     order: Sequence[int] = ()
+    precisions: Sequence[Precision] = tuple(PAGES)
     reports: list[MorphReport] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.pool = PagePool(CpuBackend(PAGE), self.num_pages * PAGE)
-        self.variants = ToyVariants(self.pool, self.num_layers)
+        self.variants = ToyVariants(self.pool, self.num_layers, self.precisions)
         self.model = PagedToyModel(self.variants)
         limits = Limits(self.num_seqs, self.step_tokens, self.model_len, BLOCK_TOKENS)
         self.cache = KVCache(

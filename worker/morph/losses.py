@@ -26,10 +26,18 @@ MayTouch = Callable[[Halves, Half], bool]  # whether a half may lose bits in a s
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """The loss of each half alone in each precision; `assumed` lists the precisions without a profile."""
+    """The loss of each half alone in each precision that the instance has.
+
+    `assumed` lists the precisions without a profile.
+    """
 
     shares: Mapping[Half, Mapping[Precision, float]] = field(default_factory=dict)
     assumed: tuple[Precision, ...] = ()
+
+    @property
+    def precisions(self) -> list[Precision]:
+        """The precisions that a half can be held in, most bits first."""
+        return ["full", *next(iter(self.shares.values()), {})]
 
     def of(self, half: Half, precision: Precision) -> float:
         """Return the loss of `half` in `precision`; 0.0 in full precision."""
@@ -146,11 +154,12 @@ def choose_return(
 ) -> Choice:
     """Choose the halves whose return regains most for each page, while `spare_pages` suffice.
 
-    goal: the precision that all would go back to. A half may stop on the way. Where losses are equal, the
-    last of `order` goes first.
+    goal: the fewest bits that all would go back to; where the instance lacks this precision, the next one
+    with more. A half may stop on the way. Where losses are equal, the last of `order` goes first.
     """
     place = {layer: i for i, layer in enumerate(order)}
-    offered = PRECISIONS[PRECISIONS.index(goal) : PRECISIONS.index(lowest(halves.values()))]
+    most = lowest(one for one in losses.precisions if not is_below(one, goal))
+    offered = [one for one in losses.precisions if not is_below(most, one)]
     now, chosen, taken, gained = dict(halves), dict[Half, Precision](), 0, 0.0
 
     def best_step(half: Half) -> HalfStep | None:

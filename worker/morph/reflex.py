@@ -269,7 +269,11 @@ def relieve(
         shape.halves,
         shape.losses,
         shape.pages,
-        allowed=[one for one in envelope.precisions if not is_below(one, shape.floor)],
+        allowed=[
+            one
+            for one in shape.losses.precisions
+            if one in envelope.precisions and not is_below(one, shape.floor)
+        ],
         order=shape.order,
         wanted_pages=shape.pages_of(missing),
         budget=budget - lost + RESERVE,

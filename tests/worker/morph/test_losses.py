@@ -142,3 +142,12 @@ def test_down_and_back_again_is_where_it_began() -> None:
     gone = full() | down(1e9, 0.01)
     back = choose_return(gone, table(), pages, goal="full", order=ORDER, spare_pages=1e9)
     assert gone | back.halves == full()
+
+
+def test_a_return_takes_only_precisions_that_the_instance_has() -> None:
+    losses = losses_of(3, ("full", "int4"), {})
+    shape: dict[Half, Precision] = full() | {Half(0, "ffn"): "int4"}
+    for goal in ("full", "int8"):  # without int8 a floor of it is met in full precision
+        choice = choose_return(shape, losses, pages, goal=goal, order=ORDER, spare_pages=1e9)
+        assert choice.halves == {Half(0, "ffn"): "full"}
+    assert choose_return(shape, losses, pages, goal="full", order=ORDER, spare_pages=80).halves == {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from bus.messages import Event, LayerShape
 from bus.morphs import Swap
 from bus.policy import Envelope, Mode, Policy
+from bus.precisions import PRECISIONS, Precision
 from tests.support.engine_toys import continuation, request
 from tests.support.morph_toys import Rig
 from worker.morph.reflex_loop import ReflexLoop
@@ -22,8 +23,8 @@ FULL = LayerShape()
 class Clocked:
     """A rig whose reflex is asked at every boundary, on a clock of its own: a step takes 10 ms."""
 
-    def __init__(self) -> None:
-        self.rig = Rig(num_layers=4, num_pages=60, model_len=40)
+    def __init__(self, precisions: Sequence[Precision] = PRECISIONS) -> None:
+        self.rig = Rig(num_layers=4, num_pages=60, model_len=40, precisions=precisions)
         self.at_s = 1000.0
         self.rig.instance._clock = lambda: self.at_s
         self.loop = ReflexLoop(self.rig.executor, lambda: self.at_s)
@@ -161,6 +162,27 @@ def test_what_waits_for_a_precision_brings_the_layers_up_to_it(clocked: Clocked)
     assert clocked.events[-1].cause == "precision_floor"
     clocked.step(3)
     assert len(clocked.events) == 1
+
+
+def test_an_instance_without_int8_goes_down_and_back_and_up_to_a_floor() -> None:
+    made = Clocked(["full", "int4"])
+    try:
+        made.grant(precisions=["int8", "int4"])
+        made.flood()
+        made.step(14)
+        assert made.shape != [FULL] * 4
+        made.finish()
+        made.at_s += 10
+        made.step(2)
+        assert made.shape == [FULL] * 4 and made.events[-1].cause == "ease"
+        made.rig.executor.begin(Swap(id="hand", epoch=0, instance="toy@w0", precision="int4", count=4))
+        made.step()
+        made.grant(floor="int8")
+        made.step(2)
+        assert made.shape == [FULL] * 4 and made.events[-1].cause == "precision_floor"
+        made.rig.check_integrity()
+    finally:
+        made.rig.close()
 
 
 def test_a_forecast_brings_blocks_ahead_and_is_over_unless_it_is_repeated(clocked: Clocked) -> None:
