@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from types import NoneType
 from typing import Any, Final, Literal
 
 from bus.precisions import DEFAULT_SWAP, QUANTIZED, Precision
@@ -31,7 +32,8 @@ class PolicyField:
     """The declaration of one field. `maximum` is allowed; so is `minimum`, unless `above_minimum`.
 
     `below`: the field that must be greater. `choices`: the only values of a field of text, with their
-    meanings. `zero`: what 0 means, where it is not a quantity.
+    meanings. `zero`: what 0 means, where it is not a quantity. `unset`: the word for no value, where there
+    need be none: then the mode decides.
     """
 
     group: str
@@ -39,13 +41,14 @@ class PolicyField:
     summary: str
     name: str = ""
     type: Literal["integer", "number", "choice"] = "choice"
-    default: float | str = 0
+    default: float | str | None = 0
     unit: str = ""
     minimum: int | None = None
     maximum: int | None = None
     above_minimum: bool = False
     below: str = ""
     zero: str = ""
+    unset: str = ""
     choices: Mapping[str, str] = field(default_factory=dict)
     by_mode: Mapping[str, ModeEffect] = field(default_factory=dict)
 
@@ -75,10 +78,12 @@ def _choice(default: str, group: str, label: str, summary: str, choices: Mapping
 
 
 def _unless_set(name: str, values: Mapping[str, float]) -> dict[str, ModeEffect]:
-    """Return the effects of modes on a field whose 0 means: as the mode says."""
+    """Return the effects of modes on a field that has no value unless it is set."""
 
     def effect(value: float) -> ModeEffect:
-        return ModeEffect(f"{value:g}", lambda own: getattr(own, name) or value)
+        return ModeEffect(
+            f"{value:g}", lambda own: value if getattr(own, name) is None else getattr(own, name)
+        )
 
     return {mode: effect(value) for mode, value in values.items()}
 
@@ -169,14 +174,14 @@ class Policy:
         "time to the first token; the nearer its prediction comes, the more of the time morphs may take",
         above_minimum=True,
     )
-    loss_budget: float = _field(
-        0.0,
+    loss_budget: float | None = _field(
+        None,
         _HOW_FAR,
         "Loss at most",
         "share",
         (0, 1),
         "share of the perplexity that swapped layers may add, by the model's profile",
-        zero="as the mode says",
+        unset="mode",
         by_mode=_unless_set("loss_budget", {"accuracy": 0.001, "default": 0.0025, "performance": 0.05}),
     )
     max_layers: int = _field(
@@ -217,6 +222,11 @@ class Policy:
         "share of a group's KV blocks that must be free before it parts",
     )
 
+    @property
+    def most_loss(self) -> float:
+        """The share of the perplexity that layers may lose, with the mode applied."""
+        return self.loss_budget or 0.0
+
     def in_force(self) -> Policy | None:
         """Return the policy as its mode applies it; None in mode manual."""
         if self.mode == "manual":
@@ -246,7 +256,11 @@ class Envelope:
 
 
 def _table() -> Iterator[PolicyField]:
-    kinds: dict[type, Literal["integer", "number", "choice"]] = {int: "integer", float: "number"}
+    kinds: dict[type, Literal["integer", "number", "choice"]] = {
+        int: "integer",
+        float: "number",
+        NoneType: "number",
+    }
     for one in fields(Policy):
         if declared := one.metadata.get("policy"):
             kind = kinds.get(type(one.default), "choice")

@@ -84,7 +84,7 @@ def due(granted: Granted, wanted: Mapping[str, ToWorker], at_s: float) -> list[T
 def _envelope(epoch: int, card: InstanceCard, policy: Policy, rest: Rest) -> Envelope:
     in_force = policy.in_force() or policy
     if rest.loss_left is not None:
-        in_force = replace(in_force, loss_budget=min(in_force.loss_budget, rest.loss_left))
+        in_force = replace(in_force, loss_budget=min(in_force.most_loss, rest.loss_left))
     return Envelope(
         id="",
         epoch=epoch,

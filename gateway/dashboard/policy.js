@@ -25,11 +25,11 @@ export function startPolicy() {
   $("panel-policy").append(form);
 }
 
-function makeField({ name, label, unit, summary, zero, choices, type }) {
+function makeField({ name, label, unit, summary, zero, unset, choices, type }) {
   const input = type === "choice" ? select(Object.keys(choices).map((one) => [one, one])) : number({ min: 0 });
-  const made = field(label, input, [unit, zero && `0: ${zero}`].filter(Boolean).join("; ") || summary);
+  const made = field(label, input, [unit, zero && `0: ${zero}`, unset && `empty: as the ${unset} says`].filter(Boolean).join("; ") || summary);
   input.title = summary;
-  view.fields.set(name, made);
+  view.fields.set(name, { ...made, unset });
   return made.element;
 }
 
@@ -54,7 +54,11 @@ function fill(edited = {}) {
 
 function changes() {
   const found = {};
-  for (const [name, { input }] of view.fields) {
+  for (const [name, { input, unset }] of view.fields) {
+    if (unset && input.value === "" && !input.validity.badInput) {
+      if (view.policy[name] !== null) found[name] = unset;
+      continue;
+    }
     const value = input.tagName === "SELECT" ? input.value : input.valueAsNumber;
     if (!Number.isNaN(value) && value !== view.policy[name]) found[name] = value;
     if (Number.isNaN(value)) found[name] = input.value === "" ? "" : input.value; // the server says what is wrong

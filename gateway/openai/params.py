@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field
@@ -34,6 +35,18 @@ def between(low: float, high: float, *, above: bool = False) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def _percent(value: Any) -> Any:
+    """Return "1%" as 0.01, and all else as it is."""
+    if isinstance(value, str) and value.endswith("%"):
+        with suppress(ValueError):
+            return float(value.removesuffix("%")) / 100
+    return value
+
+
+PERCENT = BeforeValidator(_percent)
+Loss = Annotated[float, between(0, 1), PERCENT]  # of perplexity
 
 
 def _integer_keys(value: Any) -> Any:
@@ -92,7 +105,7 @@ class SamplingBody(Body):
     stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
     min_precision: Precision | None = None  # of every layer, in every step of this request
-    max_loss: Annotated[float, between(0, 1)] | None = None  # of perplexity, in every step of this request
+    max_loss: Loss | None = None  # of perplexity, in every step of this request
     min_precision_wait: bool = True  # False: 503 at once if no instance keeps it
     cache_salt: Annotated[str, Field(max_length=256)] = ""  # only requests with the same one share KV blocks
     return_precision: bool = False  # with how many layers below full each token was made

@@ -26,7 +26,7 @@ from bus.deployments import (
 )
 from bus.precisions import Precision
 from gateway.errors import ApiError, invalid, meant, not_found
-from gateway.openai.params import MAX_COUNT, Body, between
+from gateway.openai.params import MAX_COUNT, Body, Loss, between
 from gateway.openai.problems import first_problem, shown
 from gateway.operations import answers, orders
 from gateway.operations.answers import Here, allowed, body_of, json_answer, new_id
@@ -167,7 +167,7 @@ class IntentBody(Body):
     cost: CostModel = "memory_seconds"
     max_latency_s: Limit | None = None
     max_cost: Limit | None = None
-    max_loss: Annotated[float, between(0, 1e6)] | None = None
+    max_loss: Loss | None = None
     prompt_tokens: Tokens = 256
     output_tokens: Tokens = 64
     batch_size: Annotated[int, between(1, 4096)] = 1

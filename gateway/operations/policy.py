@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import create_model
+from pydantic import BeforeValidator, create_model
 
 from bus.client import Bus
 from bus.policy import FIELDS, Policy, PolicyField
 from gateway.errors import ApiError, invalid
-from gateway.openai.params import Body, between
+from gateway.openai.params import PERCENT, Body, between
 
 TRIES = 5  # against writers elsewhere
 
@@ -20,20 +20,31 @@ def _type_of(declared: PolicyField) -> Any:
         return Literal[tuple(declared.choices)]
     low, high = declared.minimum or 0, declared.maximum or 0
     kind = int if declared.type == "integer" else float
-    return Annotated[kind, between(low, high, above=declared.above_minimum)]
+    limits = between(low, high, above=declared.above_minimum)
+    return Annotated[kind, limits, PERCENT] if declared.unit == "share" else Annotated[kind, limits]
+
+
+def _or_none(kind: Any, unset: str) -> Any:
+    """Return a type that is also None, for which a body has the word `unset`."""
+    if not unset:
+        return kind | None
+    return Annotated[kind | None, BeforeValidator(lambda value: None if value == unset else value)]
 
 
 # Fields that are left out keep their value. `revision`: of the policy that the writer has seen; left out, the
 # change applies to whichever is stored.
 _TYPES: dict[str, Any] = {"revision": Annotated[int, between(0, 2**63 - 1)]}
 _TYPES |= {declared.name: _type_of(declared) for declared in FIELDS}
-_OPTIONAL: dict[str, Any] = {name: (kind | None, None) for name, kind in _TYPES.items()}
+_UNSET = {declared.name: declared.unset for declared in FIELDS if declared.unset}
+_OPTIONAL: dict[str, Any] = {
+    name: (_or_none(kind, _UNSET.get(name, "")), None) for name, kind in _TYPES.items()
+}
 PolicyBody = create_model("PolicyBody", __base__=Body, **_OPTIONAL)
 
 
 def changed(before: Policy, body: Body) -> Policy:
     """Return the next revision. Raises ApiError: 409 for an old revision, 400 for values out of order."""
-    given = body.model_dump(exclude_none=True)
+    given = body.model_dump(exclude_unset=True)  # a null in the JSON counts as left out
     revision = given.pop("revision", before.revision)
     if revision != before.revision:
         raise _moved_on(f"revision is {revision}; the policy is at {before.revision}")

@@ -97,7 +97,7 @@ def policy_fields() -> str:
     lines = ["fields:"]
     width = max(len(one.name) for one in FIELDS) + 2
     for one in FIELDS:
-        default = f"{one.default:g}" if isinstance(one.default, float) else one.default
+        default = _value(one.name, one.default)
         unit = f" {one.unit}" if one.unit not in one.summary.split() and one.unit else ""
         lines.append(f"  {one.name:{width}}{one.summary}: {one.limits}{unit} [{default}]")
         notes = [f"0: {one.zero}"] if one.zero else []
@@ -297,7 +297,7 @@ def _policy(args: argparse.Namespace) -> int:
         policy = ask_json(client, "PUT" if changes else "GET", "/admin/policy", changes or None)
     if args.json:
         return write_json(policy)
-    return write_text("".join(f"{name} = {_number(value)}\n" for name, value in policy.items()))
+    return write_text("".join(f"{name} = {_value(name, value)}\n" for name, value in policy.items()))
 
 
 def _field(word: str) -> tuple[str, Any]:
@@ -311,5 +311,7 @@ def _field(word: str) -> tuple[str, Any]:
         return name, text
 
 
-def _number(value: Any) -> str:
+def _value(name: str, value: Any) -> str:
+    if value is None:
+        return next((one.unset for one in FIELDS if one.name == name), "")
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -152,7 +152,7 @@ def policy() -> dict[str, Any]:
         "windows": 3,
         "cooldown_s": 5.0,
         "ttft_slo_s": 2.0,
-        "loss_budget": 0.0,
+        "loss_budget": None,
         "max_layers": 0,
         "precision": "int4",
         "max_tp": 0,

@@ -305,9 +305,16 @@ def test_the_policy_is_edited_and_its_limits_are_told(fake: Fake, open_page: Ope
     wait_for_text(page, ".error", "kv_usage_high is 1.5; it must be above 0 and at most 1")
     high.fill("0.9")
     page.get_by_role("radio", name="manual").check()
-    page.get_by_role("button", name="Save 2 changes").click()
+    loss = page.get_by_label("Loss at most")
+    loss.fill("0")
+    page.get_by_role("button", name="Save 3 changes").click()
     wait_for_text(page, ".notice", "Saved as revision 4")
     assert (fake.policy["kv_usage_high"], fake.policy["mode"]) == (0.9, "manual")
+    assert fake.policy["loss_budget"] == 0
+    loss.fill("")
+    page.get_by_role("button", name="Save 1 change").click()
+    wait_for_text(page, ".notice", "Saved as revision 5")
+    assert fake.policy["loss_budget"] == "mode"
 
 
 def test_text_is_tinted_by_the_shape_that_made_it(fake: Fake, open_page: OpenPage) -> None:

@@ -25,7 +25,11 @@ def test_defaults_lie_within_their_limits() -> None:
         if one.choices:
             assert one.type == "choice" and one.default in one.choices
             continue
-        assert isinstance(one.default, int | float) and one.minimum is not None and one.maximum is not None
+        assert one.minimum is not None and one.maximum is not None
+        if one.default is None:
+            assert one.unset and one.type == "number"
+            continue
+        assert isinstance(one.default, int | float)
         assert one.minimum <= one.default <= one.maximum and (one.type == "integer") == isinstance(
             one.default, int
         )
@@ -43,7 +47,7 @@ def test_the_description_is_json_and_has_every_effect_of_a_mode_in_words() -> No
     assert [one["name"] for one in told] == [one.name for one in FIELDS]
     loss = next(one for one in told if one["name"] == "loss_budget")
     assert loss["by_mode"] == {"accuracy": "0.001", "default": "0.0025", "performance": "0.05"}
-    assert (loss["type"], loss["limits"], loss["zero"]) == ("number", "0 to 1", "as the mode says")
+    assert (loss["type"], loss["limits"], loss["unset"]) == ("number", "0 to 1", "mode")
 
 
 @pytest.mark.parametrize(
@@ -64,6 +68,11 @@ def test_a_mode_changes_what_its_effects_say(mode: Mode, expected: dict[str, flo
     assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
+def test_a_budget_of_no_loss_is_not_that_of_the_mode() -> None:
+    in_force = Policy(mode="performance", loss_budget=0.0).in_force()
+    assert in_force is not None and in_force.most_loss == 0.0 == Policy(mode="manual").most_loss
+
+
 def test_manual_decides_nothing() -> None:
     assert Policy(mode="manual").in_force() is None
 
@@ -77,5 +86,6 @@ def test_the_command_line_explains_every_field() -> None:
 def test_the_page_of_morphs_has_a_row_for_every_field_with_its_default_and_limits() -> None:
     rows = (ROOT / "docs" / "morphs.md").read_text()
     for one in FIELDS:
-        default = f"{one.default:g}" if isinstance(one.default, float) else one.default
+        default = one.unset if one.default is None else one.default
+        default = f"{default:g}" if isinstance(default, float) else default
         assert f"| `{one.name}` | {default} | {one.limits} |" in rows

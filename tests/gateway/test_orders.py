@@ -111,6 +111,10 @@ def test_a_wrong_order_is_refused_with_what_there_is(
         ({"precision": "full"}, 400, "precision", "'int3'"),
         ({"max_layers": True}, 400, "max_layers", "integer"),
         ({"loss_budget": 10}, 400, "loss_budget", "0 to 1"),
+        ({"loss_budget": "1000%"}, 400, "loss_budget", "0 to 1"),
+        ({"loss_budget": "some"}, 400, "loss_budget", "number"),
+        ({"windows": "1%"}, 400, "windows", "integer"),
+        ({"cooldown_s": None}, 400, None, "changes nothing"),
         ({"scale_down_free": 1.5}, 400, "scale_down_free", "1"),
         ({"max_tp": -1}, 400, "max_tp", "0"),
         ({"long_patience_s": -1}, 400, "long_patience_s", "0"),
@@ -125,6 +129,16 @@ def test_a_wrong_policy_is_refused_with_what_is_allowed(
     with pytest.raises(ApiError) as refusal:
         policies.changed(Policy(), orders.parse(policies.PolicyBody, json.dumps(body).encode()))
     assert (refusal.value.status, refusal.value.param) == (status, param) and told in refusal.value.message
+
+
+@pytest.mark.parametrize(
+    ("value", "stored"), [("1%", 0.01), ("0%", 0.0), (0, 0.0), (0.02, 0.02), ("mode", None)]
+)
+def test_a_budget_of_loss_is_a_share_a_percentage_or_that_of_the_mode(
+    value: Any, stored: float | None
+) -> None:
+    body = orders.parse(policies.PolicyBody, json.dumps({"loss_budget": value}).encode())
+    assert policies.changed(Policy(loss_budget=0.5), body).loss_budget == stored
 
 
 def test_a_precision_without_a_variant_is_refused_with_those_there_are() -> None:

@@ -228,7 +228,8 @@ async def test_a_floor_without_a_wait_is_a_503_that_says_what_to_do(gate: Gate) 
             ({"min_precision": "int5"}, f"allowed is {_ANY_PRECISION}"),
             ({"min_precision_wait": False}, "needs min_precision"),
             ({"max_loss": -0.1}, "max_loss"),
-            ({"max_loss": 10}, "max_loss"),
+            ({"max_loss": 10}, "max_loss is 10; allowed is 0 to 1"),
+            ({"max_loss": "1000%"}, "max_loss is 10.0; allowed is 0 to 1"),
             ({"return_precision": 1}, "true or false"),
         ):
             answer = await http.post("/v1/completions", json=BODY | wrong)

@@ -264,7 +264,7 @@ def relieve(
     needed = max(load.kv_needed, load.kv_used, load.kv_expected)
     missing = max(1, math.ceil(needed / policy.kv_usage_high) - load.kv_blocks)
     lost = shape.losses.total(shape.halves, envelope.resting)
-    budget = policy.loss_budget * (FORECAST_SHARE if need.cause == "forecast" else 1.0)
+    budget = policy.most_loss * (FORECAST_SHARE if need.cause == "forecast" else 1.0)
     choice = choose_relief(
         shape.halves,
         shape.losses,

@@ -158,6 +158,7 @@ def test_eight_bits_go_before_four_and_the_budget_ends_it() -> None:
 def test_a_budget_that_is_set_wins_over_that_of_the_mode() -> None:
     decision = relief(replace(BURST, kv_needed=10_000), mode="accuracy", loss_budget=0.05)
     assert decision and set(decision.halves.values()) == {"int4"}
+    assert relief(mode="performance", loss_budget=0.0) is None
 
 
 def test_a_limit_of_layers_is_kept() -> None:
