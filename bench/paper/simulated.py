@@ -31,7 +31,6 @@ from instar.replay.traces import Workload
 from instar.simulate.calibrate import calibration_of
 from instar.simulate.calibration import EngineCalibration
 from instar.simulate.cluster import SimulatedCluster
-from instar.simulate.relief import NoRelief, ReflexRelief, Relief
 from instar.simulate.report import ComparedNumber, SimulatedRun, compare
 
 WITHIN, IN_WINDOWS = 0.15, 0.8
@@ -54,12 +53,7 @@ def simulated(run: RunFile, calibration: EngineCalibration) -> RunFile:
     """Simulate the load of a run, in its mode."""
     arrivals = [Arrival(one.due_s, one.prompt_asked, one.output_asked) for one in run.outcomes]
     mode: Any = MODES.get(run.name, "manual")
-    policy = Policy(mode=mode)
-
-    def relief() -> Relief:
-        return NoRelief() if mode == "manual" else ReflexRelief(policy)
-
-    record = SimulatedCluster(calibration, 1, relief).run(arrivals, DRAIN_S)
+    record = SimulatedCluster(calibration, 1, Policy(mode=mode)).run(arrivals, DRAIN_S)
     workload = Workload(str(run.about["source"]), "", arrivals, arrivals[-1].at_s)
     return SimulatedRun(workload, calibration, record, run.slo, 1, mode, seed=0).as_run(run.name)
 

@@ -13,19 +13,21 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from bus.morphs import MorphOutcome, MorphReport
+from bus.policy import Policy
 from bus.settings import MonitorSettings, WorkerSettings
+from controller.morphing.forecast import expected_blocks, observe
 from instar.replay.outcomes import UNFINISHED, RequestOutcome
 from instar.replay.schemas import Arrival
 from instar.simulate.calibration import EngineCalibration
 from instar.simulate.engine import SimulatedInstance, Tally
 from instar.simulate.gateway import ActiveInstance, SimulatedGateway
-from instar.simulate.morphs import SimulatedMorph
-from instar.simulate.relief import NoRelief, Relief
+from instar.simulate.relief import SimulatedMorphs
 from instar.simulate.windows import Smoothed
 from worker.morph.reflex import Lever
 
 SAMPLE_S: Final = 1.0
 TOO_LONG: Final = "400 context_length_exceeded"  # as the gateway answers
+Outage = tuple[float, float]  # from when until when
 EVENTS_PER_CALL: Final = 5000  # between two calls of `progress`
 
 
@@ -55,19 +57,21 @@ class SimulatedCluster:
         self,
         calibration: EngineCalibration,
         num_workers: int,
-        relief: Callable[[], Relief] = NoRelief,
+        policy: Policy | None = None,
         *,
         monitor: MonitorSettings | None = None,
         most_running: int | None = None,
+        outage: Outage | None = None,
         is_stepwise: bool = False,
     ) -> None:
         """Make a cluster at rest.
 
-        relief: makes the one of an instance. most_running: more sequences in an instance raise Unmeasured.
+        policy: of the reflexes; None: all layers stay as they are. most_running: more sequences in an
+        instance raise Unmeasured. outage: while the controller is down.
         """
         self.record = Record()
         self.instances: dict[int, ActiveInstance] = {}  # those that ever had a request
-        self._calibration, self._relief = calibration, relief
+        self._calibration, self._policy, self._outage = calibration, policy, outage
         self._kv_blocks = calibration.memory.kv_blocks
         self._monitor = monitor or MonitorSettings()
         self._most_running, self._is_stepwise = most_running, is_stepwise
@@ -178,45 +182,27 @@ class SimulatedCluster:
             self._boundary(one)
 
     def _boundary(self, one: ActiveInstance) -> None:
-        """Carry on the morph, ask for one, and begin the next steps."""
-        instance, now_s = one.instance, self.now_s
+        """Ask the reflex, carry on its morph, and begin the next steps."""
+        instance, morphs, now_s = one.instance, one.morphs, self.now_s
         instance.take_in()
-        order = one.relief.at_boundary(instance, now_s, is_morphing=one.morph is not None)
-        urgency = one.relief.urgency
-        if one.morph is not None:
-            due_s = one.morph.due_s
-            if order.cancels:
-                report: MorphReport | None = one.morph.cancel(instance, now_s)
-            else:
-                report = one.morph.advance(instance, now_s, urgency)
-            self._morphed(one, report, due_s)
-        elif order.command is not None:
-            costs = self._calibration.morph
-            page_bytes = self._calibration.memory.page_bytes
-            one.morph = SimulatedMorph(order.command, order.reason, now_s, page_bytes, costs)
-            one.lever = order.lever
-            self._morphed(one, one.morph.begin(instance, now_s, urgency), None)
+        before_s = morphs.running.due_s if morphs.running else None
+        if report := morphs.at_boundary():
+            self.record.morphs.append(report)
+            self.record.levers[morphs.lever, report.state] += 1
+        due_s = morphs.running.due_s if morphs.running else None
+        if due_s is not None and due_s != before_s:
+            self._at(due_s, self._go_on, one)
         if instance.has_work:
-            instance.start(now_s, lambda used: self._is_quiet(one, used))
+            instance.start(now_s, morphs.is_quiet)
         if instance.is_stepping:
             if self._most_running is not None and instance.num_running > self._most_running:
                 raise Unmeasured(f"{instance.num_running} sequences at once (at {now_s:.1f} s)")
             self._push_step(one)
 
-    def _is_quiet(self, one: ActiveInstance, num_used: int) -> bool:
-        return one.morph is None and one.relief.is_quiet(one.instance, num_used, self.now_s)
-
-    # ------------------------------------------------------------------------------------- morphs
-
-    def _morphed(self, one: ActiveInstance, report: MorphReport | None, due_s: float | None) -> None:
-        """Take note of what a morph did: its end, or when it goes on."""
-        if report is not None:
-            self.record.morphs.append(report)
-            self.record.levers[one.lever, report.state] += 1
-            one.morph = None
-            one.relief.ended(report, self.now_s)
-        elif one.morph is not None and one.morph.due_s is not None and one.morph.due_s != due_s:
-            self._at(one.morph.due_s, self._go_on, one)
+    def _renewed_s(self) -> float:
+        """Return when the controller renewed all envelopes last."""
+        is_down = self._outage is not None and self._outage[0] <= self.now_s < self._outage[1]
+        return self._outage[0] if self._outage and is_down else self.now_s
 
     def _go_on(self, one: ActiveInstance) -> None:
         """Let the instance come to a boundary, where its morph goes on."""
@@ -246,7 +232,10 @@ class SimulatedCluster:
             on_tokens=self._count_tokens,
             on_ended=self._ended,
         )
-        return ActiveInstance(instance, self._relief(), Smoothed(instance, self._monitor))
+        morphs = SimulatedMorphs(
+            instance, self._calibration, self._policy, lambda: self.now_s, self._renewed_s
+        )
+        return ActiveInstance(instance, morphs, Smoothed(instance, self._monitor))
 
     def _tick(self, ticks: int) -> None:
         """Take the reports of all active instances, and judge them if metrics are due."""
@@ -264,11 +253,21 @@ class SimulatedCluster:
         if self._is_ticking:
             self._at((ticks + 1) * self._report_s, self._tick, ticks + 1)
 
+    def _forecast(self, one: ActiveInstance) -> None:
+        """Let the controller forecast the blocks that the instance needs, and tell its reflex."""
+        if self._policy is None or self._policy.mode == "manual" or self._renewed_s() < self.now_s:
+            return
+        limit = self._policy.kv_usage_high * one.instance.blocks.capacity
+        one.forecast, _ = observe(one.forecast, one.seen.blocks_needed, limit, self.now_s)
+        if one.morphs.expect(expected_blocks({"": one.forecast}).get("", 0)):
+            self._go_on(one)
+
     def _judge(self, one: ActiveInstance) -> None:
         one.num_since = one.tokens_since = 0
+        self._forecast(one)
         if not one.instance.is_stepping:
             self._boundary(one)  # an idle worker looks now and then whether layers can go back
-        is_idle = not (one.num_own or one.instance.has_work or one.morph)
+        is_idle = not (one.num_own or one.instance.has_work or one.morphs.running)
         is_as_made = one.instance.shape.is_at_rest and one.instance.blocks.capacity == self._kv_blocks
         if is_idle and is_as_made and one.seen.is_settled:
             del self._active[one.instance.number]

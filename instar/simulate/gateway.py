@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
+from controller.morphing.forecast import Forecast
 from gateway.delivery.dispatch import Candidate, TooLong, choose
 from instar.simulate.calibration import EngineCalibration
 from instar.simulate.engine import SimulatedInstance
-from instar.simulate.morphs import SimulatedMorph
-from instar.simulate.relief import Relief
+from instar.simulate.relief import SimulatedMorphs
 from instar.simulate.shortlist import Shortlist
 from instar.simulate.windows import Smoothed
-from worker.morph.reflex import Lever
 
 SHOWN_INSTANCES: Final = 8  # of more the samples are added up
 ALL: Final = "all"
@@ -25,13 +24,12 @@ class ActiveInstance:
     """An instance that has requests or is not at rest yet, as the gateway and the monitor see it."""
 
     instance: SimulatedInstance
-    relief: Relief
+    morphs: SimulatedMorphs
     seen: Smoothed
     num_own: int = 0  # requests of the gateway
     num_since: int = 0  # sent since the last metrics
     tokens_since: int = 0
-    morph: SimulatedMorph | None = None
-    lever: Lever = "resize"  # of the morph
+    forecast: Forecast = field(default_factory=Forecast)  # of the blocks that it needs
 
 
 class SimulatedGateway:

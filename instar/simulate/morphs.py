@@ -17,7 +17,7 @@ from instar.simulate.calibration import MorphCosts
 from instar.simulate.engine import SimulatedInstance
 from worker.memory import OutOfBlocks, plan_moves_below
 from worker.morph.plan import Half, plan_swap
-from worker.morph.resizer import HEADROOM_TOKENS
+from worker.morph.resizer import headroom
 from worker.morph.run import NotApplied
 
 Command = Swap | Resize
@@ -81,7 +81,8 @@ class SimulatedMorph:
         pages = shape.pages_to_take(half, self.towards[half])
         if pages:
             blocks = shape.blocks_in(shape.kv_pages - pages)
-            needed = max(shape.min_blocks, instance.blocks.num_used + headroom(instance))
+            kept = instance.blocks.num_used + headroom(instance.scheduler.running, instance.limits)
+            needed = max(shape.min_blocks, kept)
             if blocks < needed or not _shrink(instance, blocks):
                 self.obstacle = f"{needed} of {instance.blocks.capacity} KV blocks must stay"
                 return False
@@ -151,16 +152,6 @@ class SimulatedMorph:
             started_ms=round(self.began_s * 1000),
             ended_ms=round(now_s * 1000),
         )
-
-
-def headroom(instance: SimulatedInstance) -> int:
-    """Count the blocks that the running sequences may fill within HEADROOM_TOKENS each."""
-    limits, total = instance.limits, 0
-    for seq in instance.scheduler.running:
-        longest = min(limits.max_model_len, seq.num_prompt + seq.request.sampling.max_tokens)
-        tokens = min(len(seq.token_ids) + HEADROOM_TOKENS, longest)
-        total += max(0, -(-tokens // limits.block_tokens) - len(seq.block_ids))
-    return total
 
 
 def _shrink(instance: SimulatedInstance, blocks: int) -> bool:

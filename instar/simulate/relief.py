@@ -1,170 +1,193 @@
-"""The choice of morphs in a simulation: an interface, and the reflex that serves behind it."""
+"""The morphs of one simulated instance, and the reflex that serves behind them.
+
+`worker.morph.reflex_loop.ReflexLoop` decides here as in a worker; only time and memory are simulated.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
 
-from bus.morphs import HalfOrder, MorphReport, Resize, Swap
+from bus.morphs import Morph, MorphReport, Resize, Swap
 from bus.policy import Envelope, Policy
-from bus.precisions import PRECISIONS
+from bus.precisions import LOWEST, PRECISIONS, Precision
+from instar.simulate.calibration import EngineCalibration
 from instar.simulate.engine import SimulatedInstance
+from instar.simulate.morphs import SimulatedMorph
+from worker.distributed.messages import MemberLoad
 from worker.morph import reflex
-from worker.morph.reflex import Decision, Lever, Load, Need, ReflexState, Shape
-from worker.morph.reflex_loop import WAIT_S
+from worker.morph.plan import Half
+from worker.morph.reflex import Lever
+from worker.morph.reflex_loop import MemberRoom, ReflexLoop
 
-Command = Swap | Resize
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What a relief wants now: a morph to begin and why, or that the one under way is cancelled."""
-
-    command: Command | None = None
-    lever: Lever = "resize"
-    reason: str = ""
-    cancels: bool = False
+Clock = Callable[[], float]
 
 
-NOTHING = Order()
+class SimulatedTarget:
+    """An instance as its reflex sees it: `worker.morph.target.Target` has the same rules."""
+
+    knows_members = True
+
+    def __init__(self, instance: SimulatedInstance, clock: Clock) -> None:
+        self._instance, self._clock = instance, clock
+        self.losses = instance.shape.losses
+
+    @property
+    def order(self) -> Sequence[int]:
+        return self._instance.shape.order
+
+    @property
+    def halves(self) -> Mapping[Half, Precision]:
+        return self._instance.shape.halves
+
+    @property
+    def kv_blocks(self) -> int:
+        return self._instance.blocks.capacity
+
+    @property
+    def min_blocks(self) -> int:
+        return self._instance.shape.min_blocks
+
+    def pages(self, half: Half, precision: Precision) -> int:
+        return self._instance.shape.half_pages(half, precision)
+
+    def room(self) -> MemberRoom:
+        shape = self._instance.shape
+        return MemberRoom(shape.kv_pages, max(0, shape.spare_pages // shape.num_layers), LOWEST)
+
+    def loads(self) -> list[MemberLoad]:
+        instance, scheduler = self._instance, self._instance.scheduler
+        load = MemberLoad(
+            used=instance.blocks.num_used,
+            needed=scheduler.num_blocks_needed,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            wanting_s=instance.wanting_s(self._clock()) if scheduler.num_blocks_wanted else 0.0,
+            residence_s=instance.residence_s,
+            preemptions=scheduler.num_preemptions,
+            floor_refused=LOWEST,
+        )
+        return [load]
 
 
-class Relief(Protocol):
-    """Chooses the morphs of one instance. `urgency`: the share of the time (0..1) that morphs may take."""
+class SimulatedMorphs:
+    """Runs the morph that the reflex of an instance began, if there is one; without a policy there is none.
 
-    urgency: float
-
-    def at_boundary(self, instance: SimulatedInstance, at_s: float, *, is_morphing: bool) -> Order:
-        """Decide between two steps."""
-
-    def is_quiet(self, instance: SimulatedInstance, num_used: int, at_s: float) -> bool:
-        """Return True if it wants nothing at the boundaries from now on until `num_used` blocks are in use.
-
-        Until then all sequences decode, and nothing is admitted.
-        """
-
-    def ended(self, report: MorphReport, at_s: float) -> None:
-        """Take note of the end of a morph."""
-
-
-class NoRelief:
-    """All layers stay in full precision."""
-
-    urgency = 0.0
-
-    def at_boundary(self, instance: SimulatedInstance, at_s: float, *, is_morphing: bool) -> Order:
-        return NOTHING
-
-    def is_quiet(self, instance: SimulatedInstance, num_used: int, at_s: float) -> bool:
-        return True
-
-    def ended(self, report: MorphReport, at_s: float) -> None:
-        pass
-
-
-class ReflexRelief:
-    """The reflex of a worker, with an envelope that the controller would grant and renew.
-
-    It asks as `worker.morph.reflex_loop` does; only time and memory are simulated.
+    renewed_s: returns when the controller last renewed its envelopes.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    epoch = 1
+
+    def __init__(
+        self,
+        instance: SimulatedInstance,
+        calibration: EngineCalibration,
+        policy: Policy | None,
+        clock: Clock,
+        renewed_s: Clock,
+    ) -> None:
+        self.worker = instance.name.rpartition("@")[2]
         self.urgency = 0.0
-        self.decisions: list[tuple[float, Decision]] = []
-        self._policy = policy.in_force() or policy
-        self._state = ReflexState()
-        self._envelope: Envelope | None = None
-        self._morph_id, self._began_s = "", 0.0
-        self._lever: Lever = "resize"
+        self.running: SimulatedMorph | None = None
+        self._instance, self._clock, self._renewed_s = instance, clock, renewed_s
+        self._costs, self._page_bytes = calibration.morph, calibration.memory.page_bytes
+        self._target = SimulatedTarget(instance, clock)
+        self._ordered: SimulatedMorph | None = None  # begins when the reflex has decided
+        self._cancelled: list[MorphReport] = []
+        self._loop: ReflexLoop | None = None
+        if policy is not None and policy.mode != "manual":
+            numbers = count(1)
+            self._loop = ReflexLoop(self, clock, lambda: f"{instance.name}-{next(numbers)}")
+            self._loop.grant(_granted(instance, policy))
 
-    def at_boundary(self, instance: SimulatedInstance, at_s: float, *, is_morphing: bool) -> Order:
-        load, envelope = _load(instance, at_s), self._envelope or self._granted(instance)
-        self.urgency = reflex.urgency(load, self._policy)
-        self._state, needs = reflex.judge(self._state, load, envelope)
-        if not needs:
-            return NOTHING
-        if is_morphing:
-            is_wrong = self._lever == "swap_up" and any(need.goal == "relief" for need in needs)
-            return Order(cancels=bool(self._morph_id) and is_wrong)
-        shape = _shape(instance, load)
-        for need in needs:
-            if decision := self._decide(load, shape, envelope, need):
-                command = self._begin(instance, decision, at_s)
-                return Order(command, decision.lever, decision.reason)
-        return NOTHING
+    # ------------------------------------------------------------------------------------- for the reflex
 
-    def is_quiet(self, instance: SimulatedInstance, num_used: int, at_s: float) -> bool:
-        """Ask the reflex what it would say now of the blocks that are in use then.
+    @property
+    def targets(self) -> Mapping[str, SimulatedTarget]:
+        return {self._instance.name: self._target}
 
-        Only these grow meanwhile, where nothing waits. Below full precision it counts the steps in which
-        layers could go back, so none is left out.
-        """
-        if self._policy.mode == "manual":
-            return True
-        if instance.shape.num_below or instance.scheduler.waiting or self._state.pressure:
+    @property
+    def obstacle(self) -> Callable[[type[Morph]], str]:
+        return lambda kind: ""
+
+    def is_morphing(self, instance: str) -> bool:
+        return self.running is not None
+
+    def begin(self, command: Morph, *, reason: str) -> None:
+        assert isinstance(command, Swap | Resize)
+        self._ordered = SimulatedMorph(command, reason, self._clock(), self._page_bytes, self._costs)
+
+    def cancel(self, morph_id: str) -> None:
+        if self.running is not None and self.running.command.id == morph_id:
+            self._cancelled.append(self.running.cancel(self._instance, self._clock()))
+            self.running = None
+
+    # ------------------------------------------------------------------------------------- for the cluster
+
+    @property
+    def lever(self) -> Lever:
+        """The lever of the last morph."""
+        found = self._loop and self._loop.of(self._instance.name)
+        assert found
+        return found.lever
+
+    def at_boundary(self) -> MorphReport | None:
+        """Ask the reflex, and carry its morph on, between two steps; returns the report of one that ended."""
+        loop = self._loop
+        if loop is None:
+            return None
+        if found := loop.of(self._instance.name):
+            found.granted_s = self._renewed_s()
+        loop.act()
+        reports, self._cancelled = self._cancelled, []
+        if report := self._advance():
+            reports.append(report)
+        loop.hear(reports)
+        return reports[0] if reports else None
+
+    def _advance(self) -> MorphReport | None:
+        report, now_s = None, self._clock()
+        if self._ordered:
+            self.running, self._ordered = self._ordered, None
+            report = self.running.begin(self._instance, now_s, self.urgency)
+        elif self.running:
+            report = self.running.advance(self._instance, now_s, self.urgency)
+        if report:
+            self.running = None
+        return report
+
+    def expect(self, blocks: int) -> bool:
+        """Take the controller's forecast of the KV blocks that will be needed; False: it is no other."""
+        found = self._loop and self._loop.of(self._instance.name)
+        if not found or found.envelope.expected_blocks == blocks:
             return False
-        load = replace(_load(instance, at_s), kv_used=num_used)
-        return not reflex.judge(self._state, load, self._envelope or self._granted(instance))[0].pressure
+        found.envelope = replace(found.envelope, expected_blocks=blocks)
+        return True
 
-    def ended(self, report: MorphReport, at_s: float) -> None:
-        if report.id == self._morph_id:
-            took_s, is_applied = at_s - self._began_s, report.state == "applied"
-            self._state = reflex.ended(self._state, self._lever, is_applied, took_s, at_s)
-            self._morph_id = ""
+    def is_quiet(self, num_used: int) -> bool:
+        """Return True if the reflex wants nothing from now on until `num_used` blocks are in use.
 
-    def _decide(self, load: Load, shape: Shape, envelope: Envelope, need: Need) -> Decision | None:
-        if need.goal == "return":
-            return reflex.restore(self._state, load, shape, envelope, need)
-        return reflex.relieve(self._state, load, shape, envelope, need, may_lose=True)
-
-    def _begin(self, instance: SimulatedInstance, decision: Decision, at_s: float) -> Command:
-        self.decisions.append((at_s, decision))
-        self._morph_id = f"{instance.name}-{len(self.decisions)}"
-        self._lever, self._began_s = decision.lever, at_s
-        self._state = reflex.decided(self._state, decision.lever, at_s)
-        if decision.lever == "resize":
-            return Resize(
-                id=self._morph_id, epoch=1, instance=instance.name, blocks=decision.blocks, wait_s=WAIT_S
-            )
-        halves = [
-            HalfOrder(layer=half.layer, part=half.part, precision=precision)
-            for half, precision in decision.halves.items()
-        ]
-        return Swap(id=self._morph_id, epoch=1, instance=instance.name, halves=halves, wait_s=WAIT_S)
-
-    def _granted(self, instance: SimulatedInstance) -> Envelope:
-        below = PRECISIONS[1 : PRECISIONS.index(self._policy.precision) + 1]
-        allowed = [precision for precision in below if precision in instance.shape.variants]
-        self._envelope = Envelope(
-            id="", epoch=1, instance=instance.name, policy=self._policy, precisions=allowed
-        )
-        return self._envelope
+        Until then all sequences decode, nothing is admitted, and only the blocks in use grow. The reflex is
+        asked what it would say now of these blocks. Below full precision it counts the steps in which layers
+        could go back, so none is left out.
+        """
+        found = self._loop and self._loop.of(self._instance.name)
+        if not self._loop or not found:
+            return True
+        instance = self._instance
+        if self.running or instance.shape.num_below or instance.scheduler.waiting or found.state.pressure:
+            return False
+        load = replace(self._loop.load(self._target, found), kv_used=num_used)
+        return not reflex.judge(found.state, load, found.envelope)[0].pressure
 
 
-def _load(instance: SimulatedInstance, at_s: float) -> Load:
-    """Return what the boundary shows; `worker.morph.target.Target.load` has the same rules."""
-    scheduler = instance.scheduler
-    return Load(
-        at_s=at_s,
-        kv_blocks=instance.blocks.capacity,
-        kv_used=instance.blocks.num_used,
-        kv_needed=scheduler.num_blocks_needed,
-        running=len(scheduler.running),
-        waiting=len(scheduler.waiting),
-        wanting_s=instance.wanting_s(at_s) if scheduler.num_blocks_wanted else 0.0,
-        residence_s=instance.residence_s,
-        preemptions=scheduler.num_preemptions,
-    )
-
-
-def _shape(instance: SimulatedInstance, load: Load) -> Shape:
-    shape = instance.shape
-    return Shape(
-        halves=shape.halves,
-        losses=shape.losses,
-        pages=shape.half_pages,
-        order=shape.order,
-        pages_spare=max(0, shape.spare_pages // shape.num_layers) * shape.num_layers,
-        pages_per_block=shape.kv_pages * shape.num_layers / load.kv_blocks,
-        min_blocks=shape.min_blocks,
+def _granted(instance: SimulatedInstance, policy: Policy) -> Envelope:
+    below = PRECISIONS[1 : PRECISIONS.index(policy.precision) + 1]
+    return Envelope(
+        id="",
+        epoch=SimulatedMorphs.epoch,
+        instance=instance.name,
+        policy=policy.in_force() or policy,
+        precisions=[precision for precision in below if precision in instance.shape.variants],
     )

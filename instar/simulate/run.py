@@ -25,7 +25,6 @@ from instar.replay.traces import Shaping, Workload, load
 from instar.simulate import calibration as calibrations
 from instar.simulate.calibration import EngineCalibration
 from instar.simulate.cluster import SimulatedCluster, Unmeasured
-from instar.simulate.relief import NoRelief, ReflexRelief, Relief
 from instar.simulate.report import SimulatedRun, compare, comparison_table, table_of
 
 PICTURE: Final = "run.png"
@@ -127,11 +126,8 @@ def _run(
     slo: Slo,
     notes: list[str],
 ) -> SimulatedRun:
-    def relief() -> Relief:
-        return NoRelief() if policy.mode == "manual" else ReflexRelief(policy)
-
     most = None if args.extrapolate else calibration.covers.running
-    cluster = SimulatedCluster(calibration, args.workers, relief, monitor=settings.monitor, most_running=most)
+    cluster = SimulatedCluster(calibration, args.workers, policy, monitor=settings.monitor, most_running=most)
     began = time.monotonic()
     with progress_line("interrupted: nothing is kept") as line:
         ends_s = workload.arrivals[-1].at_s

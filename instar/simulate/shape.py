@@ -15,7 +15,7 @@ from bus.precisions import Precision
 from instar.simulate.calibration import EngineCalibration
 from worker.engine.shape import precision_of
 from worker.morph.losses import losses_of
-from worker.morph.plan import Half
+from worker.morph.plan import Half, order_towards
 
 
 class SimulatedShape:
@@ -73,9 +73,7 @@ class SimulatedShape:
 
     def order_towards(self, precision: Precision) -> list[int]:
         """Return the order of layers in a swap; towards full the last swapped goes first."""
-        if precision != "full":
-            return self.order
-        return [*reversed(self._swapped), *(layer for layer in self.order if layer not in self._swapped)]
+        return order_towards(precision, self.order, self._swapped)
 
     # ------------------------------------------------------------------------------------- changes
 

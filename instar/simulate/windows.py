@@ -26,6 +26,11 @@ class Smoothed:
         return min(1.0, self.kv_used / self._instance.blocks.capacity)
 
     @property
+    def blocks_needed(self) -> int:
+        """Blocks in use and of the prompts that wait, in the last report."""
+        return self.last_used + -(-self.waiting_tokens // self._instance.limits.block_tokens)
+
+    @property
     def is_settled(self) -> bool:
         """True if a long idle instance would show the same."""
         return self.load + self.kv_used < SETTLED

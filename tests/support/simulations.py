@@ -21,7 +21,6 @@ from instar.simulate.calibration import (
     StepCosts,
 )
 from instar.simulate.cluster import SimulatedCluster
-from instar.simulate.relief import ReflexRelief
 
 # About models/demo: a page is a block of one layer.
 SMALL = EngineCalibration(
@@ -62,8 +61,7 @@ def cluster(
     calibration: EngineCalibration = SMALL,
     **options: Any,
 ) -> SimulatedCluster:
-    policy = Policy(mode=mode)
-    return SimulatedCluster(calibration, num_workers, lambda: ReflexRelief(policy), **options)
+    return SimulatedCluster(calibration, num_workers, Policy(mode=mode), **options)
 
 
 def burst(

@@ -22,6 +22,13 @@ class Half(NamedTuple):
         return f"{self.part} of layer {self.layer}"
 
 
+def order_towards(precision: Precision, order: Sequence[int], swapped: Sequence[int]) -> list[int]:
+    """Return the order in which layers go to `precision`; towards full the last swapped goes first."""
+    if precision != "full":
+        return list(order)
+    return [*reversed(swapped), *(layer for layer in order if layer not in swapped)]
+
+
 def plan_swap(
     command: Swap, shape: Sequence[LayerShape], variants: Sequence[Precision], order: Sequence[int]
 ) -> dict[Half, Precision]:

@@ -8,22 +8,85 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
 from bus.messages import Event
 from bus.morphs import HalfOrder, Morph, MorphReport, Resize, Swap
 from bus.policy import Envelope, Policy
-from bus.precisions import LOWEST, PRECISIONS
+from bus.precisions import LOWEST, PRECISIONS, Precision
+from worker.distributed.messages import MemberLoad
 from worker.morph import reflex
-from worker.morph.manager import MorphManager
-from worker.morph.members import Members
+from worker.morph.losses import Losses
+from worker.morph.plan import Half
 from worker.morph.reflex import Decision, Lever, Load, Need, Shape
-from worker.morph.target import Target
 
 WAIT_S = 1.0  # for pages, before a swap is deferred: a running step may be about to free some
 NO_ENVELOPE = Policy()  # of an instance without one: its objective alone is used
 LOOK_S = 0.5  # how often an idle engine looks whether layers can go back
+
+
+class MemberRoom(NamedTuple):
+    """The memory of the member that has least, in pages of each layer of its KV cache."""
+
+    kv_pages: int
+    growable_pages: int  # by which each layer can grow now
+    floor: Precision  # the most bits that a request at any member insists on
+
+
+class ReflexTarget(Protocol):
+    """An instance as its reflex sees it."""
+
+    losses: Losses
+
+    @property
+    def order(self) -> Sequence[int]:
+        """The layers, the first to lose bits first."""
+
+    @property
+    def halves(self) -> Mapping[Half, Precision]: ...
+
+    @property
+    def kv_blocks(self) -> int: ...
+
+    @property
+    def min_blocks(self) -> int: ...
+
+    @property
+    def knows_members(self) -> bool:
+        """True if every member has reported its status, and the group stands."""
+
+    def pages(self, half: Half, precision: Precision) -> int: ...
+
+    def loads(self) -> list[MemberLoad]:
+        """Return what runs and waits at every member, as far as they are known."""
+
+    def room(self) -> MemberRoom: ...
+
+
+class ReflexMorphs(Protocol):
+    """The morphs of one worker, as `worker.morph.manager.MorphManager` runs them."""
+
+    worker: str
+    epoch: int
+    urgency: float
+
+    @property
+    def targets(self) -> Mapping[str, ReflexTarget]: ...
+
+    @property
+    def obstacle(self) -> Callable[[type[Morph]], str]: ...
+
+    def is_morphing(self, instance: str) -> bool: ...
+
+    def begin(self, command: Morph, *, reason: str) -> None: ...
+
+    def cancel(self, morph_id: str) -> None: ...
+
+
+def _new_id() -> str:
+    return f"reflex-{uuid.uuid4().hex[:12]}"
 
 
 @dataclass(slots=True)
@@ -41,8 +104,13 @@ class Reflex:
 class ReflexLoop:
     """The reflexes of all instances of one worker, whose morphs `morphs` runs."""
 
-    def __init__(self, morphs: MorphManager, clock: Callable[[], float] = time.monotonic) -> None:
-        self._morphs, self._clock = morphs, clock
+    def __init__(
+        self,
+        morphs: ReflexMorphs,
+        clock: Callable[[], float] = time.monotonic,
+        new_id: Callable[[], str] = _new_id,
+    ) -> None:
+        self._morphs, self._clock, self._new_id = morphs, clock, new_id
         self._reflexes: dict[str, Reflex] = {}
 
     def grant(self, envelope: Envelope) -> None:
@@ -66,7 +134,7 @@ class ReflexLoop:
         events, most_urgent = [], 0.0
         for name, target in self._morphs.targets.items():
             found = self._reflexes.get(name)
-            load = self._load(target, found)
+            load = self.load(target, found)
             policy = found.envelope.policy if found else NO_ENVELOPE
             most_urgent = max(most_urgent, reflex.urgency(load, policy))
             if found and (event := self._consider(name, found, target, load)):
@@ -89,7 +157,11 @@ class ReflexLoop:
             else:
                 found.state = replace(found.state, ordered_s=now_s)
 
-    def _due_s(self, found: Reflex, target: Target) -> float | None:
+    def of(self, instance: str) -> Reflex | None:
+        """Return the reflex of an instance that has an envelope."""
+        return self._reflexes.get(instance)
+
+    def _due_s(self, found: Reflex, target: ReflexTarget) -> float | None:
         """Return the seconds until a return may be due on an idle engine."""
         envelope = found.envelope
         at_rest = all(reflex.is_at_rest(one, envelope.resting) for one in target.halves.values())
@@ -97,12 +169,9 @@ class ReflexLoop:
             return None
         return max(LOOK_S, found.state.return_due_s(envelope.policy) - self._clock())
 
-    def _consider(self, name: str, found: Reflex, target: Target, load: Load) -> Event | None:
+    def _consider(self, name: str, found: Reflex, target: ReflexTarget, load: Load) -> Event | None:
         found.state, needs = reflex.judge(found.state, load, found.envelope)
-        if not needs:
-            return None
-        executor = target.instance.executor
-        if executor.is_lost or not executor.knows_members:
+        if not needs or not target.knows_members:
             return None
         if self._morphs.is_morphing(name) or self._morphs.obstacle(Swap):
             if found.morph_id and found.lever == "swap_up" and any(need.goal == "relief" for need in needs):
@@ -120,7 +189,7 @@ class ReflexLoop:
         return reflex.relieve(found.state, load, shape, envelope, need, may_lose=may_lose)
 
     def _begin(self, name: str, found: Reflex, decision: Decision, at_s: float) -> Event:
-        morph_id = f"reflex-{uuid.uuid4().hex[:12]}"
+        morph_id = self._new_id()
         found.morph_id, found.lever, found.began_s = morph_id, decision.lever, at_s
         found.state = reflex.decided(found.state, decision.lever, at_s)
         self._morphs.begin(self._command(name, morph_id, decision), reason=decision.reason)
@@ -145,19 +214,17 @@ class ReflexLoop:
         ]
         return Swap(id=morph_id, epoch=epoch, instance=name, halves=halves, wait_s=WAIT_S)
 
-    def _load(self, target: Target, found: Reflex | None) -> Load:
+    def load(self, target: ReflexTarget, found: Reflex | None) -> Load:
         """Add up what runs and waits at all members of the instance, and what waits at gateways."""
         at_s, floor, expected = self._clock(), LOWEST, 0
         if found:
             floor = found.envelope.floor or LOWEST
             expected = found.envelope.expected_blocks if at_s < found.granted_s + reflex.EXPECTED_S else 0
-        executor = target.instance.executor
-        is_known = executor.knows_members and not executor.is_lost
-        members = [each.load for each in executor.statuses()] if is_known else [target.load()]
+        members = target.loads()
         refused = [floor, *(each.floor_refused for each in members)]
         return Load(
             at_s=at_s,
-            kv_blocks=target.instance.scheduler.blocks.capacity,
+            kv_blocks=target.kv_blocks,
             kv_used=sum(each.used for each in members),
             kv_needed=sum(each.needed for each in members),
             running=sum(each.running for each in members),
@@ -169,17 +236,16 @@ class ReflexLoop:
             kv_expected=expected,
         )
 
-    def _shape(self, target: Target, load: Load) -> Shape:
-        statuses = Members(target).statuses()
-        floors = [floor for each in statuses for floor in each.floors]
-        kv_pages = min(each.kv_pages for each in statuses) * target.resizer.num_layers
+    def _shape(self, target: ReflexTarget, load: Load) -> Shape:
+        room, num_layers = target.room(), len(target.order)
+        kv_pages = room.kv_pages * num_layers
         return Shape(
             halves=target.halves,
             losses=target.losses,
             pages=target.pages,
             order=target.order,
-            pages_spare=max(0, min(each.growable_pages for each in statuses)) * target.resizer.num_layers,
+            pages_spare=max(0, room.growable_pages) * num_layers,
             pages_per_block=kv_pages / load.kv_blocks if load.kv_blocks else 0.0,
-            min_blocks=target.resizer.min_blocks,
-            floor=min([load.floor_refused, *floors], key=PRECISIONS.index, default=LOWEST),
+            min_blocks=target.min_blocks,
+            floor=min(load.floor_refused, room.floor, key=PRECISIONS.index),
         )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from worker.distributed.messages import GrowKV, ShrinkKV
 from worker.engine.core import EngineCore
+from worker.engine.sequence import Limits, Sequence
 from worker.memory import KVCache, plan_moves_below
 
 # Room of every running sequence that only an order may take: else the next steps would preempt it.
@@ -145,10 +146,14 @@ class KVResizer:
 
     def headroom(self) -> int:
         """Count the blocks that the running sequences may fill within HEADROOM_TOKENS each."""
-        limits, block_tokens = self._instance.limits, self.cache.block_tokens
-        total = 0
-        for seq in self._instance.scheduler.running:
-            longest = min(limits.max_model_len, seq.num_prompt + seq.request.sampling.max_tokens)
-            tokens = min(len(seq.token_ids) + HEADROOM_TOKENS, longest)
-            total += max(0, -(-tokens // block_tokens) - len(seq.block_ids))
-        return total
+        return headroom(self._instance.scheduler.running, self._instance.limits)
+
+
+def headroom(running: Iterable[Sequence], limits: Limits) -> int:
+    """Count the blocks that running sequences may fill within HEADROOM_TOKENS each."""
+    total = 0
+    for seq in running:
+        longest = min(limits.max_model_len, seq.num_prompt + seq.request.sampling.max_tokens)
+        tokens = min(len(seq.token_ids) + HEADROOM_TOKENS, longest)
+        total += max(0, -(-tokens // limits.block_tokens) - len(seq.block_ids))
+    return total

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bus.messages import PARTS, LayerShape
-from bus.precisions import Precision
+from bus.precisions import LOWEST, PRECISIONS, Precision
 from worker.distributed.messages import (
     Actions,
     DropHalf,
@@ -20,7 +20,8 @@ from worker.distributed.messages import (
 from worker.engine.core import EngineCore
 from worker.engine.shape import precision_of
 from worker.morph.losses import Losses, losses_of
-from worker.morph.plan import Half
+from worker.morph.plan import Half, order_towards
+from worker.morph.reflex_loop import MemberRoom
 from worker.morph.resizer import KVResizer
 from worker.morph.verbs import Variants
 from worker.shape.copier import Copier, Copy
@@ -87,9 +88,38 @@ class Target:
 
     def order_towards(self, precision: Precision) -> list[int]:
         """Return the order in which layers go to `precision`; towards full the last swapped goes first."""
-        if precision != "full":
-            return self.order
-        return [*reversed(self._swapped), *(layer for layer in self.order if layer not in self._swapped)]
+        return order_towards(precision, self.order, self._swapped)
+
+    @property
+    def kv_blocks(self) -> int:
+        """KV blocks of the instance."""
+        return self.instance.scheduler.blocks.capacity
+
+    @property
+    def min_blocks(self) -> int:
+        """Blocks below which the cache never shrinks."""
+        return self.resizer.min_blocks
+
+    @property
+    def knows_members(self) -> bool:
+        """True if every member of the group has reported its status, and the group stands."""
+        executor = self.instance.executor
+        return executor.knows_members and not executor.is_lost
+
+    def loads(self) -> list[MemberLoad]:
+        """Return what runs and waits at every member, or here while they are not known."""
+        executor = self.instance.executor
+        return [each.load for each in executor.statuses()] if self.knows_members else [self.load()]
+
+    def room(self) -> MemberRoom:
+        """Return the least memory of the members, which are known."""
+        statuses = self.instance.executor.statuses()
+        floors = [floor for each in statuses for floor in each.floors]
+        return MemberRoom(
+            min(each.kv_pages for each in statuses),
+            min(each.growable_pages for each in statuses),
+            min(floors, key=PRECISIONS.index, default=LOWEST),
+        )
 
     def load(self) -> MemberLoad:
         """Return what runs and waits at this member."""

@@ -149,6 +149,30 @@ def test_relief_lowers_the_wait_and_costs_quality() -> None:
     assert held.record.morphs == []
 
 
+def test_an_envelope_that_nobody_renews_allows_no_loss_once_it_is_stale() -> None:
+    """It is valid for 60 s after the controller is down; what was taken before goes back all the same."""
+    bursts = [
+        Arrival(begin_s + n / 25, 200, 100) for begin_s in (10.0, 40.0, 120.0, 250.0) for n in range(100)
+    ]
+    found = cluster(mode="performance", outage=(20.0, 200.0))
+    record = found.run([*bursts, *(Arrival(300.0 + n, 50, 5) for n in range(40))], drain_s=60.0)
+    starts = [one.started_ms / 1e3 for one in record.morphs if "halves to int" in one.reason]
+    assert {at_s // 10 for at_s in starts if at_s < 20} and [at_s for at_s in starts if 40 <= at_s < 80]
+    assert not [at_s for at_s in starts if 80 <= at_s < 250]
+    assert [at_s for at_s in starts if at_s >= 250]
+    (one,) = found.instances.values()
+    assert one.instance.shape.is_at_rest
+
+
+def test_bursts_that_swell_are_forecast_by_the_controllers_method() -> None:
+    arrivals = [Arrival(30.0 * n + 2 * (k * 2 / 9) ** 0.5, 120, 60) for n in range(12) for k in range(120)]
+    found = cluster(mode="performance")
+    record = found.run(arrivals, drain_s=60.0)
+    (one,) = found.instances.values()
+    assert one.forecast.right > one.forecast.wrong
+    assert any("are expected to be needed" in each.reason for each in record.morphs)
+
+
 def test_a_calm_load_changes_nothing() -> None:
     found = cluster()
     record = found.run(evenly(2.0, 30.0, output=20), drain_s=60.0)
