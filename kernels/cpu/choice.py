@@ -5,7 +5,7 @@ kernel   what it is                                            runs
 =======  ====================================================  =====================
 few      reads the weights once, four rows at a time           up to MOST_FEW tokens
 row      the same, row by row                                  2 to MOST_ROW tokens, weights [N, K]
-lanes    `kernels.cpu.products`: a lane is a token             float32, weights [N, K]
+lanes    `kernels.cpu.products`: tiles of sums in registers    float32, from LEAST_LANES tokens on
 torch    MKL or oneDNN                                         always
 =======  ====================================================  =====================
 
@@ -26,9 +26,9 @@ Seconds = Mapping[KernelName, Sequence[float]]  # of the rounds in which all too
 KERNELS: Final[tuple[KernelName, ...]] = ("few", "row", "lanes", "torch")
 MOST_FEW: Final = 16
 MOST_ROW: Final = 4
-MOST_LANES: Final = 96
 LEAST_LANES: Final = 9  # fewer would waste more than half of the lanes
-COUNTS: Final = (1, 2, 4, 8, 12, 16, 32, 64, 96)  # tokens that are measured; others go by the next of them
+# Tokens that are measured. Others go by the next of them, those above the last by the last.
+COUNTS: Final = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256)
 # A kernel replaces the built-in rule's if its best time is below this part of the other's, and if it was
 # faster in this part of the rounds: on a busy machine a single time says little.
 MARGIN: Final = 0.8
@@ -64,8 +64,7 @@ def candidates(product: Product, tokens: int) -> list[KernelName]:
         found.append("few")
     if product.form == "linear" and 2 <= tokens <= MOST_ROW:
         found.append("row")
-    has_lanes = product.form == "linear" and product.dtype == "float32"
-    if has_lanes and LEAST_LANES <= tokens <= MOST_LANES:
+    if product.dtype == "float32" and tokens >= LEAST_LANES:
         found.append("lanes")
     return [*found, "torch"]
 
@@ -155,13 +154,11 @@ class Table:
         self._names.clear()
 
     def pick(self, form: Form, dtype: str, outputs: int, inputs: int, tokens: int) -> KernelName:
-        if tokens > MOST_LANES:
-            return "torch"
         key = form, dtype, outputs, inputs
         names = self._names.get(key)
         if names is None:
-            names = self._names[key] = [self._find(Product(*key), n) for n in range(MOST_LANES + 1)]
-        return names[tokens]
+            names = self._names[key] = [self._find(Product(*key), n) for n in range(COUNTS[-1] + 1)]
+        return names[min(tokens, COUNTS[-1])]
 
     def _find(self, product: Product, tokens: int) -> KernelName:
         able = candidates(product, tokens)

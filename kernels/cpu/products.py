@@ -1,11 +1,13 @@
-"""Products with dense weights: which kernel runs, and that for some dozens of tokens.
+"""Products with dense weights: which kernel runs, and the one for many tokens.
 
-A few tokens run on `kernels.cpu.products_few`. For some dozens of tokens with weights [N, K], MKL leaves a
-quarter of the cores idle: it packs the weights, and so few tokens do not repay it. Here a lane is a token: x
-is transposed once per thread, and the weights are read once, in place, each element broadcast. On one core
-with 64 tokens this reaches 141 GFLOP/s of a measured peak of 176, MKL 116. More tokens repay the packing.
-Such a number of tokens with weights [K, N] stays with MKL, which multiplies them at 155 GFLOP/s
-(bench/LOG.md). float32 only: torch has special instructions for short floats.
+A few tokens run on `kernels.cpu.products_few`. With more, float32 products are made of tiles of sums that stay
+in registers. Weights [N, K]: a lane is a token; x is transposed once per thread, and the weights are read in
+place, each element broadcast. Weights [K, N]: a lane is an output; rows of the weights are read in place, and
+elements of x are broadcast. Neither packs the weights.
+
+On two cores of a Zen 5 both reach 400 to 450 GFLOP/s with 64 to 512 tokens, MKL 180 to 230. On one core of a
+Sapphire Rapids 64 tokens with weights [N, K] reached 141, MKL 116. Which is taken is measured at the start.
+float32 only: torch has special instructions for short floats.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 # Functions of the compiler carry no annotations: numba infers their types, one compilation per dtype.
@@ -26,6 +28,10 @@ from kernels.cpu.tile import tile, transpose
 
 F32 = np.float32
 ITEM_OUTPUTS = 48  # of one work item: whole tiles of any height below, and whole vectors
+MOST_LANES = 64  # tokens at once with weights [N, K]: four vectors
+PANEL = 4 * LANES  # outputs of one work item with weights [K, N]
+MOST_TOKENS = 96  # of such an item
+DEPTH = 128  # inputs at a time: with the panel they stay in the first-level cache
 
 
 @compiled
@@ -112,7 +118,54 @@ def _multiply(kind):
     buffer[0] = 0  # keeps the buffer alive to here
 
 
+@compiled
+def _panel(vectors, tokens, depth, x, x_row, w, w_row, out, out_row):
+    """Add x [tokens, depth] . w [depth, 16 * vectors] to out; heights of tiles are as even as can be."""
+    t = 0
+    while t < tokens:
+        left = tokens - t
+        height = (left + (left + 5) // 6 - 1) // ((left + 5) // 6)
+        a, c = x + t * x_row, out + t * out_row
+        if vectors == 4 and height == 6:
+            tile(6, 4, 1, F32, F32, depth, a, x_row, 4, w, w_row, c, out_row)
+        elif vectors == 4 and height == 5:
+            tile(5, 4, 1, F32, F32, depth, a, x_row, 4, w, w_row, c, out_row)
+        elif vectors == 4 and height == 4:
+            tile(4, 4, 1, F32, F32, depth, a, x_row, 4, w, w_row, c, out_row)
+        else:
+            for r in range(height):
+                for v in range(vectors):
+                    b, d = w + v * LANES * 4, c + r * out_row + v * LANES * 4
+                    tile(1, 1, 1, F32, F32, depth, a + r * x_row, x_row, 4, b, w_row, d, out_row)
+        t += height
+
+
+def _multiply_t(kind):
+    """Multiply x by one matrix [K, N].
+
+    Words: x and its row stride, w and its row stride, out and its row stride, tokens, tokens of an item,
+    inputs, outputs.
+    """
+    p = address_of(kind)
+    x, x_row, w, w_row = read_i64(p + 16), read_i64(p + 24), read_i64(p + 32), read_i64(p + 40)
+    out, out_row, tokens, block = read_i64(p + 48), read_i64(p + 56), read_i64(p + 64), read_i64(p + 72)
+    inputs, outputs = read_i64(p + 80), read_i64(p + 88)
+    panels = (outputs + PANEL - 1) // PANEL
+    item = next_item(p)
+    while item >= 0:
+        first, n = item // panels * block, item % panels * PANEL
+        present, width = min(block, tokens - first), min(PANEL, outputs - n)
+        c = out + first * out_row + n * 4
+        for t in range(present):
+            clear(c + t * out_row, width)
+        for k in range(0, inputs, DEPTH):
+            a, b = x + first * x_row + k * 4, w + k * w_row + n * 4
+            _panel(width // LANES, present, min(DEPTH, inputs - k), a, x_row, b, w_row, c, out_row)
+        item = next_item(p)
+
+
 MULTIPLY = Kernel(_multiply, "q" * 10)
+MULTIPLY_T = Kernel(_multiply_t, "q" * 10)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -137,7 +190,7 @@ def stacked_linear(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def linear_t(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return few_t(x, weight) if _pick("linear_t", x, weight) == "few" else calls.linear_t.reference(x, weight)
+    return multiply(_pick("linear_t", x, weight), "linear_t", x, weight)
 
 
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in KINDS}
@@ -147,14 +200,14 @@ def _pick(form: Form, x: torch.Tensor, weight: torch.Tensor) -> KernelName:
     """Return the kernel for this call: that of the table, if it can run here."""
     *_, outputs, inputs = weight.shape if form == "linear" else weight.shape[::-1]
     name = TABLE.pick(form, _DTYPES.get(x.dtype, ""), outputs, inputs, x.shape[0])
-    return name if can_run(name, x, weight) else "torch"
+    return name if can_run(name, form, x, weight) else "torch"
 
 
-def can_run(name: KernelName, x: torch.Tensor, weight: torch.Tensor) -> bool:
+def can_run(name: KernelName, form: Form, x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return True if the kernel takes x and the weight as they lie; the number of tokens is the table's."""
     if name in ("few", "row"):
         return can_multiply(x, weight)
-    return name == "torch" or _has_lanes(x, weight)
+    return name == "torch" or _has_lanes(form, x, weight)
 
 
 def multiply(name: KernelName, form: Form, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -162,14 +215,15 @@ def multiply(name: KernelName, form: Form, x: torch.Tensor, weight: torch.Tensor
     if name == "torch":
         return (calls.linear if form == "linear" else calls.linear_t).reference(x, weight)
     if form == "linear_t":
-        return few_t(x, weight)
+        return few_t(x, weight) if name == "few" else _product_t(x, weight)
     if name == "lanes":
         return _product(x, weight[None])[:, 0]
     return few(x, weight[None], by_row=name == "row")[:, 0]
 
 
-def _has_lanes(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    if x.shape[1] % LANES or weight.shape[-2] % LANES:
+def _has_lanes(form: Form, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    outputs, inputs = weight.shape[-2:] if form == "linear" else weight.t().shape
+    if outputs % LANES or (form == "linear" and inputs % LANES):
         return False
     is_dense: bool = x.dtype == weight.dtype == torch.float32 and x.stride(1) == weight.stride(-1) == 1
     return is_dense
@@ -180,10 +234,34 @@ def _product(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     tokens, inputs = x.shape
     count, outputs = weights.shape[:2]
     out = torch.empty(tokens, count, outputs)
-    MULTIPLY(
+    block = _even(tokens, MOST_LANES, LANES)
+    for first in range(0, tokens, block):
+        MULTIPLY(
+            x.dtype,
+            count * -(-outputs // ITEM_OUTPUTS),
+            *(x.data_ptr() + first * x.stride(0) * 4, x.stride(0) * 4),
+            *(weights.data_ptr(), weights.stride(1) * 4, weights.stride(0) * 4),
+            *(out.data_ptr() + first * count * outputs * 4, count * outputs * 4),
+            *(min(block, tokens - first), inputs, outputs),
+        )
+    return out
+
+
+def _product_t(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply x [T, K] by weight [K, N]: [T, N]."""
+    tokens, (inputs, outputs) = x.shape[0], weight.shape
+    out = torch.empty(tokens, outputs)
+    block = _even(tokens, MOST_TOKENS, 1)
+    MULTIPLY_T(
         x.dtype,
-        count * -(-outputs // ITEM_OUTPUTS),
-        *(x.data_ptr(), x.stride(0) * 4, weights.data_ptr(), weights.stride(1) * 4, weights.stride(0) * 4),
-        *(out.data_ptr(), count * outputs * 4, tokens, inputs, outputs),
+        -(-tokens // block) * -(-outputs // PANEL),
+        *(x.data_ptr(), x.stride(0) * 4, weight.data_ptr(), weight.stride(0) * 4),
+        *(out.data_ptr(), outputs * 4, tokens, block, inputs, outputs),
     )
     return out
+
+
+def _even(tokens: int, most: int, unit: int) -> int:
+    """Return the tokens of one of the fewest equal parts of at most `most`, rounded up to whole units."""
+    parts = -(-tokens // most)
+    return -(-tokens // (parts * unit)) * unit

@@ -134,7 +134,7 @@ def _turns(
 
     turns: dict[KernelName, Callable[[], object]] = {}
     for name in candidates(product, tokens):
-        if can_run(name, x, same[0]):
+        if can_run(name, product.form, x, same[0]):
             call = partial(multiply_all, name)
             is_recorded = tokens <= MOST_FEW and name != "torch"
             turns[name] = KernelProgram(call).run if is_recorded else call

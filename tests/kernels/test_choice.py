@@ -15,7 +15,6 @@ import kernels
 from kernels.cpu import timing
 from kernels.cpu.choice import (
     COUNTS,
-    MOST_LANES,
     TABLE,
     KernelName,
     Product,
@@ -82,7 +81,7 @@ def test_a_table_names_a_kernel_that_can_run_for_every_number_of_tokens(product:
         assert name in candidates(product, tokens)
         if fixed in candidates(product, tokens):
             assert name == fixed
-        elif tokens <= MOST_LANES and not fixed:
+        elif not fixed:
             assert name == built_in(product, tokens)
 
 
@@ -90,9 +89,9 @@ def test_numbers_of_tokens_between_two_measured_ones_go_by_the_larger() -> None:
     table = Table()
     others: dict[int, KernelName] = dict.fromkeys(COUNTS, "torch")
     table.adopt({DENSE: {**others, 4: "few", 32: "lanes"}})
-    found = {tokens: table.pick(*DENSE, tokens) for tokens in (1, 2, 3, 4, 5, 16, 17, 32, 33, 96, 97)}
+    found = {tokens: table.pick(*DENSE, tokens) for tokens in (1, 2, 3, 4, 5, 16, 17, 32, 33, 96, 257)}
     assert found == {
-        **dict.fromkeys((1, 2, 5, 16, 33, 96, 97), "torch"),
+        **dict.fromkeys((1, 2, 5, 16, 33, 96, 257), "torch"),
         **dict.fromkeys((3, 4), "few"),
         **dict.fromkeys((17, 32), "lanes"),
     }
@@ -109,9 +108,9 @@ def test_a_kernel_that_there_is_not_is_refused_with_those_there_are() -> None:
 
 
 def test_choices_are_told_by_ranges_of_tokens() -> None:
-    assert describe({DENSE: {}}) == ["linear float32 96x64: few to 16, lanes to 96"]
-    told = "linear float32 96x64: few to 1, torch to 2, few to 16, lanes to 64, torch to 96"
-    assert describe({DENSE: {1: "few", 2: "torch", 96: "torch"}}) == [told]
+    assert describe({DENSE: {}}) == ["linear float32 96x64: few to 16, lanes to 256"]
+    told = "linear float32 96x64: few to 1, torch to 2, few to 16, lanes to 128, torch to 256"
+    assert describe({DENSE: {1: "few", 2: "torch", 256: "torch"}}) == [told]
     assert parse_product(str(DENSE)) == DENSE
 
 
@@ -119,18 +118,30 @@ def test_choices_are_told_by_ranges_of_tokens() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 7, 12, 16, 40])
+@pytest.mark.parametrize("tokens", [1, 7, 9, 12, 16, 40, 65, 97, 200])
 def test_every_kernel_that_may_be_chosen_gives_the_product(tokens: int, dtype: torch.dtype) -> None:
     for form, weight in (("linear", torch.randn(96, 64)), ("linear_t", torch.randn(64, 96))):
         x, weight = torch.randn(tokens, 64).to(dtype), weight.to(dtype)
         expected = x.double() @ (weight.t() if form == "linear" else weight).double()
         product = Product(form, str(dtype).removeprefix("torch."), 96, 64)  # type: ignore[arg-type]
         for name in candidates(product, tokens):
-            assert can_run(name, x, weight)
+            assert can_run(name, form, x, weight)  # type: ignore[arg-type]
             made = multiply(name, form, x, weight)  # type: ignore[arg-type]
             torch.testing.assert_close(
                 made.double(), expected, rtol=2e-2, atol=2e-2 if dtype != torch.float32 else 1e-4
             )
+
+
+@pytest.mark.parametrize("tokens", [9, 14, 65, 97, 193])
+def test_many_tokens_are_multiplied_where_the_weights_lie(tokens: int) -> None:
+    """Weights and inputs are parts of wider tensors; more inputs than are taken at a time."""
+    x = torch.randn(tokens, 400)[:, 8:312]
+    for form, wide in (("linear", torch.randn(80, 400)), ("linear_t", torch.randn(310, 160))):
+        weight = wide[:, 16:320] if form == "linear" else wide[3:307, 32:112]
+        expected = x.double() @ (weight.t() if form == "linear" else weight).double()
+        assert can_run("lanes", form, x, weight)  # type: ignore[arg-type]
+        made = multiply("lanes", form, x, weight)  # type: ignore[arg-type]
+        torch.testing.assert_close(made.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("fixed", ["few", "row", "lanes", "torch"])
