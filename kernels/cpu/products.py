@@ -1,11 +1,11 @@
 """Products with dense weights: which kernel runs, and the one for many tokens.
 
-A few tokens run on `kernels.cpu.products_few`. With more, float32 products are made of tiles of sums that stay
-in registers. Weights [N, K]: a lane is a token; x is transposed once per thread, and the weights are read in
-place, each element broadcast. Weights [K, N]: a lane is an output; rows of the weights are read in place, and
-elements of x are broadcast. Neither packs the weights.
+A few tokens run on `kernels.cpu.products_few`. With more, float32 products are tiles of sums that stay in
+registers. Weights [N, K]: a lane is a token; x is transposed once per thread, and the weights are read in
+place, each element broadcast. Weights [K, N]: a lane is an output; rows of the weights are read in place,
+and elements of x are broadcast. Neither packs the weights.
 
-On two cores of a Zen 5 both reach 400 to 450 GFLOP/s with 64 to 512 tokens, MKL 180 to 230. On one core of a
+On two cores of a Zen 5 both reach 400 to 500 GFLOP/s with 64 to 512 tokens, MKL 180 to 230. On one core of a
 Sapphire Rapids 64 tokens with weights [N, K] reached 141, MKL 116. Which is taken is measured at the start.
 float32 only: torch has special instructions for short floats.
 """
