@@ -59,13 +59,7 @@ class Shape:
 
     def limits(self, model: Model) -> Limits:
         """Raise ModelError for a context longer than the model's config allows."""
-        return Limits(
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=served_context(model, self.max_model_len),
-            block_tokens=self.block_tokens,
-            prefix_cache=self.prefix_cache,
-        )
+        return Limits.of(self, max_model_len=served_context(model, self.max_model_len))
 
 
 def load_engine(

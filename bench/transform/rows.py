@@ -22,7 +22,7 @@ from worker.distributed.communicator import Communicator
 from worker.memory import CpuBackend, PagePool
 from worker.model.shard import Shard
 from worker.morph.reshard import Resharder, make_resharder
-from worker.morph.verbs import NoVariants
+from worker.morph.variants import NoVariants
 from worker.parallel.rows import RowChoice, RowCosts, choose_rows
 from worker.shape.variants import LayerVariants
 

@@ -31,7 +31,7 @@ from worker.model.layer import build_feed_forward
 from worker.model.layout import RangePlan, pad_ffn
 from worker.model.shard import Shard
 from worker.morph.reshard import Resharder, make_resharder
-from worker.morph.verbs import NoVariants
+from worker.morph.variants import NoVariants
 
 PAGE_BYTES = 64 * 1024
 DEGREE = 4

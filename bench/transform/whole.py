@@ -28,7 +28,7 @@ from worker.distributed.kv_exchange import exchange
 from worker.memory import CpuBackend, KVCache, PagePool, VirtualRange
 from worker.model.shard import Shard
 from worker.morph.reshard import make_resharder
-from worker.morph.verbs import NoVariants
+from worker.morph.variants import NoVariants
 
 PAGE_BYTES = 64 * 1024
 BLOCK_TOKENS = 16

@@ -33,7 +33,7 @@ from worker.morph.manager import MorphManager
 from worker.morph.reshard import make_resharder
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
-from worker.morph.verbs import NoVariants, Variants
+from worker.morph.variants import NoVariants, Variants
 from worker.parallel.grouping import Grouping
 from worker.parallel.local_instance import LocalInstance
 from worker.service.engine_thread import EngineThread

@@ -27,7 +27,7 @@ from worker.model import Model
 from worker.model.shard import ALONE, Shard
 from worker.morph.manager import MorphManager
 from worker.morph.reshard import make_resharder
-from worker.morph.verbs import NoVariants
+from worker.morph.variants import NoVariants
 from worker.pipeline.build import start_leading
 from worker.pipeline.executor import PipelineExecutor
 from worker.pipeline.pipeline import RemoteStage

@@ -21,7 +21,7 @@ from worker.model import ModelError
 from worker.morph.losses import whole_losses
 from worker.morph.run import NotApplied, Run, Steps
 from worker.morph.target import Target
-from worker.morph.verbs import layer_pages
+from worker.morph.variants import layer_pages
 from worker.shape.copier import Copier, Copy, CopyJob
 
 log = logging.getLogger("worker")

@@ -35,7 +35,7 @@ from worker.morph.losses import Measured, losses_of
 from worker.morph.resizer import KVResizer
 from worker.morph.run import NotApplied
 from worker.morph.target import Target
-from worker.morph.verbs import NoVariants, Variants, reserve_pages
+from worker.morph.variants import NoVariants, Variants, reserve_pages
 from worker.pipeline.split import check_degree, own_part, own_shard
 from worker.shape.copier import CopyJob, source_copy
 from worker.shape.host_images import find_matrices
@@ -172,13 +172,8 @@ class ModelLoader:
         """Reserve addresses for the weights."""
         settings = self.settings
         self._model = reserve_model(self.config, self.plan, self.source, self.pool, self.shard)
-        self.limits = Limits(
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_model_len=served_context(self.model, self.command.max_model_len or settings.max_model_len),
-            block_tokens=settings.block_tokens,
-            prefix_cache=settings.prefix_cache,
-        )
+        context = served_context(self.model, self.command.max_model_len or settings.max_model_len)
+        self.limits = Limits.of(settings, max_model_len=context)
 
     def reserve_rest(self) -> None:
         """Reserve addresses for the variants and the KV cache; from here on the needs are known."""

@@ -21,7 +21,7 @@ from worker.morph.manager import MorphManager
 from worker.morph.plan import Half
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
-from worker.morph.verbs import reserve_pages
+from worker.morph.variants import reserve_pages
 from worker.pipeline.stage_host import StageHost
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from worker.engine.build import canary_steps
 from worker.morph.resizer import KVResizer
 from worker.morph.run import NotApplied, Peers, Steps
 from worker.morph.target import Target
-from worker.morph.verbs import NoVariants
+from worker.morph.variants import NoVariants
 from worker.pipeline.build import start_leading
 from worker.pipeline.executor import PipelineExecutor
 from worker.pipeline.pipeline import PipelineLost, RemoteStage

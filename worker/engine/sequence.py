@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields
+from typing import Protocol, Self
 
 from bus.messages import SamplingParams, Submit, TokenLogprobs
 from bus.precisions import Precision
@@ -56,6 +56,12 @@ class Limits:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    @classmethod
+    def of(cls, settings: object, *, max_model_len: int) -> Self:
+        """Return the limits that `settings` has under the same names."""
+        names = (one.name for one in fields(cls) if one.name != "max_model_len")
+        return cls(max_model_len=max_model_len, **{name: getattr(settings, name) for name in names})
 
 
 class Sequence:

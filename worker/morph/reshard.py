@@ -14,7 +14,7 @@ from bus.messages import PARTS, Part
 from worker.memory import PagePool
 from worker.model.model import Model
 from worker.model.shard import Shard
-from worker.morph.verbs import Variants
+from worker.morph.variants import Variants
 from worker.shape.checks import CheckedPages
 from worker.shape.copier import ByteSpan, CopyJob, source_copy
 from worker.shape.ranges import PageMask, VariantKey, VariantRanges, checked_pages, variant_name

@@ -23,7 +23,7 @@ from worker.morph.losses import Losses, losses_of
 from worker.morph.plan import Half, order_towards
 from worker.morph.reflex_loop import MemberRoom
 from worker.morph.resizer import KVResizer
-from worker.morph.verbs import Variants
+from worker.morph.variants import Variants
 from worker.shape.copier import Copier, Copy
 
 

@@ -30,7 +30,7 @@ ImageKey = tuple[int, Part, Precision, str]  # the last is "weights", their "sum
 
 
 class LayerVariants:
-    """The variants of a model's layers (`worker.morph.verbs.Variants`), called in the engine's thread."""
+    """The variants of a model's layers (`worker.morph.variants.Variants`), called in the engine's thread."""
 
     def __init__(
         self,

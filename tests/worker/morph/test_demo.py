@@ -29,7 +29,7 @@ from worker.memory import VirtualRange
 from worker.morph.manager import MorphManager
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
-from worker.morph.verbs import reserve_pages
+from worker.morph.variants import reserve_pages
 from worker.shape.variants import LayerVariants
 
 pytestmark = pytest.mark.skipif(not (DEMO_MODEL / "config.json").is_file(), reason="models/demo is not built")

@@ -26,7 +26,7 @@ from worker.model.linear import StackedLinear, TransposedLinear
 from worker.model.quantized_layout import plan_quantized
 from worker.model.quantized_sets import round_to_nearest
 from worker.morph.reshard import Resharder, make_resharder
-from worker.morph.verbs import NoVariants
+from worker.morph.variants import NoVariants
 from worker.shape.checks import WrongVariant
 
 EXACT = {"rtol": 2e-4, "atol": 2e-4}

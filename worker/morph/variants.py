@@ -1,4 +1,4 @@
-"""The variants of a model's layers, as swaps use them."""
+"""The interface by which morphs use the variants of a model's layers, and layers without any."""
 
 from __future__ import annotations
 
