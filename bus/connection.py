@@ -83,7 +83,7 @@ class _Pool(BlockingConnectionPool):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._made: list[AbstractConnection] = []  # as many as were in use at once; they are used again
+        self._made: list[AbstractConnection] = []  # the most that were in use at once; kept for reuse
         self._is_closed = False
 
     def make_connection(self) -> AbstractConnection:
@@ -128,7 +128,7 @@ def translated() -> Iterator[None]:
     except exceptions.ResponseError as error:
         if is_group_missing(error):
             raise
-        if "OOM command not allowed" in str(error):  # of a script: the code is within the text
+        if "OOM command not allowed" in str(error):  # a script's error has the code within its text
             raise BusFull(f"Redis is at maxmemory: {error}") from error
         if NOT_NOW.search(str(error)):
             raise BusUnavailable(f"Redis refuses for now: {error}") from error

@@ -100,11 +100,11 @@ class Profile:
     """The measurements of a model on one kind of device; key `profile:{model}:{device kind}` and a file."""
 
     model: str  # registered name
-    digest: str  # of the checkpoint: config and the files' names, sizes and times
+    digest: str  # checkpoint: config and the files' names, sizes and times
     device: str  # kind: "cpu", or a GPU's name
-    version: str  # of the program that measured
-    num_layers: int  # of the whole model
-    block_bytes_per_layer: int  # of the KV of one block in one layer
+    version: str  # version of the program that measured
+    num_layers: int  # layers of the whole model
+    block_bytes_per_layer: int  # bytes of one KV block in one layer
     block_tokens: int
     latency: list[LatencySample]
     memory: list[MemorySample]
@@ -114,8 +114,8 @@ class Profile:
     peak_bytes: int = 0  # most pages in use at once
     ended_ms: int = 0
     links: list[LinkSample] = field(default_factory=list)  # empty: no other worker to measure with
-    row_bytes: int = 0  # of a token between two layers; 0: unknown
-    max_num_batched_tokens: int = 0  # of a step; 0: unknown
+    row_bytes: int = 0  # bytes of a token between two layers; 0: unknown
+    max_num_batched_tokens: int = 0  # most tokens in a step; 0: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ class Estimate:
     """One row of the configuration map (iServe §4.2), in seconds, bytes and the unit of the intent's cost."""
 
     configuration: Configuration
-    memory_bytes: Quantity  # of all devices together, KV of the intent's batch included
+    memory_bytes: Quantity  # sum over all devices, with the KV of the intent's batch
     ttft_s: Quantity
     tpot_s: Quantity
     latency_s: Quantity
@@ -154,10 +154,10 @@ class ModelCard:
     state: ModelState
     reason: str = ""
     progress: str = ""
-    worker: str = ""  # that measures it, with the epoch `epoch`, since `since_ms`
+    worker: str = ""  # the worker that measures it, in `epoch`, since `since_ms`
     epoch: int = 0
     since_ms: int = 0
-    attempts: int = 0  # to measure it, in a row
+    attempts: int = 0  # failed measurements in a row
     context: int = 0  # most tokens of a sequence; 0: the checkpoint does not say
 
 
@@ -169,15 +169,15 @@ class Deployment:
     model: str
     intent: Intent
     state: DeploymentState
-    reason: str = ""  # of its state: what failed, or what it waits for
+    reason: str = ""  # why it is in this state: what failed, or what it waits for
     configuration: Configuration | None = None
     stages: list[Stage] = field(default_factory=list)
     expected: Estimate | None = None
-    instance: str = ""  # that serves it
-    since_ms: int = 0  # in this state
-    attempts: int = 0  # to load it, in a row
+    instance: str = ""  # the instance that serves it
+    since_ms: int = 0  # since when it is in this state
+    attempts: int = 0  # failed loads in a row
     loads: int = 0  # number of loads ordered so far; part of the ids of commands
-    epochs: dict[str, int] = field(default_factory=dict)  # of the workers of `stages` at the command
+    epochs: dict[str, int] = field(default_factory=dict)  # epochs of the workers of `stages` at the command
     replaces: str = ""  # the deployment that it replaces, which serves until then
     heir: str = ""  # the deployment that replaced it
     is_ungrouped: bool = False  # workers refused to form a group for it: it is served without
@@ -301,5 +301,5 @@ class Measure:
     precisions: list[Precision]
     prompt_tokens: list[int]
     batch_sizes: list[int]
-    max_bytes: int = 0  # of pages to use; 0: all that are free
+    max_bytes: int = 0  # most bytes of pages to use; 0: all that are free
     peer: ProbePeer | None = None  # None: links are not measured

@@ -196,7 +196,7 @@ class RedisLink:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self.block_ms / 1000):
                         await self._trouble.wait()
-            if time.monotonic() - began_s > LONGEST_RETRY_S:  # it was up for a while: a new outage
+            if time.monotonic() - began_s > LONGEST_RETRY_S:  # a new outage: Redis was up for a while
                 pause_s = FIRST_RETRY_S
             if not self.up:
                 await asyncio.sleep(pause_s)

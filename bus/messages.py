@@ -92,7 +92,7 @@ class Submit:
     request_id: str
     attempt: int
     gateway: str
-    epoch: int  # of the instance's leading worker when the gateway chose it
+    epoch: int  # epoch of the leading worker when the gateway chose the instance
     prompt_token_ids: list[int]
     sampling: SamplingParams
     sent_token_ids: list[int] = field(default_factory=list)
@@ -124,11 +124,11 @@ class Delta:
     index: int  # output position of token_ids[0]
     token_ids: list[int]
     finish_reason: FinishReason | None = None
-    error: str | None = None  # with finish_reason "error"
+    error: str | None = None  # set with finish_reason "error"
     logprobs: list[TokenLogprobs] | None = None  # one per token id
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first token; [0] is None
-    reject_reason: RejectReason | None = None  # with an error that another attempt may avoid
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache; once, when the request was admitted
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # sent once, with the first token; [0] is None
+    reject_reason: RejectReason | None = None  # set with an error that another attempt may avoid
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache; sent once, at admission
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ class StepOutput:
     born_ns: int  # time.time_ns() when the step's tokens were known: the start of their way to the client
     fingerprint: str  # shape id of the step, such as tp1-int4x2; clients get it as `system_fingerprint`
     deltas: list[Delta]
-    layers_below_full: int = 0  # of the instance in this step; see `bus.messages.layers_below_full`
+    layers_below_full: int = 0  # layers of the instance in this step; see `layers_below_full`
     step_s: float = 0.0  # duration; requests that the step admitted stopped waiting when it began
 
 
@@ -153,7 +153,7 @@ class Demand:
     gateway: str
     model: str
     tokens: int  # prompt and output of the longest request that only a higher degree could hold; 0: none
-    count: int  # of these
+    count: int  # number of these requests
     at_ms: int
     floor: Precision | Literal[""] = ""  # the highest that a request waits for; "": none waits for one
 
@@ -193,7 +193,7 @@ class InstanceTelemetry:
     waiting: int
     waiting_tokens: int
     kv_blocks: int
-    kv_used: int  # by all members of its group
+    kv_used: int  # blocks used by all members of its group
     layers: list[LayerShape]
     prompt_tokens: int
     generation_tokens: int
@@ -201,16 +201,16 @@ class InstanceTelemetry:
     finished: dict[str, int]
     queue_seconds: Histogram
     step_seconds: Histogram
-    time_to_first_token: Histogram  # from when the worker received the request
+    time_to_first_token: Histogram  # measured from when the worker received the request
     time_per_output_token: Histogram
     oldest_wait_seconds: float = 0.0
     recomputed_tokens: int = 0  # whose KV was lost or given away
     longest_tokens: int = 0  # prompt and most output of the longest request here, running or waiting
     kv_own: int = 0  # blocks of its own requests, which it keeps when its group splits; part of `kv_used`
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
-    prefix_hits: int = 0  # and found
-    prefix_digests: frozenset[int] = frozenset()  # of the blocks used last (`bus.prefix_keys`)
-    workers: list[str] = field(default_factory=list)  # of its group, by shard; empty: it serves alone
+    prefix_hits: int = 0  # prompt tokens found there
+    prefix_digests: frozenset[int] = frozenset()  # digests of the blocks used last (`bus.prefix_keys`)
+    workers: list[str] = field(default_factory=list)  # members of its group, by shard; empty: it serves alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +270,7 @@ class WorkerMetrics:
     busy: float
     pages: PageCounts
     age_seconds: float  # since the last report; policies hold still on stale metrics
-    at_ms: int = 0  # of that report, by the worker's clock
+    at_ms: int = 0  # time of that report, by the worker's clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,20 +352,20 @@ class InstanceCard:
     block_tokens: int
     tp: int = 1
     pp: int = 1
-    workers: list[str] = field(default_factory=list)  # in the order of their shards
-    variants: list[Precision] = field(default_factory=lambda: ["full"])  # what its layers can be held in
-    order: list[int] = field(default_factory=list)  # in which layers are swapped; [0] goes first
+    workers: list[str] = field(default_factory=list)  # workers in the order of their shards
+    variants: list[Precision] = field(default_factory=lambda: ["full"])  # precisions its layers can have
+    order: list[int] = field(default_factory=list)  # order in which layers are swapped; [0] goes first
     order_name: str = ""  # "profile", "front-to-back", "back-to-front", "random"
     min_blocks: int = 0  # the fewest KV blocks: the longest sequence must fit
     max_blocks: int = 0  # the most that one worker can have; a group can have `tp` times that; 0: unknown
-    layer_pages: dict[Precision, int] = field(default_factory=dict)  # of its largest layer, by precision
-    attention_pages: dict[Precision, int] = field(default_factory=dict)  # of that layer's attention alone
+    layer_pages: dict[Precision, int] = field(default_factory=dict)  # pages of its largest layer
+    attention_pages: dict[Precision, int] = field(default_factory=dict)  # those of its attention alone
     kv_heads: int = 0  # 0: unknown
     degrees: list[int] = field(default_factory=lambda: [1])  # tensor-parallel degrees it can be part of
-    tokens_at: dict[int, int] = field(default_factory=dict)  # by degree: tokens of KV it would have room for
+    tokens_at: dict[int, int] = field(default_factory=dict)  # tokens of KV it would hold, by degree
     deployed: str = ""  # id of the Deploy that loaded it; "": the worker's settings named it
-    precision: Precision = "full"  # that it was deployed in
-    stages: list[Stage] = field(default_factory=list)  # of a pipeline
+    precision: Precision = "full"  # precision at deployment
+    stages: list[Stage] = field(default_factory=list)  # stages of a pipeline
     products: list[str] = field(default_factory=list)  # the kernels of its dense products on a CPU, as text
     losses: dict[Precision, float] = field(default_factory=dict)  # measured: of perplexity, all layers in it
 
@@ -382,10 +382,10 @@ class WorkerCard:
     page_bytes: int
     state: Literal["loading", "serving", "draining"]
     instances: list[InstanceCard] = field(default_factory=list)
-    progress: str = ""  # while loading: what is loading, and how far
+    progress: str = ""  # what is loading, and how far
     link: str = ""  # "host:port" for other workers; "": it joins no group and no pipeline
-    link_key: bytes = b""  # that they authenticate with
-    variants: list[Precision] = field(default_factory=lambda: list(PRECISIONS))  # that it keeps of each model
+    link_key: bytes = b""  # key that they authenticate with
+    variants: list[Precision] = field(default_factory=lambda: list(PRECISIONS))  # precisions it keeps
     loading: list[str] = field(default_factory=list)  # models that it loads while it serves others
     device_kind: str = ""  # "cpu" or the name of the GPU; "": not known yet
 

@@ -42,7 +42,7 @@ class Swap:
     epoch: int
     instance: str
     precision: Precision = "full"
-    halves: list[HalfOrder] = field(default_factory=list)  # in this order
+    halves: list[HalfOrder] = field(default_factory=list)  # halves in the order of their swaps
     layers: list[int] = field(default_factory=list)
     count: int = 0
     parts: list[Part] = field(default_factory=lambda: list(PARTS))
@@ -57,7 +57,7 @@ class Resize:
     epoch: int
     instance: str
     blocks: int
-    wait_s: float = 0.0  # as in Swap
+    wait_s: float = 0.0  # see `Swap.wait_s`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +72,11 @@ class Transform:
     id: str
     epoch: int
     instance: str
-    workers: list[str]  # in the order of their shards at the higher degree
-    epochs: dict[str, int]  # of each worker when this was ordered
+    workers: list[str]  # members in the order of their shards at the higher degree
+    epochs: dict[str, int]  # epoch of each worker at the time of the order
     tp: int
     layers_per_step: int = 0  # layers that change between two steps; 0: the worker's setting
-    wait_s: float = 0.0  # as in Swap
+    wait_s: float = 0.0  # see `Swap.wait_s`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,12 +94,12 @@ class Deploy:
     path: str
     stages: list[Stage]
     stage: int = 0  # the index in `stages` of the worker that gets this
-    epochs: dict[str, int] = field(default_factory=dict)  # of the workers of all stages
+    epochs: dict[str, int] = field(default_factory=dict)  # epochs of the workers of all stages
     precision: Precision = "full"
     blocks: int = 0  # KV blocks to have at least; the other free blocks are shared among the models
     max_model_len: int = 0
-    digest: str = ""  # of the checkpoint that was planned with; a worker refuses any other
-    wait_s: float = 0.0  # as in Swap
+    digest: str = ""  # checkpoint of the plan; a worker refuses any other
+    wait_s: float = 0.0  # see `Swap.wait_s`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class Retire:
     id: str
     epoch: int
     instance: str
-    wait_s: float = 30.0  # for requests to end; the gateway then submits them elsewhere
+    wait_s: float = 30.0  # time for requests to end; then the gateway submits them elsewhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,7 @@ Cause = Literal[
     "better",  # a deployment is served better elsewhere
     "packed",  # a deployment makes room by moving
     "retirement",  # an operator retired a deployment
-    "replaced",  # its replacement serves
+    "replaced",  # the instance's replacement serves
     "undone",  # a deployment failed
     "orphan",  # no deployment knows the instance
 ]
@@ -168,7 +168,7 @@ class MorphReport:
     started_ms: int
     ended_ms: int | None = None  # None: still running
     numbers: dict[str, Number] = field(default_factory=dict)  # bytes, s, pages, blocks: taken or missing
-    workers: list[str] = field(default_factory=list)  # of the command; empty: `worker` alone
+    workers: list[str] = field(default_factory=list)  # workers of the command; empty: `worker` alone
     telemetry: WorkerTelemetry | None = None  # at the end: the monitor's picture may be older
     steps: list[str] = field(default_factory=list)  # ids of the morphs that this transform consists of
 

@@ -238,20 +238,20 @@ class Policy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """What the reflex of an instance may do by itself; the controller sends it to the leading worker.
+    """The limits within which an instance's reflex acts; the controller sends them to the leading worker.
 
     It is sent again when it changes, and every `valid_s` / 4. Without a fresh one the reflex takes no more
     loss, and goes on to give layers back.
     """
 
     id: str
-    epoch: int  # of the worker
+    epoch: int  # epoch of the worker
     instance: str
-    policy: Policy  # with its mode applied; in mode manual nothing is done
-    resting: Precision = "full"  # what layers go back to
+    policy: Policy  # policy with its mode applied; mode manual: no morph
+    resting: Precision = "full"  # precision that layers go back to
     precisions: list[Precision] = field(default_factory=list)  # below it, that layers may be held in
-    floor: Precision | Literal[""] = ""  # that a request waits for at a gateway; "": none does
-    expected_blocks: int = 0  # of KV, that will be needed by a forecast; 0: there is none
+    floor: Precision | Literal[""] = ""  # floor of a request that waits at a gateway; "": none
+    expected_blocks: int = 0  # KV blocks needed by the forecast; 0: no forecast
     valid_s: float = 60.0
 
 

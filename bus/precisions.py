@@ -20,8 +20,8 @@ class PrecisionEntry:
     """One precision. Colours differ with every kind of colour blindness and stand 3:1 against the ground."""
 
     name: Precision
-    label: str  # for people
-    bits: int  # of one code, 1 to 8; `kernels.packing` says how codes lie in memory
+    label: str  # name shown to people
+    bits: int  # bits of one code, 1 to 8; layout in memory: `kernels.packing`
     group: int  # inputs of an output that share a scale and a zero, where a set of weights does not say
     colour: str  # on a light ground
     dark_colour: str  # on a dark ground

@@ -15,7 +15,7 @@ from typing import Final
 KEY_BYTES: Final = 32
 MAX_DEPTH: Final = 64  # blocks of a prompt that the choice of an instance looks at
 PUBLISHED_EVERY: Final = 4  # blocks: a report reaches so many times as many texts
-DIGEST_BYTES: Final = 4  # of a key, in what workers publish: a false match only costs a detour
+DIGEST_BYTES: Final = 4  # bytes of a published key: a false match only costs a detour
 
 
 def first_key(cache_salt: str) -> bytes:

@@ -30,7 +30,7 @@ Types = tuple[type[Any], ...]
 Batch = list[tuple[str, M]]  # (entry id, message), in stream order
 RawEntry = tuple[bytes, dict[bytes, bytes] | None]
 BATCH_ENTRIES = 128  # most entries of one read
-NEW, OWN_PENDING = ">", "0"  # where XREADGROUP reads
+NEW, OWN_PENDING = ">", "0"  # positions where XREADGROUP reads
 
 
 class _Reader(Generic[M]):
@@ -194,7 +194,7 @@ class GroupReader(_Reader[M]):
         batch, dead = await self._decoded(entries)
         try:
             await self.ack(dead)
-        except BusUnavailable as error:  # they end with the consumer
+        except BusUnavailable as error:  # entries end with the consumer
             log.warning("%d dead entries of %s stay pending: %s", len(dead), self.stream, error)
         return batch
 

@@ -80,7 +80,7 @@ class CompletionsEndpoint:
         if trace is not None:
             trace.follow(call.states)
         headers = [(name.encode(), value.encode()) for name, value in extra.items()]
-        if socket.is_lost:  # while the prompt was tokenised
+        if socket.is_lost:  # lost while the prompt was tokenised
             raise ClientLeft
         socket.on_lost = call.abandon
         try:

@@ -24,7 +24,7 @@ log = logging.getLogger("gateway")
 
 LEASE_S = 5.0
 POLL_S = 2.0  # events of the controller announce most changes at once
-POLL_BUSY_S = 0.4  # with requests in flight: those of a dead worker are sent again sooner
+POLL_BUSY_S = 0.4  # interval with requests in flight: they leave a dead worker sooner
 TICK_S = 0.25
 DEMAND_S = 0.5
 TRIM_S = 1.0
@@ -40,7 +40,7 @@ class Loops:
         self._bus, self._delivery, self._losses = gateway.bus, gateway.delivery, gateway.losses
         self._poll_now = gateway.poll_now
         self._had_lease = False
-        self._is_data_lost = False  # and what this gateway knows is not written again yet
+        self._is_data_lost = False  # data is lost, and not written again yet
 
     async def start(self) -> None:
         """Take the lease and poll the registry once. Raises BusUnavailable, BusFull."""

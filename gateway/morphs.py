@@ -17,7 +17,7 @@ from bus.messages import Event, Number, WorkerCard
 from bus.morphs import KIND_OF, Cause, Morph, MorphKind, MorphOutcome, MorphReport, Transform
 from gateway.stats import LATENCY, Distribution
 
-KEPT: Final = 256  # that ended
+KEPT: Final = 256  # ended morphs that are kept
 CARDS_S: Final = 3.0  # after a transform, at most, the cards of all its members are read
 SILENT_S: Final = 30.0  # the gateway that gives the orders of several steps reports more often
 UNHEARD_S: Final = 90.0  # longer than a worker's watchdog lets a step take: then the order was lost
@@ -39,8 +39,8 @@ class MorphRecord:
     id: str
     kind: MorphKind
     target: str
-    worker: str  # that answers
-    workers: list[str]  # that take part; of a transform in the order of their shards
+    worker: str  # worker that answers
+    workers: list[str]  # workers that take part; in a transform, in shard order
     epoch: int
     started: float
     ordered_at: float = 0.0
@@ -51,11 +51,11 @@ class MorphRecord:
     decided: str = ""  # why it was ordered, and what
     cause: str = ""  # the same in a word
     patience_s: float = UNHEARD_S
-    is_heard: bool = False  # its worker reported
-    is_assumed: bool = False  # its end was not reported: its worker is gone
-    lost_since: float | None = None  # its worker is not there
+    is_heard: bool = False  # True: its worker has reported
+    is_assumed: bool = False  # True: the end was not reported, and the worker is gone
+    lost_since: float | None = None  # since when its worker is missing
     steps: list[str] = field(default_factory=list)  # ids of the morphs that it consists of
-    heard_at: float = 0.0  # of this process's clock
+    heard_at: float = 0.0  # time of the last report, by this process's clock
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -89,12 +89,12 @@ class Morphs:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.outcomes: Counter[tuple[MorphKind, MorphOutcome]] = Counter()
-        self.decisions: Counter[tuple[MorphKind, str, MorphOutcome]] = Counter()  # with the cause
-        self.forecasts: Counter[bool] = Counter()  # of pressure, by whether it came
+        self.decisions: Counter[tuple[MorphKind, str, MorphOutcome]] = Counter()  # ends, with the cause
+        self.forecasts: Counter[bool] = Counter()  # forecasts of pressure, by whether it came
         self.seconds = {kind: Distribution(SECONDS) for kind in KIND_OF.values()}
         self.pauses = {kind: Distribution(PAUSES) for kind in KIND_OF.values()}
-        self._entries: dict[str, MorphRecord] = {}  # in the order in which they were heard of
-        self._decided: dict[str, tuple[str, str]] = {}  # and the cause
+        self._entries: dict[str, MorphRecord] = {}  # morphs in the order of their first report
+        self._decided: dict[str, tuple[str, str]] = {}  # decision and cause by morph id
         self._clock = clock
 
     def get(self, morph_id: str) -> MorphRecord | None:
@@ -147,13 +147,13 @@ class Morphs:
         entry = self._entry(*about, workers, report.epoch, started)
         entry.is_heard, entry.heard_at, entry.steps = True, self._clock(), report.steps
         if not entry.is_running and not (entry.is_assumed and report.state != "running"):
-            return entry  # it ended before: a report that was written twice, or late
+            return entry  # a late or repeated report of a morph that has ended
         entry.started, entry.is_assumed = started, False
         entry.state, entry.reason, entry.numbers = report.state, report.reason, dict(report.numbers)
         if report.state != "running":
             ended_ms = report.started_ms if report.ended_ms is None else report.ended_ms
             self._end(entry, ended_ms / 1000)
-            if not is_history and not entry.steps:  # they are counted one by one
+            if not is_history and not entry.steps:  # steps are counted one by one
                 self._count(entry)
         return entry
 

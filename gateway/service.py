@@ -24,7 +24,7 @@ log = logging.getLogger("gateway")
 
 CONFIGURATION_ERROR = 2  # the same settings will fail again
 FAILED = 1
-LEFTOVERS_S = 3  # for connections still open after the drain
+LEFTOVERS_S = 3  # time for connections still open after the drain
 
 
 class GatewayServer(uvicorn.Server):

@@ -31,7 +31,7 @@ from gateway.stats import GatewayStats
 from gateway.tracing import tracer_of
 
 BUS_PATIENCE_S = 10.0  # requests that have not begun wait this long for a Redis that went away
-MAX_EVENTS = 1000  # that wait to be published; more are dropped
+MAX_EVENTS = 1000  # events that wait to be published; more are dropped
 
 
 class Gateway:
@@ -48,8 +48,8 @@ class Gateway:
         self.stats = GatewayStats()
         self.streams = Streams(section.keepalive_s)
         self.morphs = Morphs()
-        self.policy = Policy()  # as last read
-        self.catalogue = Contents()  # as last read
+        self.policy = Policy()  # value as last read
+        self.catalogue = Contents()  # value as last read
         self.poll_now = asyncio.Event()  # the registry or the catalogue has news
         self.cluster = Cluster(stale_s=settings.monitor.stale_s)
         self.models = Models(self.cluster)
@@ -112,4 +112,4 @@ class Gateway:
                 await self.admission.is_empty.wait()
         except TimeoutError:
             self.delivery.fail_all(unavailable("this gateway is shutting down and its drain time is over"))
-            await asyncio.sleep(0.3)  # for the endings to reach their sockets, the Cancels the bus
+            await asyncio.sleep(0.3)  # time for endings to reach sockets, and Cancels the bus

@@ -48,8 +48,8 @@ class Exported:
     """The declaration of a number at /metrics, as `instar_{name}`, where `name` is that of its field."""
 
     help: str
-    label: str = ""  # of the keys of a Counter
-    bounds: tuple[float, ...] = ()  # of a Distribution
+    label: str = ""  # label of a Counter's keys
+    bounds: tuple[float, ...] = ()  # bounds of a Distribution
     is_vllms: bool = True  # vLLM has the same name
 
 

@@ -147,7 +147,7 @@ def smoke_plan(work: Path, corpus: Corpus) -> Plan:
 
 
 def _smallest(files: list[SourceFile], count: int) -> list[SourceFile]:
-    """Of the larger three quarters: the smallest files of all are empty but for a comment."""
+    """Choose from the larger three quarters: the smallest files are empty but for a comment."""
     return sorted(files, key=lambda f: f.num_bytes)[len(files) // 4 :][:count]
 
 

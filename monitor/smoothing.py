@@ -33,7 +33,7 @@ class _History:
     epoch: int
     reports: deque[tuple[float, WorkerTelemetry]] = field(default_factory=deque)
     busy: float = 0.0
-    gauges: dict[str, dict[str, float]] = field(default_factory=dict)  # by instance, then by name
+    gauges: dict[str, dict[str, float]] = field(default_factory=dict)  # gauges by instance, then by name
 
     @property
     def newest(self) -> tuple[float, WorkerTelemetry]:

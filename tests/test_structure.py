@@ -15,6 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 WORKER_ONLY = ("torch", "triton", "numba", "safetensors")
 SERVICES = ("gateway", "monitor", "controller")
+POOR_FIRST_WORD = re.compile(  # leaves the subject of a docstring to be guessed
+    r"(Of|Or|And|But|What|Whoever|Whether|Who|That|It|Its|They|Those|As|By|For|From|In|To|With|Where|While"
+    r"|Nobody|Nothing|Once|Here)\b"
+)
 PRODUCT = ("bus", "gateway", "monitor", "controller", "worker", "kernels", "instar")
 
 
@@ -96,6 +100,19 @@ def test_a_class_name_stands_for_one_class_in_the_product() -> None:
                 places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     duplicates = {name: found for name, found in places.items() if len(found) > 1}
     assert duplicates == {}
+
+
+def test_a_docstring_begins_with_what_the_thing_is_or_does() -> None:
+    missing = {
+        f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)} {text.splitlines()[0]}"
+        for folder in (*PRODUCT, "bench", "models")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and (text := ast.get_docstring(node))
+        and POOR_FIRST_WORD.match(text)
+    }
+    assert sorted(missing) == []
 
 
 def test_no_modules_of_the_product_import_each_other() -> None:

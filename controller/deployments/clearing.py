@@ -59,7 +59,7 @@ def _cause_of(deployment: Deployment) -> tuple[Cause, str]:
 
 def _is_clear(deployment: Deployment, device: WorkerView, seen: Observation) -> bool:
     if device.card.state == "draining":
-        return True  # it takes all with it
+        return True  # the pipeline takes all with it
     if device.instance(deployment.instance_at(device.card.id)) is not None:
         return False
     return not (_may_load(deployment, device, seen) or _gives_back(deployment, device, seen))

@@ -74,11 +74,11 @@ class Deployer:
         self._is_manual = False  # the policy that morphs
         self._improved_s = float("-inf")  # the last look for other ways to serve what serves
         self._loads_known_s = time.monotonic() + chosen.load_window_s
-        self._answers: dict[Hashable, tuple[float, Plan]] = {}  # and until when they hold
+        self._answers: dict[Hashable, tuple[float, Plan]] = {}  # answers, and until when they hold
         self._is_lost = False  # Redis lost its data, and it is not written again yet
         self._turn = asyncio.Lock()
         self._news = asyncio.Event()
-        self._has_history = asyncio.Event()  # of reports: what an earlier controller ordered
+        self._has_history = asyncio.Event()  # set when the reports of earlier orders are read
         bus.on_restart(self._restarted)
 
     def _restarted(self, restart: Restart) -> None:

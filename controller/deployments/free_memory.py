@@ -34,7 +34,7 @@ class _Holding:
     kept_pages: float
 
 
-Seen = Mapping[tuple[str, str, int], InstanceMetrics]  # by worker, instance and epoch
+Seen = Mapping[tuple[str, str, int], InstanceMetrics]  # metrics by worker, instance and epoch
 
 
 def free_memory(metrics: Metrics | None, devices: Iterable[WorkerView], contents: Contents) -> FreeMemory:

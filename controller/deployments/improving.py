@@ -78,7 +78,7 @@ def _fits_somewhere(deployment: Deployment, now: Situation) -> bool:
 
 
 def _is_cooling(deployment: Deployment, now: Situation) -> bool:
-    tries = replacements_of(deployment, now.contents)  # of a deployment that serves, all failed
+    tries = replacements_of(deployment, now.contents)  # replacements of a serving deployment have all failed
     last_ms = max([deployment.since_ms, *(one.since_ms for one in tries)])
     return now.seen.now_ms - last_ms < now.seen.cooldown_ms << min(len(tries), MAX_DOUBLINGS)
 

@@ -10,7 +10,7 @@ from bus.messages import InstanceCard, PageCounts, WorkerCard
 from bus.morphs import MorphReport
 
 UNHEARD_MS = 60_000  # a command without a report for so long was not taken
-COOLDOWN_MS = 120_000  # as long as the load looks back
+COOLDOWN_MS = 120_000  # the window of the load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +47,14 @@ class Observation:
     workers: Mapping[str, WorkerView] = field(default_factory=dict)
     is_settled: bool = True  # Redis has been there for long enough that a missing lease means death
     reports: Mapping[str, MorphReport] = field(default_factory=dict)  # the last of each morph
-    complaints: Mapping[str, str] = field(default_factory=dict)  # by Measure: why it has no profile
-    progress: Mapping[str, str] = field(default_factory=dict)  # by Measure: how far it is
-    heard: Mapping[str, int] = field(default_factory=dict)  # by Measure: when its worker reported last
+    complaints: Mapping[str, str] = field(default_factory=dict)  # why there is no profile, by Measure
+    progress: Mapping[str, str] = field(default_factory=dict)  # progress by Measure
+    heard: Mapping[str, int] = field(default_factory=dict)  # time of the worker's last report, by Measure
     sent: Mapping[str, int] = field(default_factory=dict)  # when each command went out
     may_change: bool = False  # serving deployments may be deployed otherwise,
     cooldown_ms: int = COOLDOWN_MS  # so long after their last change
     is_load_known: bool = True  # loads are of a whole window
-    checkpoints: Mapping[str, Checkpoint] = field(default_factory=dict)  # by folder, of unregistered models
+    checkpoints: Mapping[str, Checkpoint] = field(default_factory=dict)  # of unregistered models, by folder
 
     def holder(self, worker: str, epoch: int) -> WorkerView | None:
         """Return the worker if it is still that incarnation."""

@@ -47,9 +47,9 @@ class Facts:
     """Facts that an order depends on beside the records."""
 
     now_ms: int
-    checkpoint: Checkpoint | str = "it was not looked at"  # of the order's folder, or why it is none
+    checkpoint: Checkpoint | str = "it was not looked at"  # in the order's folder, or why there is none
     by_settings: Mapping[str, str] = field(default_factory=dict)  # models that workers serve by settings
-    plan: Plan = field(default_factory=Plan)  # for the order's intent
+    plan: Plan = field(default_factory=Plan)  # plan for the order's intent
     bad_intent: str = ""
     max_model_len: int = 0  # tokens that workers let a sequence have; 0: as many as the model may
 
@@ -195,7 +195,7 @@ def _context(checkpoint: Checkpoint, facts: Facts) -> int:
 def _retire(order: RetireModel, contents: Contents, now_ms: int) -> OrderResult:
     deployment = contents.deployments.get(order.deployment)
     while deployment and deployment.heir and (heir := contents.deployments.get(deployment.heir)):
-        deployment = heir  # what has replaced it
+        deployment = heir  # the replacement
     if deployment is None:
         there = _meant(order.deployment, [one.id for one in _active(contents)])
         raise OrderRefused(404, f"no deployment {order.deployment[:200]!r}; {there}")

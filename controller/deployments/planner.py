@@ -30,7 +30,7 @@ class Question:
     intent: Intent
     profiles: dict[str, Profile]
     devices: list[WorkerView]
-    may_group: bool = True  # by tensor parallelism
+    may_group: bool = True  # True: tensor parallelism is allowed
     gone: frozenset[str] = frozenset()  # instances whose memory counts as free
 
     @property

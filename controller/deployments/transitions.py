@@ -16,7 +16,7 @@ from bus.morphs import CancelMorph, Cause, Deploy, Retire, Transform
 from controller.planning.intent import goal
 
 Command = Deploy | Retire | Measure | Transform | CancelMorph
-MAX_ATTEMPTS = 3  # in a row, to measure, to load, or to give back
+MAX_ATTEMPTS = 3  # attempts in a row to measure, to load, or to give back
 ORDERED = "ordered"  # why a deployment retires that nothing replaces
 
 

@@ -59,7 +59,7 @@ class MembershipWatcher:
             self._unsettled = True
             await self._bus.wait_up()
             return 0.0
-        except BusFull as full:  # what is left to do stays in the queue
+        except BusFull as full:  # the rest stays in the queue
             log.log(logging.DEBUG if self._is_full else logging.WARNING, "events wait: %s", full)
             self._is_full = True
             return self._settings.interval_s

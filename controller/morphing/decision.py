@@ -8,7 +8,7 @@ from bus.messages import Number
 from bus.morphs import Cause, Transform
 from controller.morphing.track import Lever
 
-WAIT_S = 1.0  # for pages, before a worker answers `deferred`: a running step may be about to free some
+WAIT_S = 1.0  # wait for pages before `deferred`: a running step may free some
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class MorphDecision:
     cause: Cause  # the reason in a word
     numbers: dict[str, Number]
     tp: int
-    epochs: dict[str, int]  # by worker, in shard order at the higher degree
+    epochs: dict[str, int]  # epochs by worker, in shard order at the higher degree
     instances: tuple[str, ...]  # all that it changes
 
     def command(self, morph_id: str) -> Transform:

@@ -1,4 +1,4 @@
-"""What each instance may do by itself, and when its worker must hear it again. Pure."""
+"""The envelope of each instance, and when its worker must get it again. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ RENEW_SHARE = 4  # an envelope is sent again after this part of the time that it
 
 FLOOR_S = 2.0  # a floor that no gateway has repeated for so long is over; they report twice a second
 
-Granted = Mapping[str, tuple[Envelope, float]]  # by instance: the last envelope, and when it was sent
+Granted = Mapping[str, tuple[Envelope, float]]  # the last envelope and its time, by instance
 ToWorker = tuple[str, Envelope]
-Floors = Mapping[tuple[str, str], tuple[Precision, float]]  # by gateway and model: what waits, and since when
+Floors = Mapping[tuple[str, str], tuple[Precision, float]]  # waiting floor and time, by gateway and model
 
 
 def hear_floor(floors: Floors, demand: Demand, at_s: float) -> Floors:

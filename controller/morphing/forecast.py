@@ -19,9 +19,9 @@ from bus.messages import InstanceTelemetry, Metrics, Number
 HORIZON_S: Final = 2.0  # how far ahead
 SLACK_S: Final = 1.0  # a claim is over so long after its time
 LEVEL, TREND = 0.5, 0.3  # weights of the newest value and of the newest difference
-DAMPING: Final = 0.9  # of the trend, for each second
+DAMPING: Final = 0.9  # factor of the trend for each second
 GAP_S: Final = 3.0  # after so long without metrics it begins anew
-MEMORY: Final = 0.9  # what the last claim leaves of the weight of those before it
+MEMORY: Final = 0.9  # weight that each claim leaves to those before it
 STEP: Final = 8  # blocks
 LEAST_RIGHT: Final = 1.5  # right claims before any is acted on: two of the last few
 

@@ -26,16 +26,16 @@ class Group:
     epochs: tuple[int, ...]
     tp: int
     tokens_at: Mapping[int, int] = field(default_factory=dict)  # degree -> those of one sequence there
-    kv_tokens_at: Mapping[int, int] = field(default_factory=dict)  # those of all sequences, where they differ
-    max_tokens: int  # of one sequence, now
-    kv_tokens: int = 0  # of all sequences, where they differ
+    kv_tokens_at: Mapping[int, int] = field(default_factory=dict)  # total of all sequences, if it differs
+    max_tokens: int  # most tokens of one sequence, now
+    kv_tokens: int = 0  # total of all sequences, if it differs
     used_tokens: int = 0
-    own_tokens: tuple[int, ...] = ()  # by member: its own requests', and a spare block for each that runs
+    own_tokens: tuple[int, ...] = ()  # by member: its requests, and a spare block for each that runs
     layers: tuple[LayerShape, ...] = ()  # the same at all members
-    longest_tokens: int = 0  # of a request that runs or waits here
+    longest_tokens: int = 0  # tokens of the longest request that runs or waits here
     load: float = 0.0  # sequences that run or wait
     waiting: float = 0.0  # sequences of these
-    age_s: float = 0.0  # of the oldest report of its members
+    age_s: float = 0.0  # age of the oldest report of its members
     resting_tp: int = 1  # the degree below which it never parts
 
     @property

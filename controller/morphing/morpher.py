@@ -48,7 +48,7 @@ class Morpher:
         self._clock = MessageClock()
         self._granted: Granted = {}
         self._floors: Floors = {}
-        self._forecasts: dict[str, Forecast] = {}  # by instance
+        self._forecasts: dict[str, Forecast] = {}  # forecasts by instance
         self._metrics: tuple[float, Metrics] | None = None  # the last, and when they were made
 
     def _restarted(self, restart: Restart) -> None:

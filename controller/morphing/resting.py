@@ -24,7 +24,7 @@ class Rest:
     tp: int = 1
 
 
-Rests = Mapping[str, Rest]  # of deployments, by instance
+Rests = Mapping[str, Rest]  # rests of deployments, by instance
 
 
 def rest_of(card: InstanceCard, rests: Rests) -> Rest | None:

@@ -71,8 +71,8 @@ class Track:
     epoch: int
     seen_s: float
     morphed_s: float | None = None  # the last change of degree was decided, or ended
-    raised_s: float | None = None  # its last scale-up was decided, or ended
-    busy_s: float = float("-inf")  # it had load last
+    raised_s: float | None = None  # time of the last scale-up's decision or end
+    busy_s: float = float("-inf")  # time of the last load
     parting: int = 0
     parting_since_s: float = 0.0
     parting_s: float = 0.0

@@ -18,7 +18,7 @@ class Device:
 
     worker: str
     host: str = ""  # ranks of one stage share it
-    free_bytes: int  # for new layers and their KV
+    free_bytes: int  # room for new layers and their KV
     load: float = 0.0  # busy seconds in the window over the window, 0..1
     page_bytes: int = 1  # a layer takes whole pages
     is_empty: bool = True  # without a model: others cannot join a group
@@ -29,7 +29,7 @@ class Refusal:
     """Why a configuration does not fit on the freest devices."""
 
     reason: str
-    is_sure: bool = True  # it fits on no others, either; open where ranks could be chosen otherwise
+    is_sure: bool = True  # True: no other workers fit either; False: another choice of ranks might
 
 
 def fit(

@@ -12,8 +12,8 @@ from bus.messages import Number
 from bus.precisions import PRECISIONS
 
 FIXABLE = ("tp", "pp", "precision")
-DEFAULT_MAX_LOSS = 0.01  # of perplexity, where an intent limits no loss and fixes no precision
-MARGIN = 0.1  # by which a change for its own sake must be better: estimates are wrong by some per cent
+DEFAULT_MAX_LOSS = 0.01  # share of perplexity, if an intent fixes neither loss nor precision
+MARGIN = 0.1  # least gain of a change: estimates are wrong by some per cent
 COST_UNITS: dict[CostModel, str] = {"memory_seconds": "byte seconds", "memory": "bytes", "gpu_hours": "h"}
 
 

@@ -94,14 +94,14 @@ class LatencyModel:
     def _staged(self, configuration: Configuration, intent: Intent) -> Timing:
         """Return the timing of stages that are all alike, the first with both ends."""
         layers, pp = self._profile.num_layers, configuration.pp
-        decodes = math.ceil(intent.batch_size / pp)  # of each batch on its way
+        decodes = math.ceil(intent.batch_size / pp)  # sequences of each batch on its way
         batches = math.ceil(intent.batch_size / decodes)
         first_layers, one_batch = math.ceil(layers / pp), replace(intent, batch_size=decodes)
         whole, first = (self._stage(configuration, intent, n) for n in (layers, first_layers))
         through, lead = (self._stage(configuration, one_batch, n) for n in (layers, first_layers))
         chunks = self._chunks(configuration, intent)
         steps, last_rows = num_steps(chunks), chunks[-1][1]
-        follow = (steps - 1) / steps  # of them only the first stage's part counts
+        follow = (steps - 1) / steps  # only the first stage's part of them counts
         ttft = (1 - follow) * whole.ttft + follow * first.ttft + self._hops(pp, last_rows, intent.batch_size)
         trip, busy = through.tpot + self._hops(pp, decodes, decodes), batches * lead.tpot
         slower = busy if busy.value > trip.value else trip
@@ -133,7 +133,7 @@ class RankModel:
             raise KeyError(f"{configuration.precision} was not measured on a single device")
         if configuration.tp in degrees:
             return at(self._surface(configuration), intent)
-        if len(degrees) > 1:  # in 1/tp, serial + parallel / tp is a straight line
+        if len(degrees) > 1:  # serial + parallel / tp is a straight line in 1/tp
             timings = {1 / tp: self.timing(replace(configuration, tp=tp), intent) for tp in degrees}
             return _on_line(timings, 1 / configuration.tp, intent.prompt_tokens)
         single = self.timing(replace(configuration, tp=1), intent)

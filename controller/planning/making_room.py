@@ -23,8 +23,8 @@ class Tenant:
     deployment: str = ""  # "": served by the worker's settings, and not retired
     workers: tuple[str, ...]
     weight_bytes: int
-    kv_bytes: int  # that its requests use, or that it must have
-    load: float = 0.0  # of its workers; the least loaded goes first
+    kv_bytes: int  # bytes that its requests use, or that it must keep
+    load: float = 0.0  # load of its workers; the least loaded goes first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ def retirements_to_fit(
         return []
     for one in list(gone):
         if fits(fewer := [other for other in gone if other is not one]):
-            gone = fewer  # it proved needless
+            gone = fewer  # the last one proved needless
     return gone
 
 

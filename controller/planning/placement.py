@@ -24,7 +24,7 @@ THRESHOLD = 0.3
 @dataclass(frozen=True, slots=True)
 class Placing:
     policy: PlacementPolicy = "hybrid"
-    threshold: float = THRESHOLD  # of load; below it a device is packable
+    threshold: float = THRESHOLD  # load below which a device is packable
 
 
 class LoadWindow:

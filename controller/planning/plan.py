@@ -1,4 +1,4 @@
-"""From a profile and an intent to a place: rank, take the first feasible, map it (iServe §6). Pure."""
+"""Plan a deployment from a profile and an intent: rank, take the first feasible, map it (iServe §6). Pure."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Plan:
     estimates: list[Estimate] = field(default_factory=list)
     chosen: Estimate | None = None
     stages: list[Stage] = field(default_factory=list)
-    blocks: int = 0  # of KV, at least
+    blocks: int = 0  # KV blocks, at least
     reason: str = ""
     best: Estimate | None = None
     retirements: list[Retirement] = field(default_factory=list)
     is_unmet: bool = False
-    free_bytes: dict[str, int] = field(default_factory=dict)  # of the devices that were looked at
+    free_bytes: dict[str, int] = field(default_factory=dict)  # free bytes of the devices considered
 
     @property
     def workers(self) -> list[str]:

@@ -59,7 +59,7 @@ class Attempts:
             for state in self._placement.to_recall(model):
                 self._recall(state)
         for state in list(self._table.waiting.values()):
-            if not self._table.has(state):  # its call failed with another of its requests
+            if not self._table.has(state):  # another request of its call failed
                 continue
             state.refused_by = frozenset()
             if self._cluster.was_retired(model := state.request.model):

@@ -35,14 +35,14 @@ class Cluster:
     # Worker, dead ones too -> its last card, and when its lease was last there.
     seen: dict[str, tuple[WorkerCard, float]] = field(default_factory=dict)
     served_at: dict[str, float] = field(default_factory=dict)  # model -> when an instance was last ready
-    cards: dict[str, InstanceCard] = field(default_factory=dict)  # of every model served so far
+    cards: dict[str, InstanceCard] = field(default_factory=dict)  # cards of every model served so far
     polled_at: float = float("-inf")
     metrics: Metrics | None = None
     metrics_at: float = float("-inf")
     awaited: dict[str, str] = field(default_factory=dict)  # models being deployed, with their state
     max_tp: int = 0  # the policy's limit of a group; 0: none
     can_split: bool = True  # the policy forms and splits groups by itself
-    free_share: float = 0.5  # of the KV, for a group to split
+    free_share: float = 0.5  # free share of the KV at which a group may split
     _ready: dict[str, list[ReadyInstance]] = field(default_factory=dict)
     _instance_metrics: dict[tuple[str, int], InstanceMetrics] = field(default_factory=dict)
     _worker_metrics: dict[tuple[str, int], WorkerMetrics] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Cluster:
         before, _ = self.seen.get(card.id, (card, 0.0))
         if before.epoch == card.epoch:
             self._retired |= {one.model for one in before.instances} - {one.model for one in card.instances}
-        elif (before.host, before.pid) == (card.host, card.pid):  # it has another epoch and did not die
+        elif (before.host, before.pid) == (card.host, card.pid):  # same process in a new epoch: no death
             self._fenced[card.id] = before.epoch
 
     def _forget_retired(self) -> None:
@@ -120,7 +120,7 @@ class Cluster:
             self._exclude(worker)
 
     def mark_draining(self, worker: str, epoch: int) -> None:
-        """Send nothing more to a worker that was told to drain since the last poll."""
+        """Send nothing more to a worker that was ordered to drain since the last poll."""
         card = self.workers.get(worker)
         if card is not None and card.epoch == epoch and card.state == "serving":
             self.workers[worker] = replace(card, state="draining")

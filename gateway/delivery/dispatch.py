@@ -31,11 +31,11 @@ class Destination:
     """A place for requests, with its load in sequences."""
 
     instance: str
-    worker: str  # of a group: the leading one
+    worker: str  # worker, or leader of a group
     epoch: int
     num_measured: float | None  # running + waiting, smoothed, all gateways; None: no fresh metrics
-    num_own: int  # of this gateway
-    num_own_since: int  # of those, sent after the metrics arrived
+    num_own: int  # requests of this gateway
+    num_own_since: int  # own requests sent after the metrics arrived
 
     @property
     def load(self) -> float:
@@ -51,7 +51,7 @@ class Seat(Destination):
 
     short_tokens: float = 0.0  # KV of its short requests, those on their way included
     home_tokens: float = 0.0  # the most of these with which the group can still split
-    cached_tokens: int = 0  # of the request's prompt
+    cached_tokens: int = 0  # tokens of the request's prompt in the prefix cache
 
     def is_home(self, num_tokens: int) -> bool:
         """Return True if the member could keep the short request when the group splits."""
@@ -62,30 +62,30 @@ class Seat(Destination):
 class Candidate(Destination):
     """A ready instance of the model. Tokens are prompt and output, or the KV of them."""
 
-    max_tokens: int  # of one sequence: the context, or the whole KV cache if that is less
+    max_tokens: int  # most of one sequence: its context, or the whole KV cache if less
     kv_usage: float = 0.0  # 0..1
-    precision: Precision | None = None  # of its lowest layer; None: no fresh metrics
+    precision: Precision | None = None  # precision of its lowest layer; None: no fresh metrics
     has_refused: bool = False  # since the last poll: metrics may not show yet that it swapped layers
     tp: int = 1
-    low_tokens: int = 0  # what one sequence may have at the lowest degree; 0: `max_tokens`
+    low_tokens: int = 0  # most of one sequence at the lowest degree; 0: `max_tokens`
     free_tokens: float | None = None  # less what this gateway sent since; None: no fresh metrics
     stays: bool = True  # a group: it does not split soon (a long request, or nothing splits by itself)
     can_split: bool = True  # groups form by themselves, and split without a long request
     seats: tuple[Seat, ...] = ()  # a group: its members that take requests
-    cached_tokens: int = 0  # of the request's prompt, at the member that has most
+    cached_tokens: int = 0  # cached tokens of the prompt at the member that has most
 
 
 @dataclass(frozen=True, slots=True)
 class QueuesAhead:
     """The requests that wait at this gateway for the same model. Ahead means that they arrived earlier."""
 
-    long_tokens: int = 0  # of the first long request that waits for a group, ahead or not
-    reserved_tokens: int = 0  # of the longest one ahead
+    long_tokens: int = 0  # tokens of the first long request that waits for a group
+    reserved_tokens: int = 0  # tokens of the longest one ahead
     has_long: bool = False  # there is one ahead
-    short_floors: Iterable[Floor] = ()  # of the short requests ahead that wait for a split or a seat
+    short_floors: Iterable[Floor] = ()  # floors of short requests ahead that wait for a split or a seat
     now: float = 0.0  # seconds of any clock
     waits_since: float = 0.0  # when this request arrived, or a short one last got a place
-    cluster_tokens: int = 0  # of the largest shape that the cluster can take
+    cluster_tokens: int = 0  # tokens of the largest shape that the cluster can take
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ class Wait(Enum):
     """The reasons for which a request waits at the gateway: no instance can take it now."""
 
     PRECISION = "precision"  # all instances that can hold it have layers below its floor
-    GROUP = "group"  # it is long, and no group has room for it
-    LONG = "long"  # it is short and would take the room that a long one waits for: it goes after that one
+    GROUP = "group"  # a long request, and no group has room for it
+    LONG = "long"  # a short request behind a long one whose room it would take
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Final
 from bus.messages import StepOutput
 
 KEPT: Final = 8  # attempts; of more, some in the middle are forgotten
-MAX_SHAPES: Final = 128  # of an attempt
+MAX_SHAPES: Final = 128  # most shapes of an attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Attempt:
     began: float = 0.0
     first_token: float = 0.0
     ended: float = 0.0
-    num_tokens: int = 0  # that it made
+    num_tokens: int = 0  # tokens that it made
     shapes: list[ShapeChange] = field(default_factory=list)
     void: str = ""  # why it did not continue
 

@@ -58,7 +58,7 @@ class GenerationRequest:
     waits_for_precision: bool = True  # until the deadline; False: refuse it instead
     cache_salt: str = ""  # requests with unlike salts share no KV blocks
     # What becomes of its tokens: the worker does not get these.
-    index: int = 0  # of its choice in the answer
+    index: int = 0  # index of its choice in the answer
     stop: tuple[str, ...] = ()
     echo: str | None = None  # the prompt's text, to be sent before the output's
     has_output: bool = True  # False: the prompt is echoed and scored, nothing else (max_tokens 0)
@@ -98,16 +98,16 @@ class RequestState:
     received: list[int] = field(default_factory=list)
     attempt: int = 0  # counts submissions
     strikes: int = 0  # attempts that a worker's failure ended
-    target: InstanceAddress | None = None  # of this attempt; None: it waits for an instance
+    target: InstanceAddress | None = None  # address for this attempt; None: the request waits
     is_sent: bool = False  # Redis has the Submit of this attempt
     is_running: bool = False  # the worker of this attempt began
     was_admitted: bool = False  # a worker of any attempt began
     was_recalled: bool = False
-    cached_tokens: int = 0  # of the prompt, that the first worker did not have to compute
-    digests: dict[int, list[int]] = field(default_factory=dict)  # of the prompt, by the tokens of a block
+    cached_tokens: int = 0  # prompt tokens that the first worker did not compute
+    digests: dict[int, list[int]] = field(default_factory=dict)  # prompt's digests, by tokens of a block
     num_misfits: int = 0  # times that a worker's whole KV cache was too small
     refused_by: frozenset[InstanceAddress] = frozenset()  # below its floor or retired, since the last poll
-    last_sign: float = 0.0  # of life: sent, admitted or a token
+    last_sign: float = 0.0  # time of the last sign of life: sent, admitted or a token
     began: float = 0.0  # when the first worker did
     first_token: float = 0.0
     last_token: float = 0.0

@@ -58,8 +58,8 @@ class AssignedRequests:
 
     requests: dict[str, RequestState] = field(default_factory=dict)
     num_since: int = 0  # sent since the last metrics
-    tokens_since: int = 0  # of these, less what was recalled from the worker's queue
-    num_tokens: int = 0  # of all
+    tokens_since: int = 0  # tokens of these, less those recalled from the worker's queue
+    num_tokens: int = 0  # tokens of all requests
     _since: set[str] = field(default_factory=set)
     _longest: int | None = 0
 
@@ -102,9 +102,9 @@ class RequestTable:
     def __init__(self) -> None:
         self.requests: dict[str, RequestState] = {}
         self.waiting: dict[str, RequestState] = {}  # without a target, in order of arrival
-        self.for_room = ModelQueues()  # of `waiting`: long ones, for a group with room
-        self.for_parts = ModelQueues()  # of `waiting`: short ones, for a group to split or a seat in it
-        self.for_precision = ModelQueues()  # of `waiting`: those that every instance has too few bits for
+        self.for_room = ModelQueues()  # long requests that wait for a group with room
+        self.for_parts = ModelQueues()  # short requests that wait for a split or for a seat in a group
+        self.for_precision = ModelQueues()  # requests for which every instance has too few bits
         self.assigned: dict[InstanceAddress, AssignedRequests] = {}
 
     def __len__(self) -> int:

@@ -34,7 +34,7 @@ class ChoiceText:
         self._scores = LogprobQueue() if request.sampling.logprobs is not None else None
         self._echo = request.echo
         self._num_chars = 0  # decoded so far, the echo included
-        self._num_chars_out = 0  # of those, given out
+        self._num_chars_out = 0  # characters given out
         self._is_plain = not self._matcher and self._scores is None and self._echo is None
 
     def decode(self, delta: Delta, skip: int, step: StepOutput | None) -> str | ChoicePiece | None:

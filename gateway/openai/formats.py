@@ -25,11 +25,11 @@ class Format:
     whole_object: str
     chunk_object: str
     logprobs: Callable[[Sequence[ScoredToken], Vocabulary], dict[str, Any]]
-    text_field: Callable[[str], dict[str, Any]]  # of a choice's whole text
+    text_field: Callable[[str], dict[str, Any]]  # field for a choice's whole text
     chunk_before: bytes  # the text of a chunk
     chunk_after: bytes
-    empty: bytes  # in a chunk without text
-    opening: bytes | None  # in the chunk before any text
+    empty: bytes  # field of a chunk without text
+    opening: bytes | None  # field of the chunk before any text
 
 
 COMPLETION = Format(

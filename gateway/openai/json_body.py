@@ -13,8 +13,8 @@ import msgspec
 from gateway.errors import ApiError, bad_json, invalid
 from gateway.openai.problems import json_type
 
-MAX_FIELDS = 2048  # of one object
-MAX_OBJECTS = 8192  # in one body: more take the event loop away from the others
+MAX_FIELDS = 2048  # fields of one object
+MAX_OBJECTS = 8192  # objects in one body: more would block the event loop
 MAX_DEPTH = 16
 
 # Possessive throughout, so that it reads no byte twice. "[" and "{" in texts do not count.

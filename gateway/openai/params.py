@@ -20,7 +20,7 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_METADATA = 16
 MAX_MESSAGES = 2048
-MAX_PARTS = 256  # of one message
+MAX_PARTS = 256  # parts of one message
 
 MAX_COUNT = 2**31 - 1  # engines and the bus have counts and ids of fixed width
 
@@ -104,11 +104,11 @@ class SamplingBody(Body):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
-    min_precision: Precision | None = None  # of every layer, in every step of this request
-    max_loss: Loss | None = None  # of perplexity, in every step of this request
+    min_precision: Precision | None = None  # least precision of every layer in every step
+    max_loss: Loss | None = None  # most loss of perplexity in every step
     min_precision_wait: bool = True  # False: 503 at once if no instance keeps it
     cache_salt: Annotated[str, Field(max_length=256)] = ""  # only requests with the same one share KV blocks
-    return_precision: bool = False  # with how many layers below full each token was made
+    return_precision: bool = False  # report how many layers below full made each token
     user: str | None = None
     metadata: Annotated[dict[str, str], _at_most(MAX_METADATA)] | None = None  # ignored, as user is
 

@@ -16,7 +16,7 @@ from gateway.openai.json_body import json_object
 from gateway.openai.params import HARMLESS, UNSUPPORTED, ChatBody, CompletionBody, SamplingBody
 from gateway.openai.problems import first_problem, shown
 
-MAX_PROMPTS = 1024  # in one call
+MAX_PROMPTS = 1024  # prompts in one call
 
 B = TypeVar("B", bound=SamplingBody)
 

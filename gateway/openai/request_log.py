@@ -23,8 +23,8 @@ class RequestLog:
     """The facts of an HTTP request for its log line."""
 
     def __init__(self, request_id: str, method: str, path: str, arrived: float) -> None:
-        self.status = 200  # as sent, before a stream's text
-        self.code = ""  # of the error that refused it
+        self.status = 200  # status as sent, before a stream's text
+        self.code = ""  # code of the error that refused it
         self.call: Completion | None = None  # a completion whose body was understood
         self.request_id, self.arrived = request_id, arrived
         self._method, self._path = method, path

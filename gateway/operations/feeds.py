@@ -17,7 +17,7 @@ KEEPALIVE: Final = b": keepalive\n\n"
 EVENTS_KEEPALIVE_S: Final = 10.0
 REQUESTS_KEEPALIVE_S: Final = 1.0  # a client that stops after some time looks at the clock with each line
 KEPT_EVENTS: Final = 256
-KEPT_REQUESTS: Final = 4096  # that a slow client has not read
+KEPT_REQUESTS: Final = 4096  # requests that a slow client has not read
 KEPT_BYTES: Final = 32 << 20  # the same: with prompts, a request may have hundreds of kilobytes
 
 

@@ -27,9 +27,9 @@ from gateway.state import Gateway
 log = logging.getLogger("gateway")
 
 HISTORY_S: Final = 900.0
-MOST_EVENTS: Final = 600  # of the history
-MOST_MOMENTS: Final = 900  # as many as the stream keeps
-HISTORY_WAIT_S: Final = 1.0  # for Redis; then a viewer gets what is known here, and the rest later
+MOST_EVENTS: Final = 600  # events of the history
+MOST_MOMENTS: Final = 900  # moments, as many as the stream keeps
+HISTORY_WAIT_S: Final = 1.0  # wait for Redis; then a viewer gets what is here, and the rest later
 STATE_S: Final = 0.5
 LOOK_S: Final = 2.0  # without news: reports grow stale
 KEEPALIVE_S: Final = 10.0
@@ -172,7 +172,7 @@ class Live(Feed[_Viewer]):
                         self._put("moment", moment)
                 if not self._is_loaded.is_set():
                     self._is_loaded.set()
-                    self._put("history", self._history())  # to viewers that did not wait so long
+                    self._put("history", self._history())  # sent to viewers that did not wait so long
 
     async def _watch(self) -> None:
         while True:
@@ -200,7 +200,7 @@ class Live(Feed[_Viewer]):
         data = sse(kind, body)
         for viewer in list(self._listeners):
             viewer.put(data)
-            if viewer.is_dropped:  # its connection may stay for long; nothing is built for it
+            if viewer.is_dropped:  # the connection may last; build nothing for it
                 self._leave(viewer)
 
 

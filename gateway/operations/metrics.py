@@ -54,7 +54,7 @@ class _Page(Collector):
 
 # The card of a worker's part of an instance, whether it leads the instance, and the worker's last report.
 Reported = tuple[InstanceCard, bool, InstanceTelemetry]
-Values = Mapping[tuple[str, ...], Any]  # by the values of a metric's labels
+Values = Mapping[tuple[str, ...], Any]  # value by the values of a metric's labels
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,8 +51,8 @@ def picture(gateway: Gateway, metrics: dict[str, Any] | None = None) -> dict[str
             "id": gateway.id,
             "is_draining": gateway.is_draining,
             "inflight": gateway.admission.inflight,
-            "queued": gateway.admission.queued,  # that no worker has begun
-            "unplaced": len(gateway.delivery.table.waiting),  # those of them that are in no worker's queue
+            "queued": gateway.admission.queued,  # requests that no worker has begun
+            "unplaced": len(gateway.delivery.table.waiting),  # queued requests in no worker's queue
             "streams": len(gateway.streams),
             "models": cluster.known_models(),
         },

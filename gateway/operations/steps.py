@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-Members = tuple[str, ...]  # of one group, in the order of their shards
+Members = tuple[str, ...]  # members of one group, in the order of their shards
 
 
 @dataclass(frozen=True, slots=True)

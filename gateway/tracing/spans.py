@@ -70,7 +70,7 @@ def error_type(log: RequestLog) -> str:
     """Return the code of the call's error; "" without one, as for a client that left."""
     if log.code:
         return log.code
-    if log.call is not None and log.call.error is not None:  # in the middle of a stream
+    if log.call is not None and log.call.error is not None:  # an error in the middle of a stream
         return log.call.error.code or "other"
     return "500" if log.status == 500 else ""
 

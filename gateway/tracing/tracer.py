@@ -33,10 +33,10 @@ log = logging.getLogger("gateway")
 
 MAX_WAITING: Final = 4096  # spans, of 1 to 2 KB; more are dropped
 SEND_MS: Final = 1000.0
-TIMEOUT_S: Final = 5.0  # of one batch, with its retries
-CLOSE_S: Final = 2.0  # to send what waits when the process ends
+TIMEOUT_S: Final = 5.0  # time for one batch, with its retries
+CLOSE_S: Final = 2.0  # time to send the rest when the process ends
 CLOSE_POLL_S: Final = 0.02
-MAX_SEQUENCES: Final = 8  # of one call, that have spans of their own: a span takes 0.05 ms of the event loop
+MAX_SEQUENCES: Final = 8  # sequences of a call with spans of their own: each takes 0.05 ms
 
 _W3C: Final = TraceContextTextMapPropagator()
 _CONTEXT: Final = (b"traceparent", b"tracestate")

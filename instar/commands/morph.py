@@ -157,7 +157,7 @@ ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "workers": {"type": _names, "metavar": "LIST", "help": "{}, as w0,w1 [the least loaded]"},
 }
 FLAGS: Final = {"blocks": "blocks", "tp": "tp", "parts": "--part", "wait_s": "--wait"}  # else as the field
-ALTERNATIVES: Final = {"layers", "count", "workers"}  # of which an order takes one
+ALTERNATIVES: Final = {"layers", "count", "workers"}  # fields of which an order takes one
 COMMANDS: Final = {"transform": "tp"}  # else as the kind of morph
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from instar.errors import InputError
 from instar.output.tables import plural
 
-State = Mapping[str, Any]  # as /admin/state returns it
+State = Mapping[str, Any]  # the answer of /admin/state
 Instance = Mapping[str, Any]  # one of its instances
 SERVING = "serving"
 

@@ -47,7 +47,7 @@ def _kv_text(found: dict[str, Any]) -> str:
 def table(deployments: Sequence[dict[str, Any]]) -> Table:
     """Return a table of at most 80 columns where names are short."""
     shown = make_table(["deployment", "model", "state", "as", "on"], ["KV\nMiB", "KV\ntokens", "expected\ns"])
-    shown.columns[0].no_wrap = True  # to be copied
+    shown.columns[0].no_wrap = True  # ids are copied
     for one in deployments:
         kv, expected = one.get("kv"), one.get("expected")
         has_stages = one["stages"] and one.get("configuration")

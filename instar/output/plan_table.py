@@ -13,12 +13,12 @@ from instar.output.tables import ABSENT, MIB, make_table, plural, short
 
 MARKS: Final = {"measured": "", "extrapolated": "~", "assumed": "?"}
 SHOWN: Final = 10  # rows without --all
-WIDE: Final = 0.5  # with this spread the order of two configurations means little
+WIDE: Final = 0.5  # spread at which the order of two configurations means little
 LEGEND: Final = "numbers: plain measured, ~ extrapolated, ? assumed; ± of the latency"
 COST_UNITS: Final = {"memory_seconds": "MiB s", "memory": "MiB", "gpu_hours": "device s"}
 COST_SCALES: Final = {"memory_seconds": 1 / MIB, "memory": 1 / MIB, "gpu_hours": 3600.0}
 
-Estimate = Mapping[str, Any]  # as /admin/models/{model}/plan returns it
+Estimate = Mapping[str, Any]  # a row of /admin/models/{model}/plan
 
 
 def shape_of(configuration: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from instar.replay.statistics import Slo, summary
 
 NAME: Final = "run.json"
 VERSION: Final = 1
-ROW_BYTES: Final = 600  # of a request with its precisions
+ROW_BYTES: Final = 600  # bytes of a request with its precisions
 SAMPLE_BYTES: Final = 2000  # one each second, of some instances
 PICTURE_BYTES: Final = 4 * MIB
 

@@ -17,8 +17,8 @@ from instar.replay.requests import COMPLETIONS, message_of
 from instar.replay.schemas import Arrival
 from instar.replay.wire import Exchange, ServerAddress, connect
 
-LEAD_S: Final = 1.0  # from the opening of a connection to its request
-NICENESS: Final = -10  # of this thread, where the system allows it
+LEAD_S: Final = 1.0  # time from the opening of a connection to its request
+NICENESS: Final = -10  # niceness of this thread, where the system allows it
 
 
 @dataclass(slots=True)

@@ -38,7 +38,7 @@ class Observer:
         self.samples: list[dict[str, Any]] = []
         self.morphs: dict[str, dict[str, Any]] = {}
         self.counted: dict[str, float] = {}
-        self.facts: dict[str, dict[str, Any]] = {}  # of each instance, when the run began
+        self.facts: dict[str, dict[str, Any]] = {}  # facts of each instance at the beginning of the run
         self.num_missed = 0
         self._server = server
         self._before: dict[str, float] = {}

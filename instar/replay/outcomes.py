@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import msgspec
 
-KEPT_BYTES: Final = 65536  # of a stream's end, which has finish reason, usage, error and precisions
-DIGITS: Final = 6  # of seconds, in run.json
+KEPT_BYTES: Final = 65536  # end of a stream, with finish reason, usage, error and precisions
+DIGITS: Final = 6  # digits of seconds in run.json
 NOT_SENT: Final = "not sent"  # the run was interrupted before it was due
 INTERRUPTED: Final = "interrupted"  # the run was interrupted while it ran
 UNFINISHED: Final = "unfinished"
@@ -38,7 +38,7 @@ class RequestOutcome:
     error: str = ""
     finish: str = ""
     events: int = 0
-    prompt_tokens: int | None = None  # as the server counted; None: it did not report
+    prompt_tokens: int | None = None  # tokens by the server's count; None: it did not report
     output_tokens: int | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)  # (tokens, layers below full)
 
@@ -105,7 +105,7 @@ def _take_event(outcome: RequestOutcome, event: dict[str, Any]) -> None:
         outcome.prompt_tokens = usage.get("prompt_tokens")
         outcome.output_tokens = usage.get("completion_tokens")
         if not event.get("choices"):
-            outcome.events -= 1  # it was counted as one with text
+            outcome.events -= 1  # counted before as one with text
     for choice in event.get("choices") or []:
         outcome.finish = choice.get("finish_reason") or outcome.finish
         for span in choice.get("precision") or []:

@@ -14,8 +14,8 @@ from instar.replay.wire import ServerAddress, fetch
 
 COMPLETIONS: Final = "/v1/completions"
 TRIAL: Final = "replay-trial"  # prefix of a trial request's id, for `record`
-SAID_CHARS: Final = 300  # of a server's message
-MAX_BYTES: Final = 8 << 30  # of all prompts together
+SAID_CHARS: Final = 300  # characters of a server's message
+MAX_BYTES: Final = 8 << 30  # bytes of all prompts together
 # In every vocabulary, and above where most have their special tokens.
 IDS: Final = range(16, 1000)
 # One token each in most vocabularies, with the space before. The server's usage has the true count.

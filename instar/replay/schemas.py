@@ -15,7 +15,7 @@ import msgspec
 
 from instar.errors import TraceError
 
-MAX_TOKENS: Final = 10_000_000  # of one request: more means that columns are mixed up
+MAX_TOKENS: Final = 10_000_000  # tokens of one request: more means mixed-up columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def _schema(path: Path, header: list[str], first: str, second: str, wanted: str)
     if not fitting:
         raise TraceError(path, 1, _unknown(known, header, ", ".join(header)[:200] or first.strip()[:80]))
     if wanted == "auto" and len(fitting) > 1:
-        return SCHEMAS["azure-2024" if "+" in second else "azure-2023"]  # by the first date's time zone
+        return SCHEMAS["azure-2024" if "+" in second else "azure-2023"]  # the first date's time zone decides
     return fitting[0]
 
 

@@ -24,7 +24,7 @@ GAMMA_TOKENS: Final = (256, 64)  # mean prompt and output of a synthetic burst
 class Shaping:
     """The steps from a trace to a workload, in the order of the fields."""
 
-    start_s: float = 0.0  # of the window, in seconds of the trace
+    start_s: float = 0.0  # start of the window, in seconds of the trace
     length_s: float | None = None  # None: to the end
     keeps_zero: bool = False  # rows with zero tokens
     limit: int | None = None  # number of requests
@@ -39,7 +39,7 @@ class Workload:
     source: str
     format: str
     arrivals: list[Arrival] = field(repr=False)
-    seconds: float  # from the beginning of the window to its end, or to the last arrival
+    seconds: float  # length of the window, or time until the last arrival
     zero_rows: int = 0  # without prompt or output
     notes: list[str] = field(default_factory=list)
 

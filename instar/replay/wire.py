@@ -22,7 +22,7 @@ from instar.replay.outcomes import KEPT_BYTES, LOST
 
 CONNECT_S: Final = 10.0
 MAX_ANSWER_BYTES: Final = 1 << 26
-EVENT: Final = b'"choices"'  # once in each event; within its text the quotes would be escaped
+EVENT: Final = b'"choices"'  # occurs once in each event; quotes within its text are escaped
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Exchange(asyncio.Protocol):
         """`on_events` is called with the number of events of each read, and its time."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.status = 0
-        self.tail = bytearray()  # of the body
+        self.tail = bytearray()  # end of the body
         self.num_events = 0
         self.sent = self.opened = self.first = self.last = self.longest_pause = 0.0
         self.problem = ""
@@ -112,7 +112,7 @@ class Exchange(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         """End the answer. One without a length ends so, too; its stream says whether it was complete."""
         self._end(LOST if self.status == 0 or error is not None else "")
-        self._parser = None  # it refers to this object
+        self._parser = None  # break the cycle: the parser refers to this object
 
     def _end(self, problem: str) -> None:
         if not self.ended.done():

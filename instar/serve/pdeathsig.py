@@ -17,7 +17,7 @@ def main() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         sys.stderr.write(f"cannot tie {program[0]} to its parent: {os.strerror(ctypes.get_errno())}\n")
-    if os.getppid() != parent:  # it died before prctl, so no signal will come
+    if os.getppid() != parent:  # the parent died before prctl: no signal will come
         sys.exit(1)
     try:
         os.execv(program[0], program)

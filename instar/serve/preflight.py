@@ -101,7 +101,7 @@ def listening_problem(host: str, port: int) -> str:
             host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with socket.socket(address[0], address[1]) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the option that servers set
             probe.bind(address[4])
             probe.listen(1)  # two may bind with SO_REUSEADDR; only one may listen
     except socket.gaierror as error:

@@ -15,7 +15,7 @@ from typing import Literal, TextIO
 from instar.serve.child import Child
 
 CONFIGURATION_ERROR = 2  # the exit status of every service with bad settings
-CANNOT_EXECUTE = 126  # as in shells
+CANNOT_EXECUTE = 126  # the status that shells use
 NAME_WIDTH = 10
 
 Role = Literal["redis", "gateway", "monitor", "controller", "worker"]
@@ -56,7 +56,7 @@ class Program:
     env: Mapping[str, str]
     stop_timeout_s: float
     stdin: bytes = b""
-    is_quiet: bool = False  # its lines are shown only after it died
+    is_quiet: bool = False  # True: lines are shown only after it died
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class SupervisedProcess:
             status = await self._run_once()
             if self._stopping.is_set():
                 break
-            if status == 0 and self.program.role == "worker":  # it was drained
+            if status == 0 and self.program.role == "worker":  # the worker was drained
                 self._console.say(f"{name} left (exit status 0)")
                 return "left"
             if status == CONFIGURATION_ERROR:

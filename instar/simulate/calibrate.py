@@ -32,7 +32,7 @@ def calibrate(args: argparse.Namespace) -> int:
     runs = [files.read(folder) for folder in args.calibrate]
     found = calibration_of(runs, settings_of(args).worker, args.profiles)
     text = msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"
-    parse(text, str(args.out))  # what is written can be read
+    parse(text, str(args.out))  # check: the written file can be read
     try:
         args.out.write_bytes(text)
     except OSError as error:

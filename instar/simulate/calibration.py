@@ -25,8 +25,8 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 class Slowdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The time of a step with all halves in one precision, as a multiple of that in full precision."""
 
-    prompt: AboveZero  # of the time for tokens of prompts
-    decode: AboveZero  # of the rest
+    prompt: AboveZero  # factor of the time for prompt tokens
+    decode: AboveZero  # factor of the rest
 
 
 class StepCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,8 +34,8 @@ class StepCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     fixed_s: FromZero
     prompt_token_s: FromZero
-    decode_s: FromZero  # for each sequence that gets a token
-    kv_token_s: FromZero  # for each token of KV that the step reads
+    decode_s: FromZero  # seconds for each sequence that gets a token
+    kv_token_s: FromZero  # seconds for each token of KV that the step reads
     slowdowns: dict[Precision, Slowdown] = {}
 
 
@@ -43,7 +43,7 @@ class MorphCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The seconds that a half of a layer takes, with all of the time for it: a busy worker has `share`."""
 
     half_s: FromZero
-    byte_s: FromZero  # for each byte of the new variant
+    byte_s: FromZero  # seconds for each byte of the new variant
     share: Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
@@ -81,7 +81,7 @@ class EngineLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Coverage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured: the most sequences at once, the longest prompt, and the precisions."""
+    """The range of the measurements: most sequences at once, the longest prompt, and the precisions."""
 
     running: int
     prompt_tokens: int

@@ -26,14 +26,14 @@ from instar.simulate.windows import Smoothed
 from worker.morph.reflex import Lever
 
 SAMPLE_S: Final = 1.0
-TOO_LONG: Final = "400 context_length_exceeded"  # as the gateway answers
+TOO_LONG: Final = "400 context_length_exceeded"  # the gateway's answer
 Outage = tuple[float, float]  # from when until when
 EVENTS_PER_CALL: Final = 5000  # between two calls of `progress`
 
 
 @dataclass(slots=True)
 class Record:
-    """What a simulation wrote beside the outcomes of the requests."""
+    """The results of a simulation beside the outcomes of the requests."""
 
     outcomes: list[RequestOutcome] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Record:
     tally: Tally = field(default_factory=Tally)
     events_in: Counter[int] = field(default_factory=Counter)
     preemptions: int = 0
-    below_s: float = 0.0  # of all instances
+    below_s: float = 0.0  # sum over all instances
     seconds: float = 0.0
 
 
@@ -70,7 +70,7 @@ class SimulatedCluster:
         instance raise Unmeasured. outage: while the controller is down.
         """
         self.record = Record()
-        self.instances: dict[int, ActiveInstance] = {}  # those that ever had a request
+        self.instances: dict[int, ActiveInstance] = {}  # instances that ever had a request
         self._calibration, self._policy, self._outage = calibration, policy, outage
         self._kv_blocks = calibration.memory.kv_blocks
         self._monitor = monitor or MonitorSettings()

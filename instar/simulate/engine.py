@@ -25,7 +25,7 @@ from worker.engine.sequence import Limits
 from worker.engine.sequence import Sequence as EngineSequence
 from worker.memory import BlockAllocator
 
-IsQuiet = Callable[[int], bool]  # of a number of KV blocks in use
+IsQuiet = Callable[[int], bool]  # argument: the number of KV blocks in use
 VOCABULARY: Final = 1  # all tokens are token 0: there is no text
 
 
@@ -87,13 +87,13 @@ class SimulatedInstance:
         self.blocks = BlockAllocator(calibration.memory.kv_blocks)
         self.scheduler = Scheduler(self.limits, self.blocks)
         self.shape = SimulatedShape(calibration)
-        self.ends: list[float] = []  # of the steps in progress
-        self.version = 0  # of `ends`: an event for another one is void
+        self.ends: list[float] = []  # ends of the steps in progress
+        self.version = 0  # version of `ends`: an event for another one is void
         self.below_s = 0.0  # time with a layer below full precision
-        self.residence_s = 0.0  # that a request runs here, on average; 0.0: none has ended yet
+        self.residence_s = 0.0  # mean time that a request runs here; 0.0: none has ended yet
         self._model = StepModel(calibration.step, 2 * calibration.num_layers)
         self._chunks: list[ScheduledChunk] = []
-        self._num_chunks = 0  # that the scheduler has counted
+        self._num_chunks = 0  # chunks that the scheduler has counted
         self._inbox: list[SimulatedSequence] = []
         self._tally, self._is_stepwise = tally, is_stepwise
         self._on_tokens, self._on_ended = on_tokens, on_ended
@@ -208,7 +208,7 @@ class SimulatedInstance:
         count = min(bisect_right(self.ends, now_s), len(self.ends) - 1)
         if count > 0:
             self._apply(count)
-            _ = self.scheduler.num_blocks_needed  # as at any boundary
+            _ = self.scheduler.num_blocks_needed  # read at any boundary
             self.scheduler.schedule()
 
     def finish(self) -> float:

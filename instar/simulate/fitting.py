@@ -34,7 +34,7 @@ from instar.simulate.recorded_work import Work, work_of, work_of_requests
 
 FEWEST: Final = 20  # seconds or requests of a fit of four numbers
 MORE_THAN_ZERO: Final = 1e-12
-ROUNDS: Final = 30  # of least squares
+ROUNDS: Final = 30  # rounds of least squares
 LEAST_ERROR: Final = 1e-3  # relative: smaller ones count alike
 
 Matrix = npt.NDArray[np.float64]
@@ -220,7 +220,7 @@ def _morph_costs(runs: Sequence[RunFile], page_bytes: int) -> MorphCosts:
 # Of models/demo: a swap of a layer by an idle worker takes 6 to 16 ms (docs/evaluation.md).
 TYPICAL_HALF_S: Final = 0.002
 TYPICAL_BYTE_S: Final = 1e-9
-MORPH_SHARE: Final = 0.02  # of a CPU: half of `worker.morph_share`, for copies and for work between steps
+MORPH_SHARE: Final = 0.02  # half of `worker.morph_share` of a CPU, for copies and for work between steps
 
 
 def _coverage(runs: Sequence[RunFile], measured: list[Precision]) -> Coverage:

@@ -15,7 +15,7 @@ from instar.simulate.relief import SimulatedMorphs
 from instar.simulate.shortlist import Shortlist
 from instar.simulate.windows import Smoothed
 
-SHOWN_INSTANCES: Final = 8  # of more the samples are added up
+SHOWN_INSTANCES: Final = 8  # with more instances, samples are added up
 ALL: Final = "all"
 
 

@@ -15,7 +15,7 @@ LONGEST_GAP_S: Final = 5.0  # between two samples
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What an instance did in some time, with a share of its halves in each precision below full."""
+    """The work of an instance in some time, with a share of its halves in each precision below full."""
 
     seconds: float
     steps: float

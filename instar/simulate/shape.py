@@ -34,7 +34,7 @@ class SimulatedShape:
         self.num_below = 0  # layers with a half below full precision
         self.lowest: Precision = "full"
         self.loss = 0.0  # predicted share of perplexity
-        self.kv_pages = memory.kv_pages // self.num_layers  # of each layer
+        self.kv_pages = memory.kv_pages // self.num_layers  # KV pages of each layer
         self.pages_per_block = memory.kv_pages / memory.kv_blocks
         self.spare_pages = memory.spare_pages  # free ones beyond the reserve; below 0: so many are missing
         # Only what swaps set free goes to the cache by itself; the rest needs an order, as in `KVResizer`.

@@ -47,7 +47,7 @@ class Shortlist:
         idle: stands for all idle instances.
         """
         found: list[Candidate] = []
-        num_fitting = 0  # of those found, up to the first that fits
+        num_fitting = 0  # candidates found, up to the first that fits
         for key in self._keys:
             if idle is not None and key_of(idle) < key:
                 break

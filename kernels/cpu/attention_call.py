@@ -30,7 +30,7 @@ class AttentionCall(NamedTuple):
     kv: int
     kv_block: int
     kv_head: int
-    kv_value: int  # from a key to its value
+    kv_value: int  # distance from a key to its value
     kv_token: int
     out: int
     out_token: int

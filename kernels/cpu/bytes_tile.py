@@ -82,7 +82,7 @@ def write_digits(typingctx: Any, place: Any, x: Any, factor: Any, address: Any) 
             # Unlike `fptosi` this is defined for numbers too large.
             name, scaled = "llvm.x86.avx512.mask.cvtps2dq.512", builder.fmul(values, factor)
             whole = call(builder, name, wide(I32), scaled, constant(I32, 0), mask, mode)
-            half = 0x8080 & (1 << shift) - 1  # what lower digits below 0 borrow
+            half = 0x8080 & (1 << shift) - 1  # borrow of lower digits below 0
             moved = builder.ashr(builder.add(whole, constant(I32, half)), constant(I32, shift))
             digits = builder.trunc(moved, wide(I8))
             sums = builder.add(sums, builder.sext(digits, wide(I32)))

@@ -21,7 +21,7 @@ from typing import Final, Literal, NamedTuple
 
 Form = Literal["linear", "linear_t"]
 KernelName = Literal["few", "row", "lanes", "torch"]
-Seconds = Mapping[KernelName, Sequence[float]]  # of the rounds in which all took turns
+Seconds = Mapping[KernelName, Sequence[float]]  # seconds of the rounds in which all took turns
 
 KERNELS: Final[tuple[KernelName, ...]] = ("few", "row", "lanes", "torch")
 MOST_FEW: Final = 16
@@ -32,7 +32,7 @@ COUNTS: Final = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256)
 # A kernel replaces the built-in rule's if its best time is below this part of the other's, and if it was
 # faster in this part of the rounds: on a busy machine a single time says little.
 MARGIN: Final = 0.8
-OWN_MARGIN: Final = 0.95  # of one that a step can be recorded with as well
+OWN_MARGIN: Final = 0.95  # factor for a kernel that a step can be recorded with
 MAJORITY: Final = 0.75
 
 

@@ -1,4 +1,4 @@
-"""From packed codes to float32 lanes: fragments of LLVM IR.
+"""Fragments of LLVM IR that turn packed codes into float32 lanes.
 
 A quantised row is read through its levels: a float32 scale and offset for each group, so that a weight is
 code * scale + offset. Both are exact (a scale has 11 significant bits, a zero 8, a code less its zero 9), so

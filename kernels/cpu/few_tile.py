@@ -177,7 +177,7 @@ def columns(
             for row in x_rows
         ]
         targets = [builder.add(out, _times(builder, out_row, t)) for t in range(tokens)]
-        vectors = 4 // size  # to a line
+        vectors = 4 // size  # vectors of a line
         whole = builder.udiv(outputs, ir.Constant(I64, vectors * LANES))
 
         def add_products(at: Any, v: int) -> None:

@@ -27,7 +27,7 @@ from kernels.cpu.team import Kernel, next_item
 from kernels.cpu.tile import tile, transpose
 
 F32 = np.float32
-ITEM_OUTPUTS = 48  # of one work item: whole tiles of any height below, and whole vectors
+ITEM_OUTPUTS = 48  # outputs of a work item: whole tiles of any height below, whole vectors
 MOST_LANES = 64  # tokens at once with weights [N, K]: four vectors
 PANEL = 4 * LANES  # outputs of one work item with weights [K, N]
 MOST_TOKENS = 96  # of such an item
@@ -99,7 +99,7 @@ def _multiply(kind):
     w, w_row, w_matrix = read_i64(p + 32), read_i64(p + 40), read_i64(p + 48)
     out, out_row, tokens = read_i64(p + 56), read_i64(p + 64), read_i64(p + 72)
     inputs, outputs = read_i64(p + 80), read_i64(p + 88)
-    items = (outputs + ITEM_OUTPUTS - 1) // ITEM_OUTPUTS  # of a matrix
+    items = (outputs + ITEM_OUTPUTS - 1) // ITEM_OUTPUTS  # work items of a matrix
     lanes = (tokens + LANES - 1) // LANES * LANES
     item = next_item(p)
     if item < 0:

@@ -26,8 +26,8 @@ from kernels.cpu.team import Kernel, next_item
 F32 = np.float32
 ROWS = 4  # worked on together, with TOKENS tokens
 LINES = 2  # prefetched for each line read by a group of tokens: two groups fetch ROWS rows
-ITEMS_OF_THREAD = 2  # with weights [N, K]: a thread reads long streams, and may take over from a busy one
-LEAST_BYTES = 32768  # of weights, of such an item
+ITEMS_OF_THREAD = 2  # for weights [N, K]: threads read long streams, and relieve a busy one
+LEAST_BYTES = 32768  # weights of such an item
 RUN = 128  # inputs of an item with weights [K, N], at least
 RUNS = 64  # items with weights [K, N], at most: each adds a row of sums for each token
 REDUCED = 512  # outputs of an item of the second kernel
@@ -95,7 +95,7 @@ def _dot(kind):
     bias, bias_step, out, out_row = read_i64(p + 56), read_i64(p + 64), read_i64(p + 72), read_i64(p + 80)
     tokens, inputs, outputs = read_i64(p + 88), read_i64(p + 96), read_i64(p + 104)
     step, size, by_row = read_i64(p + 112), read_i64(p + 120), read_i64(p + 128)
-    items = (outputs + step - 1) // step  # of a matrix
+    items = (outputs + step - 1) // step  # work items of a matrix
     item = next_item(p)
     if item < 0:
         return
@@ -194,7 +194,7 @@ def _reduce(kind):
     p = address_of(kind)
     sums, runs, out, out_row = read_i64(p + 16), read_i64(p + 24), read_i64(p + 32), read_i64(p + 40)
     tokens, outputs, step, size = read_i64(p + 48), read_i64(p + 56), read_i64(p + 64), read_i64(p + 72)
-    items = (outputs + step - 1) // step  # of a token
+    items = (outputs + step - 1) // step  # work items of a token
     item = next_item(p)
     while item >= 0:
         t = item // items
@@ -237,7 +237,7 @@ def few(
     count, outputs = weights.shape[:2]
     size = x.element_size()
     out = torch.empty(tokens, count, outputs, dtype=x.dtype)
-    items = max(1, ITEMS_OF_THREAD * torch.get_num_threads() // count)  # of a matrix
+    items = max(1, ITEMS_OF_THREAD * torch.get_num_threads() // count)  # work items of a matrix
     step = max(-(-outputs // items), LEAST_BYTES // (inputs * size), 1)
     step = -(-step // ROWS) * ROWS
     DOT(

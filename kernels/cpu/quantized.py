@@ -82,7 +82,7 @@ def _multiply_few(kind):
     q = p + 16 + BYTES
     x, x_row, out, out_row = read_i64(q), read_i64(q + 8), read_i64(q + 16), read_i64(q + 24)
     tokens, step = read_i64(q + 32), read_i64(q + 40)
-    items = (w.rows - ROWS) // step + 1  # of a unit
+    items = (w.rows - ROWS) // step + 1  # work items of a unit
     buffer, levels = aligned(ROWS * levels_row(w) // 4)
     item = next_item(p)
     while item >= 0:

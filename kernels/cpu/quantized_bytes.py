@@ -108,7 +108,7 @@ def _prepare(kind):
             _write_place(0, source, inverse, tile * columns, first, digits, sums)
             _write_place(1, source, inverse, tile * columns, first + 1, digits, sums)
             _write_place(2, source, inverse, tile * columns, first + 2, digits, sums)
-            if item == tokens - 1:  # what is left there may make sums of denormal numbers, which are slow
+            if item == tokens - 1:  # leftovers may make sums of denormal numbers, which are slow
                 for column in range(tokens * DIGITS, columns * LANES):
                     write_f32(sums + (tile * columns * LANES + column) * 4, F32(0.0))
         item = next_item(p)
@@ -137,7 +137,7 @@ def _multiply_rows(w, unit, row, digits, sums, columns, scratch, levels, totals,
     for i in range(ROWS * columns):
         vstore(F32, totals + i * LANES * 4, vsplat(F32(0.0)))
     walks = columns if w.bits == 8 else columns + 1
-    lines = (ROWS * w.bits // 8 + walks - 1) // walks  # of a tile, in each walk
+    lines = (ROWS * w.bits // 8 + walks - 1) // walks  # lines of a tile in each walk
     for piece in range(w.in_units):
         _read_levels(w, unit + piece, row, levels)
         codes = w.codes + (unit + piece) * w.codes_unit + row * w.codes_row
@@ -188,7 +188,7 @@ def _multiply_bytes(kind):
     digits, sums, scales, bias = read_i64(q), read_i64(q + 8), read_i64(q + 16), read_i64(q + 24)
     out, out_row, tokens = read_i64(q + 32), read_i64(q + 40), read_i64(q + 48)
     step, size = read_i64(q + 56), read_i64(q + 64)
-    items = (w.rows + step - 1) // step  # of a unit
+    items = (w.rows + step - 1) // step  # work items of a unit
     columns = _column_tiles(tokens)
     item = next_item(p)
     if item < 0:

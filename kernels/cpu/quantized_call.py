@@ -32,7 +32,7 @@ class Weight(NamedTuple):
     in_units: int
     rows: int
     tiles: int
-    groups: int  # of one row of one unit
+    groups: int  # groups of one row of one unit
     group_halves: int  # half tiles to a group
     bits: int
     is_halved: int  # groups may end inside a tile

@@ -32,7 +32,7 @@ from kernels.cpu.simd import (
 from kernels.cpu.team import Kernel, next_item
 
 F32 = np.float32
-ITEM_ELEMENTS = 16384  # of one work item: some 4 us, twice the cost of waking a team
+ITEM_ELEMENTS = 16384  # elements of a work item: some 4 us, twice the cost of waking a team
 
 
 def _rows_per_item(row_elements: int) -> int:

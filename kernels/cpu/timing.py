@@ -46,9 +46,9 @@ log = logging.getLogger(__name__)
 Weights = Mapping[Product, Sequence[torch.Tensor]]
 
 VERSION = 1
-MOST_SECONDS = 1.5  # for one model
-ROUNDS = 8  # of the candidates for one product and number of tokens
-TURN_BYTES = 16 << 20  # of weights in one turn of one kernel
+MOST_SECONDS = 1.5  # limit for one model
+ROUNDS = 8  # rounds of the candidates for one product and number of tokens
+TURN_BYTES = 16 << 20  # weights in one turn of one kernel
 
 
 def products_of(weights: Iterable[tuple[Form, torch.Tensor]]) -> dict[Product, list[torch.Tensor]]:

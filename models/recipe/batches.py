@@ -24,7 +24,7 @@ def encode_documents(tokenizer: Tokenizer, corpus: Corpus) -> list[Tensor]:
 
 @dataclass(slots=True)
 class Position:
-    """Where in the data training stands; all that a resumed run needs."""
+    """The position of the training in its data; all that a resumed run needs."""
 
     epoch: int = 0
     next_chunk: int = 0

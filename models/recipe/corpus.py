@@ -57,7 +57,7 @@ def stdlib_root() -> Path:
 
 
 def is_held_out(path: str) -> bool:
-    """Whether a relative POSIX path is on the held-out side; depends on nothing else."""
+    """Return True if a relative POSIX path is on the held-out side; nothing else counts."""
     digest = hashlib.sha256(path.encode()).digest()
     return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
 

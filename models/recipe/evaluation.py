@@ -21,7 +21,7 @@ EVAL_FILE = "eval.json"
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What eval.json holds."""
+    """The contents of eval.json."""
 
     model_bits_per_byte: float
     xz_bits_per_byte: float

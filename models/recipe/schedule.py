@@ -30,7 +30,7 @@ class Schedule:
 
     @property
     def is_done(self) -> bool:
-        """Whether the budget is used up."""
+        """True if the budget is used up."""
         return self.active_s >= self.budget_s
 
     @property
@@ -40,12 +40,12 @@ class Schedule:
 
     @property
     def has_long_rows(self) -> bool:
-        """Whether this part trains on rows of the full context."""
+        """True if this part trains on rows of the full context."""
         return self.progress >= 1 - self.long_rows_share
 
     @property
     def lr_factor(self) -> float:
-        """What every learning rate is multiplied by now, 0 to 1."""
+        """The factor of every learning rate now, 0 to 1."""
         warmup_s = self.warmup_share * self.budget_s
         if self.active_s < self.decay_start_s:
             return min(1.0, (self.active_s + self.usual_step_s) / warmup_s) if warmup_s else 1.0

@@ -141,7 +141,7 @@ def _compiled(loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 class _EndingEarly:
-    """While open, SIGTERM and SIGINT shorten `schedule`; the former handlers come back after."""
+    """Let SIGTERM and SIGINT shorten `schedule` while open; the former handlers come back after."""
 
     def __init__(self, schedule: Schedule, cooldown_s: float) -> None:
         self.schedule = schedule

@@ -48,7 +48,7 @@ class StageWorker(ThreadedWorker):
         self.transport = Transport("127.0.0.1", timeout_s)
         self.stages = StageHost(self.transport)
         self.engine = Engine()
-        self.engine.parts = self.stages
+        self.engine.stages = self.stages
         self.logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self.cached: dict[str, int] = {}
         self.ended: dict[str, str] = {}

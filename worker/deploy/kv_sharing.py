@@ -22,7 +22,7 @@ class KVHolder:
     needed: int  # below this nothing may go
     useful: int  # more would lie idle
     missing: int = 0  # so many more it wants now
-    is_keen: bool = False  # it wants, or did a moment ago
+    is_keen: bool = False  # True: it wants blocks, or did a moment ago
 
 
 @dataclass(frozen=True, slots=True)

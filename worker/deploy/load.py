@@ -40,7 +40,7 @@ def loading_job(work: Callable[[MayGoOn], None]) -> CopyJob:
 class LoadRun(Run):
     """One Deploy."""
 
-    pages_at_once = PAGES_AT_ONCE  # of each layer of its KV, between two steps
+    pages_at_once = PAGES_AT_ONCE  # pages of each KV layer between two steps
 
     def __init__(self, command: Deploy, host: ModelHost, copier: Copier) -> None:
         super().__init__(command.wait_s)
@@ -166,7 +166,7 @@ class LoadRun(Run):
             while not copy.is_done:
                 yield False
         except GeneratorExit:
-            copy.stop()  # its pages are to go
+            copy.stop()  # the copy's pages will be unmapped
             raise
         copy.raise_error()
         self._bytes += copy.nbytes

@@ -71,7 +71,7 @@ class ModelLoader:
     def __init__(self, command: Deploy, host: ModelHost) -> None:
         self.command, self.host = command, host
         self.settings, self.pool = host.settings, host.pool
-        self.images_progress = "variants in host memory"  # with the share done, once it is known
+        self.images_progress = "variants in host memory"  # later with the share done
         self.shard = own_shard(command, host.worker)
         self.variants: Variants = NoVariants()
         self._cache: KVCache | None = None

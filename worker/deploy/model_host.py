@@ -70,7 +70,7 @@ class Claim(NamedTuple):
     """Free pages that a model needs while it is being loaded."""
 
     pages: int
-    reserve_pages: int  # that its swaps want free
+    reserve_pages: int  # pages that its swaps want free
 
 
 class HostListener:
@@ -108,19 +108,19 @@ class ModelHost:
         self.listener = HostListener()
         self.post: Callable[..., object] = lambda call, *args: call(*args)
         self.transport: Transport | None = None  # None: no other worker reaches it
-        self.stages: StageHost | None = None  # of instances that others lead; None: it takes part in none
+        self.stages: StageHost | None = None  # stages of instances that others lead; None: it has none
         self.on_changed: Callable[[], None] = lambda: None  # a model came or went; cards may be replaced
         self.busy_with = ""  # the morph whose model comes or goes; one at a time
-        self._claims: dict[str, Claim] = {}  # of models on their way in, by instance
+        self._claims: dict[str, Claim] = {}  # claims of loading models, by instance
         self._wanted_at: dict[str, float] = {}  # when an instance last lacked KV blocks
         self.num_kv_moves = 0
 
-    def add(self, resident: HostedModel) -> None:
+    def add(self, hosted: HostedModel) -> None:
         """Serve the model from the next step on."""
-        self.engine.add_instance(resident.target.instance)
-        self.models[resident.card.id] = resident
-        resident.target.resizer.kv_beside = partial(self.kv_beside, resident.card.id)
-        self.morphs.add(resident.target)
+        self.engine.add_instance(hosted.target.instance)
+        self.models[hosted.card.id] = hosted
+        hosted.target.resizer.kv_beside = partial(self.kv_beside, hosted.card.id)
+        self.morphs.add(hosted.target)
         self.update_reserve()
         self.on_changed()
 
@@ -141,7 +141,7 @@ class ModelHost:
 
     @property
     def resizers(self) -> Iterator[KVResizer]:
-        return (resident.target.resizer for resident in self.models.values())
+        return (hosted.target.resizer for hosted in self.models.values())
 
     @property
     def reserve_pages(self) -> int:
@@ -231,13 +231,13 @@ class ModelHost:
         )
 
 
-def holder_of(resident: HostedModel, *, is_keen: bool = False) -> KVHolder:
-    resizer = resident.target.resizer
+def holder_of(hosted: HostedModel, *, is_keen: bool = False) -> KVHolder:
+    resizer = hosted.target.resizer
     cache, layers = resizer.cache, resizer.num_layers
     has = cache.pages_per_layer
     missing = resizer.pages_for(cache.num_blocks + resizer.wanted_blocks()) - has
     return KVHolder(
-        name=resident.card.id,
+        name=hosted.card.id,
         num_layers=layers,
         pages=has * layers,
         needed=resizer.pages_for(resizer.needed_blocks()) * layers,

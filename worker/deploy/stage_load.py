@@ -29,7 +29,7 @@ from worker.shape.copier import Copier
 
 # For requests to end before a stage elsewhere leaves; that worker does not wait longer than it may itself.
 GOING_WAIT_S = 30.0
-JOIN_WITHIN_S = 300.0  # for the leader's own load; who orders it gives up before
+JOIN_WITHIN_S = 300.0  # time for the leader's own load; the controller gives up sooner
 
 
 class StageLoadRun(LoadRun):

@@ -14,7 +14,7 @@ from worker.deploy.model_host import HostedModel, ModelHost
 from worker.morph.run import Patience, Run, Steps
 
 TURN_S = 0.05  # between two looks whether another load or unload has ended, which wakes no one
-HURRY_S = 5.0  # for the service to have read what was sent; then it is taken for read
+HURRY_S = 5.0  # time for the service to read all requests; then they count as read
 
 
 class UnloadRun(Run):
@@ -49,8 +49,8 @@ class UnloadRun(Run):
         try:
             host.post(host.listener.on_unloading, name, self._drained)
             yield from self._part_with_requests()
-            resident, self.is_beyond_return = host.remove(name), True
-            yield from self._release(resident)
+            hosted, self.is_beyond_return = host.remove(name), True
+            yield from self._release(hosted)
             while host.return_lent_pages():
                 yield True
         finally:
@@ -77,11 +77,11 @@ class UnloadRun(Run):
             yield False
         self._num_sent_away = host.engine.send_away(name, f"{name} is retired")
 
-    def _release(self, resident: HostedModel) -> Steps:
+    def _release(self, hosted: HostedModel) -> Steps:
         """Release all parts, on which no step runs, even if this generator is closed half-way."""
-        target, host = resident.target, self._host
-        ranges = [loaded.memory.release for loaded in resident.model.ranges]
-        rest = iter([target.resizer.cache.release, target.variants.release, *ranges, resident.model.release])
+        target, host = hosted.target, self._host
+        ranges = [loaded.memory.release for loaded in hosted.model.ranges]
+        rest = iter([target.resizer.cache.release, target.variants.release, *ranges, hosted.model.release])
         try:
             for release in rest:
                 self._give(release)

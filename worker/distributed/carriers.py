@@ -19,6 +19,8 @@ import torch
 
 from worker.distributed.communicator import Communicator
 
+log = logging.getLogger(__name__)
+
 
 class Outboxes:
     """Shared buffers of each rank, two of `nbytes` in turn: one is filled while others may read the other."""
@@ -77,13 +79,11 @@ def _reach(pid: int, fd: int, name: int, nbytes: int) -> torch.Tensor | None:
     return torch.from_numpy(np.frombuffer(shared, np.uint8))
 
 
-log = logging.getLogger(__name__)
-
 Fill = Callable[[int, torch.Tensor], None]  # writes what goes to a peer into uint8 [its bytes]
 
 
 class Carrier(Protocol):
-    nbytes: int  # of memory that it takes
+    nbytes: int  # bytes of memory
     per_peer: int  # the most bytes to or from one peer in one stage
 
     def trade(self, out: Sequence[int], come: Sequence[int], fill: Fill) -> list[torch.Tensor]:

@@ -62,7 +62,7 @@ class TorchCommunicator:
     def close(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            with suppress(RuntimeError):  # its connections may be broken already
+            with suppress(RuntimeError):  # the connections may be broken already
                 group.abort()
 
     def _wait(self, call: Any) -> None:

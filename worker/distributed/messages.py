@@ -56,7 +56,7 @@ class Prepare(GroupMessage, frozen=True, kw_only=True, tag=True):
     low: int
     grows: bool
     peers: dict[str, Peer]  # all members
-    shape: list[LayerShape]  # of the leader, and so of the group
+    shape: list[LayerShape]  # shape of the leader, and so of the group
 
 
 class Vote(GroupMessage, frozen=True, kw_only=True, tag=True):
@@ -130,8 +130,8 @@ class MoveBoundary(Action, frozen=True, kw_only=True, tag=True):
 class FinishMerge(Action, frozen=True, kw_only=True, tag=True):
     """Use one set of blocks, since all layers are at the high degree."""
 
-    blocks: int  # in all
-    pages: list[int]  # of each layer, by rank
+    blocks: int  # blocks in all
+    pages: list[int]  # pages of each layer, by rank
     is_probed: bool = False  # members measure the bandwidth between them, which is not known yet
 
 
@@ -148,10 +148,10 @@ class BeginSplit(Action, frozen=True, kw_only=True, tag=True):
 
     low: int
     blocks: int
-    pages: list[int]  # of every layer, that stay; by rank
+    pages: list[int]  # pages of every layer that stay, by rank
     moves: dict[int, int]
     is_from_peers: bool = False  # the FFN rows that are missing; else each has its own host's
-    layers_per_step: int = 1  # that will change at most
+    layers_per_step: int = 1  # most layers that change at once
 
 
 class EndSplit(Action, frozen=True, kw_only=True, tag=True):
@@ -212,7 +212,7 @@ class ShrinkKV(Action, frozen=True, kw_only=True, tag=True):
 class EnterGroup(Action, frozen=True, kw_only=True, tag=True):
     """Make this group a subgroup of the one that its members have voted for."""
 
-    blocks: int  # of every subgroup
+    blocks: int  # blocks of every subgroup
 
 
 MorphActions = PrepareHalf | InstallHalf | DropHalf | GrowKV | ShrinkKV
@@ -226,34 +226,34 @@ Actions = MorphActions | GroupActions
 
 
 class MemberLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What runs and waits at one member. Blocks of KV; sequences; seconds."""
+    """The load of one member: blocks of KV, sequences, seconds."""
 
     used: int  # blocks
     needed: int  # blocks, at the peak of what runs and waits
     running: int
     waiting: int
     wanting_s: float  # how long the oldest sequence that misses blocks has been here
-    residence_s: float  # that a sequence runs, on average; 0: none has ended yet
+    residence_s: float  # mean time that a sequence runs; 0: none has ended yet
     preemptions: int  # since the start
-    floor_refused: Precision  # that a request insisted on which was refused lately; the lowest: none was
+    floor_refused: Precision  # highest floor of recently refused requests; the lowest: none
 
 
 class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of one member, as morphs need to know it; pages are the member's own."""
 
-    free_pages: int  # of the device
-    spare_pages: int  # of these, beyond the reserve for swaps; below 0: so many are missing from it
+    free_pages: int  # free pages of the device
+    spare_pages: int  # those beyond the reserve for swaps; below 0: so many are missing
     own_pages: int  # free pages that belong to the KV cache; below 0: pages that swaps borrowed
-    kv_pages: int  # of each layer of the KV cache
+    kv_pages: int  # pages of each layer of the KV cache
     growable_pages: int  # pages by which each layer of the KV cache can grow now
-    most_pages: int  # of each layer of the KV cache, if no other model had any KV
-    useful_pages: int  # of each layer of the KV cache; more would lie idle
+    most_pages: int  # most pages of each KV layer, if no other model had any
+    useful_pages: int  # pages of each KV layer; more would lie idle
     num_used: int  # blocks in use by the member's sequences
     load: MemberLoad
     headroom: int  # blocks that these may fill soon
     floors: dict[Precision, int]  # requests here that insist on a precision, by precision
     copied: list[tuple[int, Part]]  # prepared halves whose copy has ended
-    copy_error: str = ""  # of a prepared half
+    copy_error: str = ""  # error of a prepared half
 
 
 class Ready(GroupMessage, frozen=True, kw_only=True, tag=True):
@@ -269,7 +269,7 @@ class Ready(GroupMessage, frozen=True, kw_only=True, tag=True):
     num_used: int
     filled: int  # layers from here on have their wider weights in memory, or pages for what peers send
     status: MemberStatus
-    max_tokens: int  # of a step, that it has memory for
+    max_tokens: int  # most tokens of a step that fit its memory
     running: int = 0  # sequences
     long_remaining: int = 0  # tokens to compute of one that no worker alone could hold; 1: it decodes
     given: dict[int, list[int]] = {}  # taker -> blocks, after a LendBlocks
@@ -310,13 +310,13 @@ class JoinPipeline(PipelineMessage, frozen=True, kw_only=True, tag=True):
     stage: int
     rank: int = 0
     tp: int = 1  # ranks of each stage
-    epoch: int  # of the worker that is meant
+    epoch: int  # epoch of the worker addressed
     first: int  # layers [first, end) of the model
     end: int
     hidden_size: int
     dtype: str
     block_tokens: int
-    digest: str = ""  # of the checkpoint; "": not compared
+    digest: str = ""  # checkpoint digest; "": not compared
     is_last: bool
     next: list[Peer] = []
 

@@ -50,7 +50,7 @@ class CommunicatorPool:
 
     def __init__(self, host: str, device: str, timeout_s: float, on_done: OnDone) -> None:
         self._host, self._device, self._timeout_s, self._on_done = host, device, timeout_s, on_done
-        self._kept: dict[str, tuple[str, Communicator]] = {}  # by key: the rendezvous and what it made
+        self._kept: dict[str, tuple[str, Communicator]] = {}  # rendezvous and communicator, by key
         self._store: TCPStore | None = None
 
     @property
@@ -115,8 +115,8 @@ class AheadRendezvous:
 
     def __init__(self, worker: str, links: Endpoint[GroupMessage], pool: CommunicatorPool) -> None:
         self._worker, self._links, self._pool = worker, links, pool
-        self._keys: dict[str, str] = {}  # by rendezvous under way
-        self._opened: dict[str, list[Link]] = {}  # by rendezvous: the links over which others were asked
+        self._keys: dict[str, str] = {}  # keys by rendezvous in progress
+        self._opened: dict[str, list[Link]] = {}  # links over which others were asked, by rendezvous
 
     def call(self, members: Sequence[str], peers: Mapping[str, Peer]) -> None:
         """Ask the members, this worker first, unless their communicator is kept or under way."""

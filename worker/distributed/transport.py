@@ -33,14 +33,14 @@ from worker.distributed.messages import Message, decode, encode
 log = logging.getLogger(__name__)
 
 PING_S = 1.0
-HANDSHAKE_S = 10.0  # for a new connection to show the key; compilers stop a process for seconds
+HANDSHAKE_S = 10.0  # time to show the key; compilers stop a process for seconds
 MAX_HANDSHAKES = 32  # at a time; each holds a descriptor and a thread
 KEY_BYTES = 32
 MAX_HEAD_BYTES = 1 << 26
 
 _SIZES = struct.Struct("<IQ")
 _PING = _SIZES.pack(0, 0)
-_TIMEVAL = struct.Struct("@ll")  # of SO_RCVTIMEO: seconds, microseconds
+_TIMEVAL = struct.Struct("@ll")  # SO_RCVTIMEO: seconds, microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def to_host(tensor: torch.Tensor) -> Payload:
 
 
 OnMessage = Callable[["Link", Message, torch.Tensor], None]  # in a thread of the link; payload: uint8 [n]
-OnLost = Callable[["Link", str], None]  # once, in a thread of the link; not after `close`
+OnLost = Callable[["Link", str], None]  # called once in a thread of the link; not after `close`
 
 
 class Link:

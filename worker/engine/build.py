@@ -19,7 +19,7 @@ from worker.model.shard import ALONE, Shard
 MIB = 1024 * 1024
 CPU_PAGE_BYTES, CUDA_PAGE_BYTES = 64 * 1024, 2 * MIB
 CPU_BUDGET_BYTES = 2048 * MIB
-CUDA_BUDGET_SHARE = 0.9  # of the free memory; the rest is for activations and workspace
+CUDA_BUDGET_SHARE = 0.9  # share of the free memory; the rest is for activations and workspace
 
 
 def make_pool(device: torch.device, budget_bytes: int = 0, page_bytes: int = 0) -> PagePool:

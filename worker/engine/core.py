@@ -34,7 +34,7 @@ from worker.engine.shape import below_floor, shape_id
 
 log = logging.getLogger(__name__)
 
-RESIDENCE_WEIGHT = 0.1  # of a request that ends, in the average time that requests run
+RESIDENCE_WEIGHT = 0.1  # weight of a request that ends in the mean time that requests run
 REFUSED_S = 5.0  # a refused floor counts for so long; the gateway sends the request again when it may run
 
 # A silence longer than this is broken: a gateway that hears nothing for long takes a request for lost.
@@ -85,8 +85,8 @@ class EngineCore:
         self.sampler = Sampler(limits.max_num_seqs, vocab_size, device)
         self.stats = Stats()
         self.num_steps = 0
-        self.step_s = 0.0  # that the last step took
-        self.residence_s = 0.0  # that a request runs here, on average; 0.0: none has ended yet
+        self.step_s = 0.0  # duration of the last step
+        self.residence_s = 0.0  # mean time that a request runs here; 0.0: none has ended yet
         self.lost = ""  # why this instance serves no more
         self.on_lost: Callable[[str], None] = lambda reason: None  # called once, between two steps
         self._clock = clock
@@ -94,7 +94,7 @@ class EngineCore:
         self._refused: dict[Precision, float] = {}  # floors of requests that were refused, and when
         self._looked_at = 0.0  # when silent sequences were last looked for
         self._may_schedule = True  # something has changed since there was nothing to schedule
-        self._outputs: list[Output] = []  # to be published by the next `step`
+        self._outputs: list[Output] = []  # outputs that the next `step` publishes
         self.reshaped()
 
     # ----------------------------------------------------------------------------- the step

@@ -30,9 +30,9 @@ class StepResult:
     step: int
     born_ns: int  # wall clock when its tokens were known
     outputs: list[Output]
-    shape_id: str  # of the shape in which the step ran
+    shape_id: str  # shape in which the step ran
     layers_below_full: int
-    step_s: float = 0.0  # that the step took
+    step_s: float = 0.0  # duration of the step
 
 
 def result_of(instance: EngineCore, outputs: list[Output]) -> StepResult:
@@ -113,9 +113,9 @@ class Engine:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.instances: dict[str, EngineCore] = {}
-        self.parts: RemoteStages | None = None
+        self.stages: RemoteStages | None = None
         self._device = device or torch.device("cpu")
-        self.num_steps = 0  # of instances and stages
+        self.num_steps = 0  # steps of instances and stages
         self._unsent: list[StepResult] = []  # ends of requests whose instance is gone
 
     def bind_thread(self) -> None:
@@ -157,8 +157,8 @@ class Engine:
     def reset(self) -> None:
         """Begin a new epoch: forget all requests and set all counters to 0."""
         self._unsent.clear()
-        if self.parts:
-            self.parts.fence()
+        if self.stages:
+            self.stages.fence()
         for instance in self.instances.values():
             instance.reset()
 
@@ -174,7 +174,7 @@ class Engine:
 
     def can_step(self, *, is_paused: bool = False) -> bool:
         """Return whether `step` has something to do now: instances with work may wait for other devices."""
-        if self.parts and self.parts.can_step:
+        if self.stages and self.stages.can_step:
             return True
         can_step = [each for each in self.instances.values() if each.can_step]
         if is_paused:
@@ -183,8 +183,8 @@ class Engine:
 
     def step(self, *, is_paused: bool = False) -> list[StepResult]:
         """Step every instance that can, once; `is_paused`: run only what other workers wait for."""
-        if self.parts and self.parts.can_step:
-            self.parts.step()
+        if self.stages and self.stages.can_step:
+            self.stages.step()
             self.num_steps += 1
         results = list[StepResult]()
         if not is_paused:
@@ -206,7 +206,7 @@ class Engine:
         except DEVICE_ERRORS:
             raise
         except Exception as error:
-            if executor.has_peers:  # what a group does not recover from, this worker does not either
+            if executor.has_peers:  # a failure that ends the group ends this worker
                 raise
             log.exception("a step of %s failed", instance.id)
             return instance.fail(f"the model's step failed: {type(error).__name__}: {error}")
@@ -217,8 +217,8 @@ class Engine:
         """Close every instance and stage; no step follows."""
         for instance in self.instances.values():
             instance.close()
-        if self.parts:
-            self.parts.close()
+        if self.stages:
+            self.stages.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a block is lost or owned twice."""

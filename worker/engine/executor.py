@@ -40,7 +40,7 @@ class Executor(ABC):
     num_in_flight = 0  # batches that were executed and not collected
     num_steps = 0  # batches run, since this executor was made
     tp = 1  # degree of tensor parallelism; while that changes, the old one
-    num_members = 1  # of the group
+    num_members = 1  # members of the group
     has_peers = False  # other members call steps: `collect` is due whenever something was heard of them
 
     # One action of a morph at this member, its status, its KV blocks in use: set by `worker.morph.target`.
@@ -98,7 +98,7 @@ class Executor(ABC):
 
     @property
     def knows_members(self) -> bool:
-        """True if this worker leads the instance and every member has told its status."""
+        """True if this worker leads the instance and every member has reported its status."""
         return True
 
     def statuses(self) -> list[Any]:

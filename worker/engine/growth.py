@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 Counts = npt.NDArray[np.int64]
 
-MAX_LENGTHS = 256  # of the requests that ended last
+MAX_LENGTHS = 256  # output lengths of the last requests
 UNKNOWN_TOKENS = 256  # expected where nothing is known; a limit of many thousands would let only one run
 
 
@@ -24,7 +24,7 @@ class OutputLengths:
     def __init__(self) -> None:
         self._lengths: deque[int] = deque(maxlen=MAX_LENGTHS)
         self._sorted: Counts | None = None
-        self._sums: Counts | None = None  # of the longest 0, 1, ... lengths
+        self._sums: Counts | None = None  # sums of the longest 0, 1, ... lengths
 
     def add(self, num_tokens: int) -> None:
         """Note a request that ended."""
@@ -62,7 +62,7 @@ def peak_blocks(tokens: Counts, remaining: Counts, block_tokens: int) -> int:
     # they fill one.
     quotients, rests = np.divmod(tokens[order] - 1, block_tokens)
     more_quotients, more_rests = np.divmod(remaining[order], block_tokens)
-    num_there = np.arange(1, len(tokens) + 1)  # those with fewer left have ended before
+    num_there = np.arange(1, len(tokens) + 1)  # sequences with fewer left have ended before
     at_least = np.cumsum(rests[:, None] >= np.arange(block_tokens + 1), axis=0)  # by number there, and rest
     carried = at_least[num_there - 1, block_tokens - more_rests]
     return int((np.cumsum(quotients) + num_there * (1 + more_quotients) + carried).max())

@@ -50,8 +50,8 @@ class ScheduledBatch:
     sampling_rows: Ints  # [R] rows of the tables
     output_positions: Ints  # [R] index of the token to be chosen in its request's output
     prompt_ranges: list[tuple[Sequence, int, int]]  # rows for prompt positions [first, end) of a sequence
-    began: float = 0.0  # by the clock of the engine core
-    is_committed: bool = False  # its tokens count as computed
+    began: float = 0.0  # start, by the clock of the engine core
+    is_committed: bool = False  # True: its tokens count as computed
 
     def only(
         self, logits: torch.Tensor, is_kept: Callable[[Sequence], bool]

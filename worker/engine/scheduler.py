@@ -45,7 +45,7 @@ class ScheduledChunk:
 
     seq: Sequence
     num_tokens: int
-    generation: int = 0  # of the sequence when this was scheduled
+    generation: int = 0  # generation of the sequence when this was scheduled
 
     @property
     def samples(self) -> bool:
@@ -76,13 +76,13 @@ class Scheduler:
         self.limits = limits
         self.precision: Precision = "full"  # the lowest of any layer in the next step
         self.num_prefix_queried = 0  # prompt tokens looked up in the prefix cache
-        self.num_prefix_hits = 0  # and found
+        self.num_prefix_hits = 0  # prompt tokens found there
         self._holders: Counter[int] = Counter()  # running sequences by block
         self.blocks = blocks
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
-        self.num_blocks_aside = 0  # in use by none of the sequences here
+        self.num_blocks_aside = 0  # blocks in use by no sequence here
         self.num_recomputed = 0  # tokens whose KV was given up, and is computed again
         self.lengths = OutputLengths()
         self._needed, self._needed_at = 0, (0, 0, 0)
@@ -354,7 +354,7 @@ class Scheduler:
         """Index the blocks of `seq` that have become full."""
         if is_below(self.precision, seq.precision):
             seq.precision = self.precision
-        if not self.blocks.index.is_open:  # they are indexed when it opens
+        if not self.blocks.index.is_open:  # blocks are indexed when it opens
             return
         num_full = seq.num_computed_tokens // self.limits.block_tokens
         if num_full == seq.num_indexed_blocks:

@@ -104,10 +104,10 @@ class Sequence:
         self.num_prompt = len(request.prompt_token_ids)
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
-        self.block_keys: list[bytes] = []  # of the first full blocks, as far as they were needed
+        self.block_keys: list[bytes] = []  # keys of the first full blocks, as far as needed
         self.num_indexed_blocks = 0
-        self.num_lost_tokens = 0  # that were computed when it gave up its blocks; 0 while it runs
-        self.num_unreported_cached = 0  # prompt tokens found in the prefix cache that no delta has told yet
+        self.num_lost_tokens = 0  # tokens computed before it gave up its blocks; 0 while it runs
+        self.num_unreported_cached = 0  # cached prompt tokens that no delta has reported yet
         self.precision: Precision = "full"  # the lowest that its KV was computed in
         self.row = -1
         self.generation = 0  # times it has lost its row: batches scheduled before that are void for it

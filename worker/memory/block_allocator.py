@@ -14,7 +14,7 @@ class BlockAllocator:
     """The block numbers 0..capacity-1, given out in the order of `FreeBlocks`."""
 
     def __init__(self, capacity: int = 0) -> None:
-        self.index = PrefixIndex()  # of blocks in use and free ones
+        self.index = PrefixIndex()  # index of used and free blocks
         self._free = FreeBlocks((), self.index)
         self._in_use = bytearray()  # _in_use[id]; its length is the capacity
         self.num_touched = 0  # blocks below this number may have been written

@@ -48,7 +48,7 @@ _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-_PIECE_BYTES = 256 * 1024  # of what is written: it stays in a core's second-level cache
+_PIECE_BYTES = 256 * 1024  # piece that stays in a core's second-level cache
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 

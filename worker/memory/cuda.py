@@ -65,7 +65,7 @@ class CudaBackend:
         granularity = int(_check(driver.cuMemGetAllocationGranularity(self._prop, _MINIMUM)))
         if page_bytes <= 0 or page_bytes % granularity:
             raise ValueError(f"page_bytes is {page_bytes}; it must be a multiple of {granularity}")
-        self._handles: dict[int, Any] = {}  # of the physical pages made so far, the newest last
+        self._handles: dict[int, Any] = {}  # handles of physical pages, the newest last
         weakref.finalize(self, _release, self._handles).atexit = False
 
     def create(self, num_pages: int) -> None:

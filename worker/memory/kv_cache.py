@@ -49,7 +49,7 @@ class KVCache:
         self.block_tokens, self.max_blocks = block_tokens, max_blocks
         self._most_blocks = max_blocks
         self.block_shape = (num_kv_heads, 2, block_tokens, head_dim)
-        self.block_bytes: int = 2 * num_kv_heads * block_tokens * head_dim * dtype.itemsize  # in one layer
+        self.block_bytes: int = 2 * num_kv_heads * block_tokens * head_dim * dtype.itemsize  # one layer's
         self.layers: list[torch.Tensor] = []  # empty until the first growth
         self._ranges: list[VirtualRange] = []
         self._allocator = BlockAllocator()

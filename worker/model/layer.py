@@ -200,7 +200,7 @@ def build_feed_forward(config: ModelConfig, tensors: Tensors, precision: Precisi
 
 
 def _dense_feed_forward(config: ModelConfig, tensors: Tensors) -> FeedForward:
-    size = min(tensors["down"].shape[0], config.intermediate_size)  # nothing needs the padding
+    size = min(tensors["down"].shape[0], config.intermediate_size)  # without the padding
     gate_up, down = tensors["gate_up"][:, :size], tensors["down"][:size]
     lies_together = gate_up.stride(0) == size * gate_up.stride(1)
     both: Linear = DenseLinear(gate_up.flatten(0, 1)) if lies_together else StackedLinear(gate_up)

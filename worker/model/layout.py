@@ -40,7 +40,7 @@ class Param:
     """A tensor of the running model as it is stored, padding included."""
 
     shape: tuple[int, ...]
-    strides: tuple[int, ...]  # in elements
+    strides: tuple[int, ...]  # strides in elements
     offset_bytes: int
     dtype: torch.dtype
     split: int | None = None  # the dimension that is split over ranks; None: each rank has the whole
@@ -82,10 +82,10 @@ class CheckpointTensor:
     """
 
     tensor: str
-    shape: tuple[int, ...]  # in the checkpoint
+    shape: tuple[int, ...]  # shape in the checkpoint
     param: str
     row: int = 0
-    index: int | None = None  # of the param's first dimension, where that counts matrices
+    index: int | None = None  # index in the param's first dimension, if that counts matrices
     is_transposed: bool = False
 
     @property

@@ -32,7 +32,7 @@ Forward = Callable[[torch.Tensor, AttentionPlan], torch.Tensor]
 class Parts:
     """The tensors that a recording reads beside its own memory; it is void when one of them is replaced."""
 
-    halves: Sequence[object]  # of the layers; kept, so that no other object gets the place of one
+    halves: Sequence[object]  # halves of the layers; kept, so that their ids stay unique
     caches: Sequence[torch.Tensor]
 
     def are(self, others: Parts) -> bool:

@@ -44,7 +44,7 @@ class Segment:
     end: int
     plan: AttentionPlan
     degree: int = 1
-    group: ReduceGroup | None = None  # of `degree` ranks; None: alone
+    group: ReduceGroup | None = None  # group of `degree` ranks; None: alone
     rows: slice = field(default_factory=lambda: slice(None))
     is_giver: bool = True  # this rank gives its group's rows
 

@@ -13,7 +13,7 @@ from worker.model.layout import ModelPlan, RangePlan
 from worker.model.shard import ALONE, Shard
 
 OnProgress = Callable[[int, int], None]  # (bytes done, bytes in all)
-Tensors = dict[str, torch.Tensor]  # by the names of the layout, padding included
+Tensors = dict[str, torch.Tensor]  # tensors by the names of the layout, with padding
 
 _MIB = 1024 * 1024
 
@@ -32,7 +32,7 @@ class LoadedRange:
 
 @dataclass(slots=True)
 class LayerWeights:
-    """The resident variants of one layer."""
+    """The mapped variants of one layer."""
 
     attention: LoadedRange
     feed_forward: LoadedRange

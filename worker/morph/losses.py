@@ -19,9 +19,9 @@ from worker.morph.plan import Half
 ASSUMED: Final[Mapping[str, float]] = {"int8": 0.0005, "int4": 0.03, "int3": 0.15}
 
 Halves = Mapping[Half, Precision]
-Measured = Mapping[Precision, Mapping[str, Sequence[float]]]  # by part, the loss of each layer's half
-Pages = Callable[[Half, Precision], int]  # that a variant of a half takes
-MayTouch = Callable[[Halves, Half], bool]  # whether a half may lose bits in a shape
+Measured = Mapping[Precision, Mapping[str, Sequence[float]]]  # loss of each layer's half, by part
+Pages = Callable[[Half, Precision], int]  # pages of a half's variant
+MayTouch = Callable[[Halves, Half], bool]  # True: the half may lose bits in this shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +85,9 @@ def whole_losses(num_layers: int, measured: Measured) -> dict[Precision, float]:
 class HalfStep(NamedTuple):
     """One half to one precision. The least goes first."""
 
-    cost: float  # for each page
-    place: int  # of its layer, where costs are equal
-    rank: int  # of the precision, where these are equal too
+    cost: float  # cost of each page
+    place: int  # place of its layer, for equal costs
+    rank: int  # rank of the precision, for equal places
     half: Half
     precision: Precision
 

@@ -102,7 +102,7 @@ class MorphManager:
     @property
     def patience_s(self) -> float | None:
         """Seconds that an idle engine may sleep before `advance` is due; None: until it is woken."""
-        # After a busy boundary came a step: it may have ended what a morph waits for, and nobody else tells.
+        # The step after a busy boundary may have ended the wait of a morph, and nothing else wakes it.
         if self._reports or self._is_hurried or self._is_busy:
             return 0.0
         deadlines = (job.run.deadline for job in self._jobs.values())
@@ -261,6 +261,6 @@ class MorphManager:
 
     def _tell(self, report: MorphReport) -> None:
         if report.state != "running":
-            told = f"{report.state}: {report.reason}" if report.reason else report.state
-            log.info("%s %s of %s %s", report.kind, report.id, report.target, told, extra=report.numbers)
+            outcome = f"{report.state}: {report.reason}" if report.reason else report.state
+            log.info("%s %s of %s %s", report.kind, report.id, report.target, outcome, extra=report.numbers)
         self._reports.append(report)

@@ -27,18 +27,18 @@ Lever = Literal["resize", "swap_down", "swap_up"]
 
 REGRET_S: Final = 30.0  # layers that are swapped again within this time went back too early
 FIRST_PAUSE_S, FIRST_REGRET_S, LONGEST_PAUSE_S = 0.1, 1.0, 8.0  # after a refusal, a regret; doubled each time
-URGENT: Final = 0.25  # of the objective: a request that waits so long lets morphs take all of the time
+URGENT: Final = 0.25  # share of the objective; after this wait morphs take all of the time
 HOLD_TIMES: Final = 10  # a return waits for so many times the duration of the last relief
 PREEMPTED_S: Final = 1.0  # a preemption counts as pressure for so long
 RETURN_MARGIN: Final = 4  # this part of the dead zone stays free after a return, or noise would undo it
-FORECAST_SHARE: Final = 0.25  # of the budget of loss may be taken for what is only expected
+FORECAST_SHARE: Final = 0.25  # share of the loss budget that a forecast may spend
 EXPECTED_S: Final = 3.0  # a forecast that is not repeated for so long is over
-RESERVE: Final[float] = 1e-9  # of a budget, for rounding
+RESERVE: Final[float] = 1e-9  # part of a budget kept for rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What a step boundary shows of an instance. Blocks of KV; sequences; seconds."""
+    """The load of an instance at a step boundary: blocks of KV, sequences, seconds."""
 
     at_s: float
     kv_blocks: int
@@ -47,10 +47,10 @@ class Load:
     running: int = 0
     waiting: int = 0
     wanting_s: float = 0.0  # how long the oldest sequence that misses blocks has been here
-    residence_s: float = 0.0  # that a sequence runs, on average; 0: none has ended yet
+    residence_s: float = 0.0  # mean time that a sequence runs; 0: none has ended yet
     preemptions: int = 0  # since the start
-    floor_refused: Precision = LOWEST  # what a request insisted on that was refused lately
-    kv_expected: int = 0  # that will be needed by the controller's forecast; 0: there is none
+    floor_refused: Precision = LOWEST  # highest floor of recently refused requests
+    kv_expected: int = 0  # blocks needed by the controller's forecast; 0: no forecast
 
     @property
     def is_idle(self) -> bool:
@@ -74,12 +74,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What an instance is made of; pages are those of one worker."""
+    """The pages and layers of an instance; pages are those of one worker."""
 
     halves: Halves
     losses: Losses
     pages: Pages
-    order: Sequence[int]  # of layers: the first loses bits first, where losses are equal
+    order: Sequence[int]  # order of layers: of equal losses the first goes first
     pages_spare: int = 0  # free beyond the reserve for swaps
     pages_per_block: float = 0.0
     min_blocks: int = 0
@@ -117,7 +117,7 @@ class LeverPause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReflexState:
-    """What the reflex remembers of an instance.
+    """The memory of the reflex about an instance.
 
     `pressure`, `ease`: steps in a row. `pauses`: by lever, after refusals and regrets.
     """

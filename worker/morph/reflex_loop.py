@@ -22,8 +22,8 @@ from worker.morph.losses import Losses
 from worker.morph.plan import Half
 from worker.morph.reflex import Decision, Lever, Load, Need, Shape
 
-WAIT_S = 1.0  # for pages, before a swap is deferred: a running step may be about to free some
-NO_ENVELOPE = Policy()  # of an instance without one: its objective alone is used
+WAIT_S = 1.0  # wait for pages before a swap is deferred: a running step may free some
+NO_ENVELOPE = Policy()  # policy without an envelope: only its objective is used
 LOOK_S = 0.5  # how often an idle engine looks whether layers can go back
 
 
@@ -175,7 +175,7 @@ class ReflexLoop:
             return None
         if self._morphs.is_morphing(name) or self._morphs.obstacle(Swap):
             if found.morph_id and found.lever == "swap_up" and any(need.goal == "relief" for need in needs):
-                self._morphs.cancel(found.morph_id)  # what is half done is undone, and relief comes next
+                self._morphs.cancel(found.morph_id)  # the half-done part is undone, and relief comes next
             return None
         shape = self._shape(target, load)
         decision = next(filter(None, (self._decide(found, load, shape, need) for need in needs)), None)

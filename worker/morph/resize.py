@@ -18,7 +18,7 @@ PAGES_AT_ONCE, GROUP_PAGES_AT_ONCE = 8, 64
 class ResizeRun(Run):
     """One Resize, some pages of every layer at a time.
 
-    Where it ends before its goal, it goes back to where it began, as far as nobody has taken the pages.
+    A resize that ends before its goal goes back to where it began, as far as the pages are still free.
     """
 
     touches = frozenset({"size of its KV cache"})
@@ -32,7 +32,7 @@ class ResizeRun(Run):
         self._blocks_before = members.blocks
         self._moved_before = target.resizer.num_blocks_moved
         self._at_once = PAGES_AT_ONCE if members.size == 1 else GROUP_PAGES_AT_ONCE
-        self._pages_done = 0  # of each layer; below 0: given back
+        self._pages_done = 0  # pages of each layer; below 0: given back
         least, most = members.min_blocks, members.most_blocks
         if not least <= num_blocks <= most:
             raise NotApplied(
@@ -71,7 +71,7 @@ class ResizeRun(Run):
                 self._pages_done += pages
                 yield True
             is_done = True
-            self._target.resizer.num_lent = 0  # as ordered, all of it is its own
+            self._target.resizer.num_lent = 0  # all pages are its own, as ordered
         finally:
             if not is_done:
                 self._go_back()

@@ -9,8 +9,8 @@ from typing import Any
 from bus.messages import Number
 from bus.morphs import KIND_OF, Morph, MorphOutcome, MorphReport, Transform
 
-Steps = Generator[bool, None, None]  # as `Run.steps`
-Peers = Mapping[str, Any]  # by worker, how a group or a pipeline reaches it
+Steps = Generator[bool, None, None]  # the type of `Run.steps`
+Peers = Mapping[str, Any]  # addresses in a group or a pipeline, by worker
 EXCLUSIVE = {"transform", "deploy", "retire"}  # kinds that run beside no other morph of their instance
 
 
@@ -95,7 +95,7 @@ class Job:
     def __init__(self, command: Morph, worker: str, epoch: int, reason: str = "") -> None:
         self.command, self.epoch, self._reason = command, epoch, reason
         self.kind = KIND_OF[type(command)]
-        self.boundary_s = 0.0  # that the engine spent on it
+        self.boundary_s = 0.0  # engine time spent on it
         self._told = ""
         self._worker = worker
         self._started_ms, self._began_s = _now_ms(), time.monotonic()
@@ -143,10 +143,10 @@ class Job:
         self, state: MorphOutcome, reason: str, numbers: Mapping[str, Number] | None = None
     ) -> MorphReport:
         """Make a report; `numbers` are added to those of the run."""
-        told = {**(self._run.numbers() if self._run else {}), **(numbers or {})}
+        all_numbers = {**(self._run.numbers() if self._run else {}), **(numbers or {})}
         if state != "running":
-            told["boundary_seconds"] = round(self.boundary_s, 6)
-            told["seconds"] = round(time.monotonic() - self._began_s, 6)
+            all_numbers["boundary_seconds"] = round(self.boundary_s, 6)
+            all_numbers["seconds"] = round(time.monotonic() - self._began_s, 6)
         return MorphReport(
             id=self.command.id,
             kind=self.kind,
@@ -157,7 +157,7 @@ class Job:
             reason=reason,
             started_ms=self._started_ms,
             ended_ms=None if state == "running" else _now_ms(),
-            numbers=told,
+            numbers=all_numbers,
             workers=self.command.workers if isinstance(self.command, Transform) else [],
         )
 

@@ -222,6 +222,6 @@ def _close(running: list[Steps]) -> None:
 
 def halves_text(num_applied: int, num_halves: int) -> str:
     """Return the progress of a swap before its end, in about ten steps, since every report is broadcast."""
-    told = min(num_applied, num_halves - 1)
-    told -= told % max(1, num_halves // 10)
-    return f"{told} of {num_halves} halves of layers" if told > 0 else ""
+    shown = min(num_applied, num_halves - 1)
+    shown -= shown % max(1, num_halves // 10)
+    return f"{shown} of {num_halves} halves of layers" if shown > 0 else ""

@@ -15,7 +15,7 @@ from worker.model.quantized_sets import QuantizedMatrix, round_to_nearest
 
 _SCALE_STEPS = 20  # exponents 0, 1/20, ... 19/20 (the paper's grid)
 _CLIP_STEPS = 10  # ranges of 100 %, 95 %, ... 55 % of a group's
-_LEAST_MAGNITUDE = 1e-4  # for inputs that are never used; the mean is about 1
+_LEAST_MAGNITUDE = 1e-4  # least value, for unused inputs; the mean is about 1
 
 
 class Moments:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from worker.model.config import ModelConfig, ModelError
 
-WINDOW_TOKENS = 2048  # as the papers calibrate; shorter for a model of shorter context
+WINDOW_TOKENS = 2048  # the papers' length; shorter for a model of shorter context
 
 # The share of files that the demo model holds out to measure quality on (models/recipe/corpus.py).
 _HELD_OUT_ONE_IN = 56

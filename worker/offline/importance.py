@@ -55,9 +55,9 @@ class Scores:
     The nearer to 1 (cosine) or 0 (L2, negative), the less a swap of the layer should harm.
     """
 
-    lts: list[float] = field(default_factory=list)  # of a layer's input and output
-    lrs: list[float] = field(default_factory=list)  # of a layer's output and that of its quantised weights
-    mds: list[float] = field(default_factory=list)  # of the model's outputs with Q swapped, and the layer too
+    lts: list[float] = field(default_factory=list)  # similarity of a layer's input and output
+    lrs: list[float] = field(default_factory=list)  # similarity of a layer's outputs, in full and quantised
+    mds: list[float] = field(default_factory=list)  # the model's outputs with Q, and with the layer too
     lis: list[float] = field(default_factory=list)  # the weighted sum
 
 
@@ -74,13 +74,13 @@ class LayerRanking:
     ) -> None:
         """layers: in full precision. quantised: the same in fewer bits. windows: int64 [W, T]."""
         self._model, self._quantised = model, quantised
-        self._layers = list(layers)  # for the current Q
+        self._layers = list(layers)  # layers for the current Q
         self._metric, self._windows = metric, windows
         # entries[w][j]: window w at the entry of layer j for the current Q; [L] is what the head reads.
         self._entries = [[model.embed(window)] for window in windows]
         for entries, layer in itertools.product(self._entries, self._layers):
             entries.append(model.run(layer, entries[-1]))
-        self.perplexity = [self._perplexity()]  # of the windows, by how many layers are swapped
+        self.perplexity = [self._perplexity()]  # perplexity of the windows, by number of swapped layers
 
     def sequence(self, weights: ScoreWeights, advance: Callable[[], None]) -> tuple[list[int], Scores]:
         """Rank all layers by greatest LIS, the lower of equals first.

@@ -16,7 +16,7 @@ from worker.shape.copier import lay_out
 from worker.shape.host_images import MatrixSource, plan_variants, write_half
 
 _BLOCK_TOKENS = 16
-_PAGE_BYTES = 4096  # of the layout; nothing is mapped here
+_PAGE_BYTES = 4096  # pages of the layout; nothing is mapped here
 
 
 class LayerwiseModel:

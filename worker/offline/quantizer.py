@@ -37,7 +37,7 @@ from worker.offline.layerwise import LayerwiseModel
 from worker.offline.progress import ProgressLine, say
 from worker.shape.host_images import dense_matrices
 
-LayerMatrices = dict[str, QuantizedMatrix]  # by the names of MATRICES
+LayerMatrices = dict[str, QuantizedMatrix]  # matrices by the names of MATRICES
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ def _unsupported(folder: Path, what: str, supported: str) -> ModelError:
     return ModelError(f"{folder}: {what} is not supported; supported: {supported}; {_REMEDY}")
 
 
-_MAX_ERROR = 0.5  # of weights, relative: 4 bits make 0.1-0.2, another model more than 1
+_MAX_ERROR = 0.5  # relative error of weights: 4 bits make 0.1-0.2, another model over 1
 _FOLDED = 0.06  # a row of v whose length differs by more was scaled, not rounded (64 inputs: 4 %)
 
 _NORM_OF = {"qkv": "input_layernorm", "gate_up": "post_attention_layernorm"}

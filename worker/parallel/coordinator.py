@@ -13,7 +13,7 @@ from worker.distributed.messages import Actions, CountBlocks, LendBlocks, Ready,
 from worker.parallel.block_share import loans
 
 CANARY_TOKENS = 12  # a canary fits into each step beside the rest
-SHORT_SHARE = 4  # of a step beside a long request, short prompts get one part in so many
+SHORT_SHARE = 4  # short prompts get 1/4 of a step beside a long request
 
 
 class StepCoordinator:
@@ -28,7 +28,7 @@ class StepCoordinator:
         self.step = 0  # the next to be called
         self.is_held = False  # no step is called
         self._has_counted = False  # at the last step: no member schedules before the next
-        self.latest: list[Ready] = []  # of the step called last, by rank
+        self.latest: list[Ready] = []  # messages of the last step, by rank
         self._ready: dict[int, Ready] = {}
         self._after: list[Actions] = []
         self._grants: dict[int, list[int]] = {}
@@ -103,16 +103,16 @@ class StepCoordinator:
         return self._allowed
 
     def _has_news(self, ready: list[Ready]) -> bool:
-        """Return whether there is work, or the last work has ended: all members tell of blocks in use."""
-        used, told = ([each.num_used for each in of] for of in (ready, self.latest))
-        return any(each.work for each in ready) or self._has_counted or (bool(told) and used != told)
+        """Return whether there is work, or the last work has ended: all members report blocks in use."""
+        used, reported = ([each.num_used for each in of] for of in (ready, self.latest))
+        return any(each.work for each in ready) or self._has_counted or (bool(reported) and used != reported)
 
     def _lend(self, ready: list[Ready]) -> list[Actions]:
         """Plan loans of blocks; none beside other changes, which count blocks or renumber them."""
         if self._after or self._grants or any(each.given for each in ready):
             return []
-        told = ((each.spare, each.wanted, each.wanting_s) for each in ready)
-        made = loans(*zip(*told, strict=True))
+        needs = ((each.spare, each.wanted, each.wanting_s) for each in ready)
+        made = loans(*zip(*needs, strict=True))
         return [LendBlocks(giver=giver, taker=taker, blocks=blocks) for giver, taker, blocks in made]
 
 

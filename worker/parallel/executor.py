@@ -57,14 +57,14 @@ class TensorParallelExecutor(Executor):
         self.coordinator = StepCoordinator(group, member.formation.size) if member.rank == 0 else None
         self.has_fallen = False
         self.enters_next: messages.EnterGroup | None = None  # set after the last step in this group
-        self.heard: torch.Tensor | None = None  # of the canary that was sent last
-        self.step_s = 0.0  # of the last step; nothing is done after it yet
+        self.heard: torch.Tensor | None = None  # answer to the last canary
+        self.step_s = 0.0  # duration of the last step
         self._send, self._broadcast, self._on_settled = send, broadcast, on_settled
         self._after_step, self._on_failed = after_step, on_failed
-        self.called: messages.Step | None = None  # by the leader, to be run in the next `collect`
+        self.called: messages.Step | None = None  # step called by the leader, for the next `collect`
         self._ran: messages.Step | None = None  # the actions that follow it are still to be done
         self._proposed: ScheduledBatch | None = None
-        self._told: tuple[object, ...] | None = None
+        self._reported: tuple[object, ...] | None = None
         self._has_news = False
         self._canary: Canary | None = None
         self._given: dict[int, list[int]] = {}
@@ -124,17 +124,17 @@ class TensorParallelExecutor(Executor):
         return self.coordinator.step + 1
 
     def is_done(self, ticket: int) -> bool:
-        """Return whether every member has made the step and told of the next one."""
+        """Return whether every member has made the step and reported its next one."""
         assert self.coordinator
         return self.num_steps >= ticket and all(ready.step >= ticket for ready in self.coordinator.reports)
 
     @property
     def knows_members(self) -> bool:
-        """True if this worker leads the group and every member has told its status."""
+        """True if this worker leads the group and every member has reported its status."""
         return self.coordinator is not None and self.coordinator.has_heard_all
 
     def statuses(self) -> list[Any]:
-        """Return what each member told last."""
+        """Return the last report of each member."""
         assert self.coordinator
         return [ready.status for ready in self.coordinator.reports]
 
@@ -181,8 +181,8 @@ class TensorParallelExecutor(Executor):
     @property
     def has_room(self) -> bool:
         """False once the blocks in use were counted for this step: a new batch would change the count."""
-        has_told_count = self._is_counted and self._told is not None and self._told[0] == self.num_steps
-        return self._proposed is None and not has_told_count
+        has_reported = self._reported is not None and self._reported[0] == self.num_steps
+        return self._proposed is None and not (self._is_counted and has_reported)
 
     @property
     def max_tokens(self) -> int:
@@ -248,10 +248,10 @@ class TensorParallelExecutor(Executor):
         # While layers run at two degrees a number means another block in each subgroup: nothing is lent.
         wanted = scheduler.num_blocks_wanted if self.formation.is_uniform else 0
         inputs = [each.input for each in (self._proposed, self._canary) if each]
-        told = (self.num_steps, len(inputs), wanted, member.filled, self.local.target.num_copied)
-        if told == self._told:
+        status = (self.num_steps, len(inputs), wanted, member.filled, self.local.target.num_copied)
+        if status == self._reported:
             return False
-        self._told = told
+        self._reported = status
         ready = self._ready(inputs, wanted)
         if self.coordinator:
             self.coordinator.take(ready)

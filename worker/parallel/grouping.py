@@ -28,9 +28,9 @@ class CurrentGroup:
     """The group that a worker is in now, and its links."""
 
     executor: TensorParallelExecutor
-    change: Proposal  # that made it
+    change: Proposal  # proposal that made it
     links: PeerLinks
-    former: list[Link]  # of the groups that became this one
+    former: list[Link]  # links of the groups that became this one
 
     def close(self) -> None:
         """Close the links, with those of former groups: earlier a slower member would take it for a loss."""
@@ -75,7 +75,7 @@ class Grouping:
             lambda: (self.executor, self._current.links if self._current else PeerLinks()),
             lambda: self.why_not() or self.busy_with,
         )
-        self._early: list[messages.Ready] = []  # of members that entered before this leader
+        self._early: list[messages.Ready] = []  # messages of members that entered before this leader
         self._losses: list[tuple[Link, str]] = []  # seen before this worker made the group's last step
 
     @property
@@ -199,7 +199,7 @@ class Grouping:
             on_failed=self.fall_apart,
         )
         self.local.instance.use(executor)
-        self.post(lambda: None)  # its first step is due
+        self.post(lambda: None)  # the first step is due
         former = [link for link in former if not links.has(link)]
         self._current = CurrentGroup(executor, change, links, former)
         for ready in self._early:
@@ -245,7 +245,7 @@ class Grouping:
                 self._ahead.join(message)
             case messages.Commit() if change.is_prepared(link, message.group):
                 self._enter(message.blocks)
-            case messages.LeadSubgroup() if current:  # it may come before Prepare
+            case messages.LeadSubgroup() if current:  # may come before Prepare
                 change.receive_subgroup_leader(link, message.group)
             case messages.Ready() if coordinator and message.group == group:
                 coordinator.take(message)

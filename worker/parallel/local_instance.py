@@ -21,13 +21,13 @@ from worker.shape.copier import Copier, Rate
 class LocalInstance:
     """The only instance of a worker, and all that a group does with it."""
 
-    name: str  # of the model
+    name: str  # model's name
     target: Target
     model: Model
     weights: Resharder
     copier: Copier
-    stage_bytes: int  # of the buffers of one stage of an exchange
-    exchanges: Rate = field(default_factory=Rate)  # of KV and weights between the groups' members
+    stage_bytes: int  # bytes of the buffers of one stage of an exchange
+    exchanges: Rate = field(default_factory=Rate)  # rate of KV and weights between members
 
     @property
     def instance(self) -> EngineCore:

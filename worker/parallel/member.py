@@ -36,12 +36,12 @@ class Member:
     rank: int
     local: LocalInstance
     high: Communicator
-    low: Communicator | None  # of the subgroup; None for a subgroup of one
-    share: BlockShare  # of the KV, in the numbers of the low degree unless all layers are at one
-    pages_alone: int  # of each layer of the cache, that this worker goes back to
+    low: Communicator | None  # communicator of the subgroup; None: a subgroup of one
+    share: BlockShare  # share of the KV, in the low degree's numbers unless uniform
+    pages_alone: int  # pages of each cache layer after the group
     on_progress: Callable[[], None] = lambda: None  # called in the middle of what takes long, and is no hang
-    next_low: Communicator | None = None  # of the subgroup that the group will split into
-    rows: RowSource | None = None  # of layers that go back to the low degree
+    next_low: Communicator | None = None  # communicator of the subgroup after a split
+    rows: RowSource | None = None  # rows of layers that go back to the low degree
     costs: Costs = field(default_factory=Costs)
     tp: int = 0  # the degree; while it changes, the old one
     is_over: bool = False  # this worker has left the group

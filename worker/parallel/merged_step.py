@@ -106,7 +106,7 @@ def compare_canaries(heard: torch.Tensor, known: torch.Tensor | None, dtype: tor
         return "the new shape's numbers are not numbers"
     if known is None:
         return ""
-    likely = known > known.max() - 10  # of what hardly ever comes the logarithm tells nothing
+    likely = known > known.max() - 10  # logarithms of unlikely tokens say nothing
     off = float((heard - known)[likely].abs().max())
     if off > LIMITS[dtype]:
         return f"the new shape is off by {off:.2g} in a log-probability (rounding makes {LIMITS[dtype]:g})"

@@ -51,7 +51,7 @@ class Proposal:
     worker: str
     links: PeerLinks  # the coordinator's to the other members, or a member's to the coordinator
     votes: dict[str, Vote] = field(default_factory=dict)
-    rendezvous_ends: dict[str, str] = field(default_factory=dict)  # by member: why it failed; "": it did not
+    rendezvous_ends: dict[str, str] = field(default_factory=dict)  # why it failed, by member; "": it did not
     has_called_rendezvous: bool = False
     lost: str = ""  # a member that is gone, and why
     rendezvous: str = ""  # the one whose communicator the change needs

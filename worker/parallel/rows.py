@@ -24,10 +24,10 @@ MAX_COPIES = 2  # layers: one is copied, the next one waits with its pages mappe
 class RowCosts:
     """A member's measured rates, and the bytes that they are about: a part of its vote."""
 
-    rows_missing_bytes: int  # of all layers, that its peers have
-    rows_host_bytes: int  # that its host must read for these: from the checkpoint more than is missing
-    rows_host_bytes_per_s: float  # of its copies so far; 0: none was made yet
-    rows_peer_bytes_per_s: float  # of its exchanges so far
+    rows_missing_bytes: int  # bytes of all layers that its peers have
+    rows_host_bytes: int  # bytes its host must read for these: more than is missing
+    rows_host_bytes_per_s: float  # rate of its copies so far; 0: none yet
+    rows_peer_bytes_per_s: float  # rate of its exchanges so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class RowChoice:
 
     def numbers(self) -> dict[str, Number]:
         """Return the predictions for a report; what is unknown is left out."""
-        told = {"rows_host_predicted_seconds": self.host_s, "rows_peers_predicted_seconds": self.peers_s}
-        known: dict[str, Number] = {name: round(s, 6) for name, s in told.items() if s is not None}
+        predicted = {"rows_host_predicted_seconds": self.host_s, "rows_peers_predicted_seconds": self.peers_s}
+        known: dict[str, Number] = {name: round(s, 6) for name, s in predicted.items() if s is not None}
         return known | {"rows_from_peers": int(self.is_from_peers)}
 
 
@@ -68,7 +68,7 @@ class RowSource(ABC):
     def __init__(self, weights: Resharder, shard: Shard, num_layers: int) -> None:
         self.filled, self.seconds = num_layers, 0.0  # spent on rows, beside the steps or between them
         self._weights, self._shard = weights, shard
-        self._num_layers = self._mapped = num_layers  # from `_mapped` on layers have their pages
+        self._num_layers = self._mapped = num_layers  # layers from `_mapped` on have their pages
 
     @abstractmethod
     def advance(self) -> None:

@@ -22,7 +22,7 @@ from worker.parallel.merged_step import compare_canaries
 from worker.parallel.proposal import Proposal
 from worker.parallel.rows import RowChoice, RowCosts, choose_rows
 
-# Members answer at a boundary, a step's length away; whoever takes longer is stuck or loaded beyond use.
+# Members answer at a boundary, a step's length away; one that takes longer is stuck or overloaded.
 ANSWER_S = 10.0
 
 
@@ -58,7 +58,7 @@ class TransformRun(Run):
 
     def numbers(self) -> dict[str, Number]:
         """Return what the transform took so far."""
-        told: dict[str, Number] = {
+        numbers: dict[str, Number] = {
             "tp_before": self._tp_before,
             "tp_after": self._command.tp,
             "layers": self._num_layers,
@@ -69,7 +69,7 @@ class TransformRun(Run):
         }
         if self._executor:
             costs = self._executor.member.costs
-            told |= {
+            numbers |= {
                 "bytes_exchanged": costs.bytes_exchanged,
                 "pages_freed": costs.pages_freed,
                 "peak_bytes": costs.peak_bytes,
@@ -77,8 +77,8 @@ class TransformRun(Run):
                 "travel_seconds": round(self._moving_s, 6),
             }
             if self._rows:
-                told |= self._rows.numbers() | {"rows_seconds": round(costs.rows_s, 6)}
-        return told
+                numbers |= self._rows.numbers() | {"rows_seconds": round(costs.rows_s, 6)}
+        return numbers
 
     def steps(self) -> Steps:
         """Merge or split, as the command says; see `run.Run.steps`."""

@@ -44,7 +44,7 @@ class TwoPhaseCommit:
         self.worker, self.local = worker, local
         self._links, self._communicators, self._now, self._in_the_way = links, communicators, now, in_the_way
         self._pending: Proposal | None = None
-        self._subgroup = PeerLinks()  # of the smaller group after a split
+        self._subgroup = PeerLinks()  # links of the smaller group after a split
 
     @property
     def is_under_way(self) -> bool:

@@ -80,7 +80,7 @@ class PipelineExecutor(Executor):
                 logits = self._model.logits(rows.to(self._device, non_blocking=True))
                 finished.append(FinishedBatch(self._in_flight.popleft(), logits))
         except PipelineLost:
-            if not finished:  # what has come back counts; the next call raises
+            if not finished:  # returned batches count; the next call raises
                 self._in_flight.clear()
                 raise
         if self.pipeline.going and not self._is_going:

@@ -69,7 +69,7 @@ class Pipeline:
         self.id, self.leader, self.behind, self.timeout_s = pipeline, leader, behind, timeout_s
         self._wake, self._is_gpu = wake, is_gpu
         self._mail: SimpleQueue[tuple[Link, messages.Message | str, torch.Tensor]] = SimpleQueue()
-        self._ranks: list[_RemoteRank] = []  # in the order of stages and ranks, without the leader
+        self._ranks: list[_RemoteRank] = []  # ranks by stage, without the leader
         self._sent: deque[tuple[int, float]] = deque()  # step, when
         self._done: deque[torch.Tensor] = deque()
         self._next_step = 0
@@ -96,7 +96,7 @@ class Pipeline:
                     self._lose,
                     timeout_s=self.timeout_s,
                     is_pinned=self._is_gpu,
-                    on_idle=self._wake,  # to see what is overdue
+                    on_idle=self._wake,  # the check for overdue answers
                 )
                 self._ranks.append(_RemoteRank(number, rank, peer, link))
                 join = messages.JoinPipeline(

@@ -77,7 +77,7 @@ class RemoteStageRunner:
         self._leader: Link | None = None
         self._leader_name = ""
         self._source: Link | None = None  # over which steps come
-        self._next: list[Link] = []  # to the ranks of the next stage
+        self._next: list[Link] = []  # links to the ranks of the next stage
         self._join: messages.JoinPipeline | None = None
         self._device = stage.cache.pool.backend.device
         on_met = partial(self._post, self._tell_started)
@@ -174,7 +174,7 @@ class RemoteStageRunner:
                 self.end(f"its leader {self._leader_name} ended it: {message.reason}")
             case messages.StartPipeline() | messages.EndPipeline():
                 pass  # not from its leader
-            case messages.StageFailed():  # of the next stage, before its link closes
+            case messages.StageFailed():  # sent by the next stage before its link closes
                 raise _Refused(f"stage {message.stage} behind it has ended: {message.reason}")
             case _:
                 raise _Refused(f"{type(message).__name__} is nothing that a stage can do")

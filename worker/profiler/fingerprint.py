@@ -26,7 +26,7 @@ from worker.shape.ranges import VariantRanges
 
 DEPTHS = (1, 2)
 SHARES = (2,)  # degrees of which one rank's share is measured
-COPY_BYTES = 8 << 20  # of a tensor at a time: takes some milliseconds
+COPY_BYTES = 8 << 20  # bytes of a tensor at a time: some milliseconds
 
 
 class CutPlan:

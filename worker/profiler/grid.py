@@ -11,8 +11,8 @@ from bus.precisions import Precision
 from worker.engine.sequence import Limits
 
 LEAST_ROUNDS, ROUNDS, MAX_ROUNDS = 3, 5, 15
-MAX_SECONDS = 60.0  # of steps; after that no round begins, if LEAST_ROUNDS have been run
-TOLERANCE = 0.03  # of the whole model's seconds: such a point is not measured again
+MAX_SECONDS = 60.0  # time of steps after which no round begins, beyond LEAST_ROUNDS
+TOLERANCE = 0.03  # error of the whole model's seconds that ends a point's measurement
 DECODES = 8  # steps that the longer output adds to the shorter
 
 

@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 ROWS = (1, 8, 64, 512)
 ROUNDS, WARM_UP = 100, 2
-LIMIT_S = 10.0  # for either kind, however slow the link is
-PATIENCE_S = 5.0  # for the other worker, at each call
+LIMIT_S = 10.0  # time for either kind, however slow the link
+PATIENCE_S = 5.0  # wait for the other worker at each call
 DTYPES = {str(each): each for each in (torch.float32, torch.bfloat16, torch.float16)}
 
 
@@ -147,9 +147,6 @@ class _Line:
 
     def _lose(self, link: Link, reason: str) -> None:
         self._mail.put(reason)
-
-
-log = logging.getLogger(__name__)
 
 
 class ProbeResponder:

@@ -29,7 +29,7 @@ from worker.profiler.requests import Requests
 from worker.shape.host_images import Pieces
 
 T = TypeVar("T")
-ProfileSteps = Generator[bool, None, None]  # as `worker.morph.run.Run.steps`: False waits for another thread
+ProfileSteps = Generator[bool, None, None]  # the type of `Run.steps`: False waits for another thread
 
 
 @dataclass(slots=True)
@@ -42,9 +42,9 @@ class Profiler:
     _: KW_ONLY
     lent: LentPages | None = None  # beside the free pages
     max_pages: int = 0  # the most to take; 0: what is available
-    probe: Callable[[], list[LinkSample]] | None = None  # of links, in a thread (`links.measure_links`)
+    probe: Callable[[], list[LinkSample]] | None = None  # measures links in a thread (`links.measure_links`)
     clock: Callable[[], float] = time.perf_counter
-    seconds: float = 0.0  # of the device, so far
+    seconds: float = 0.0  # device time so far
     progress: str = ""
     latency: list[LatencySample] = field(default_factory=list)
     memory: list[MemorySample] = field(default_factory=list)
@@ -146,7 +146,7 @@ class Profiler:
             self._say("links between workers")
             began = self.clock()
             self.links = yield from _in_thread("links", self.probe)
-            self.seconds += 2 * (self.clock() - began)  # of two devices
+            self.seconds += 2 * (self.clock() - began)  # two devices
 
     def _warm_up(self) -> None:
         """Compile the kernels for the fingerprint's shapes; it can take a minute."""

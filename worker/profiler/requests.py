@@ -36,7 +36,7 @@ class Requests:
     say: Callable[[str], None]  # reports the progress
     clock: Callable[[], float]
     num_sent: int = 0
-    seconds: float = 0.0  # of all timed steps
+    seconds: float = 0.0  # time of all timed steps
 
     def memory(self) -> Generator[bool, None, list[MemorySample]]:
         """Measure a prefill of the largest batch in each precision.
@@ -128,7 +128,7 @@ class Requests:
         seconds = []
         while self.instance.has_work:
             self.fingerprint.turn()
-            self._wait_for_device()  # it may still run work of other models
+            self._wait_for_device()  # the device may still run work of other models
             began = self.clock()
             self._step()
             self._wait_for_device()  # a step that samples nothing has only been launched

@@ -15,7 +15,7 @@ from worker.shape.copier import Pace
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.05  # while a profile waits for another thread
+POLL_S = 0.05  # interval while a profile waits for another thread
 # The pool's records or the device are broken: the engine cannot continue.
 FATAL: tuple[type[Exception], ...] = (BrokenInvariant, AssertionError, *DEVICE_ERRORS)
 

@@ -56,8 +56,8 @@ class EngineThread:
         self._measuring = measuring or ProfileRunner()
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         morphs.wake = self._wake
-        if engine.parts:
-            engine.parts.wake = self._wake
+        if engine.stages:
+            engine.stages.wake = self._wake
         self.use_grouping(grouping)
         self._epoch = 0
         self._is_paused = self._is_stopping = False
@@ -124,7 +124,7 @@ class EngineThread:
         self._inbox.put(lambda: self._fence(epoch))
 
     def pause(self) -> None:
-        """Run no further step until `resume`, since nobody takes the results."""
+        """Run no further step until `resume`, since nothing takes the results."""
         self._inbox.put(lambda: setattr(self, "_is_paused", True))
 
     def resume(self) -> None:

@@ -44,7 +44,7 @@ class Intake:
         self._beginning: dict[str, asyncio.Task[None]] = {}  # Transforms whose peers are being read
         self.on_measure: Callable[[Measure], None] = lambda command: None
         self.on_cancel_morph: Callable[[str], None] = lambda morph_id: None  # beside the engine's thread
-        self.is_listening = asyncio.Event()  # from here on no command is missed
+        self.is_listening = asyncio.Event()  # no command is missed from here on
 
     async def read_requests(self, instance: str, epoch: int) -> None:
         """Read for one epoch, until cancelled; entries that earlier epochs left pending are ended first."""
@@ -88,7 +88,7 @@ class Intake:
                 async for batch in reader:
                     for _, command in batch:
                         self._obey(command, on_drain)
-            finally:  # what has not begun is answered, too
+            finally:  # morphs that have not begun are answered too
                 await end(*self._beginning.values())
 
     def _obey(self, command: Command | Measure | Envelope, on_drain: Callable[[], None]) -> None:

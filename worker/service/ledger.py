@@ -44,7 +44,7 @@ class Verdict:
     run: bool  # give it to the engine
     replaced: Ticket | None = None  # an older attempt to abort first
     reason: str = ""  # why not to run it
-    is_in_use: bool = False  # its entry is that of the attempt which runs: do not acknowledge it now
+    is_in_use: bool = False  # True: the entry of the running attempt; do not acknowledge it now
 
 
 class _Attempts:

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bus.messages import InstanceCard, PageCounts
 from bus.settings import WorkerSettings
+from worker.service.membership import Membership
+from worker.service.tasks import end
 
-if TYPE_CHECKING:  # they import torch, which takes seconds: CannotServe can be caught without
+if TYPE_CHECKING:  # importing torch takes seconds, and CannotServe needs none
     from worker.deploy.model_host import ModelHost
     from worker.distributed.transport import Transport
     from worker.engine.engine import Engine
     from worker.morph.manager import MorphManager
     from worker.parallel.grouping import Grouping
     from worker.service.groups import GroupMembership
-import asyncio
-import logging
-import os
-import threading
-import time
-from typing import Any
 
-from worker.service.membership import Membership
-from worker.service.tasks import end
+log = logging.getLogger("worker")
+
+PROGRESS_S = 0.5  # how often progress is shown on the card
+PROGRESS_LOG_S = 2.0
+STOP_S = 5.0  # a load stops at its next tensor; a compiler may take longer
 
 
 class CannotServe(Exception):
@@ -61,13 +65,6 @@ class Loaded:
 
 Progress = Callable[[str], None]  # called in the loading thread, as often as the loader likes
 Loader = Callable[[WorkerSettings, str, Progress], Loaded]  # settings, worker id; raises CannotServe
-
-
-log = logging.getLogger("worker")
-
-PROGRESS_S = 0.5  # how often progress is shown on the card
-PROGRESS_LOG_S = 2.0
-STOP_S = 5.0  # a load stops at its next tensor; a compiler may take longer
 
 
 class _Stopped(Exception):
@@ -121,7 +118,7 @@ class LoadTask:
             os._exit(exit_status)
         self._done.exception()
 
-    def _work(self) -> None:  # in the loading thread
+    def _work(self) -> None:  # runs in the loading thread
         try:
             loaded = self._load(self._settings, self._worker, self._progress)
         except BaseException as error:  # noqa: BLE001 the waiting side raises it again

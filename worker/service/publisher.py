@@ -30,7 +30,7 @@ from worker.service.tasks import until_taken
 
 log = logging.getLogger(__name__)
 
-MAX_PARCELS_AT_ONCE = 64  # of one MULTI: Redis serves no other client while it runs
+MAX_PARCELS_AT_ONCE = 64  # entries of one MULTI: Redis serves no other client while it runs
 FULL_RETRY_S = 0.2  # Redis at maxmemory: gateways trim as they read
 
 
@@ -51,7 +51,7 @@ class ResultQueue:
         """take: gets the epoch and the results, in the event loop and in order."""
         self._loop, self._take, self._interval_s = loop, take, interval_s
         self._waiting: deque[tuple[int, list[StepResult]]] = deque()
-        self._timer: asyncio.TimerHandle | None = None  # while it is set, `_tick` will come
+        self._timer: asyncio.TimerHandle | None = None  # set while a `_tick` is scheduled
 
     def put(self, epoch: int, results: list[StepResult]) -> None:
         """Take the results of a step, in the engine's thread."""
@@ -67,7 +67,7 @@ class ResultQueue:
             self._timer = self._loop.call_later(self._interval_s, self._tick)
 
     def _tick(self) -> None:
-        self._timer = None  # before the look: whoever puts a result later wakes the event loop himself
+        self._timer = None  # before the look: a later `put` wakes the event loop itself
         if self._waiting:
             self.flush()
 
@@ -234,8 +234,8 @@ def _log(ticket: Ticket, delta: Delta) -> None:
         log.debug("ended: %s", delta.finish_reason, extra=ids)
 
 
-MAX_WAITING = 1000  # while Redis is away; then the oldest are lost
-REST_S = 2.0  # for the last reports of a worker that leaves
+MAX_WAITING = 1000  # reports kept while Redis is away; the oldest are lost first
+REST_S = 2.0  # time for the last reports of a worker that leaves
 
 
 class ReportPublisher:

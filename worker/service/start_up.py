@@ -72,7 +72,7 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
             settings.group_host, settings.group_timeout_s, is_pinned=device.type == "cuda"
         )
         ProbeResponder(model_host.transport, device)
-        engine.parts = model_host.stages = StageHost(model_host.transport)
+        engine.stages = model_host.stages = StageHost(model_host.transport)
     group_membership = GroupMembership(model_host)
     group_membership.update()
     model_host.on_changed = group_membership.update
@@ -82,7 +82,7 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
 def _take_deployments(host: ModelHost) -> None:
     """Run Deploy and Retire over the models of `host`, and share KV pages between them."""
     morphs = host.morphs
-    copier = morphs.make_copier(LOAD_SHARE)  # its own thread, so that swaps need not wait for a load
+    copier = morphs.make_copier(LOAD_SHARE)  # a thread of its own, so that swaps need not wait for a load
 
     def deploy(command: Deploy, peers: Peers) -> LoadRun:
         if len(command.stages) < 2:

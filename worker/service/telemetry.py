@@ -15,6 +15,10 @@ from bus.client import Bus, BusFull, BusUnavailable
 from bus.messages import WorkerTelemetry
 from worker.service.engine_thread import EngineThread, Snapshot
 
+log = logging.getLogger(__name__)
+
+EXIT_STATUS = 1  # a restart helps
+
 
 class TelemetryReporter:
     """Publishes the engine's numbers when it has new ones or the idle interval is over."""
@@ -73,11 +77,6 @@ class TelemetryReporter:
             instances=[replace(one, workers=list(self.group)) for one in snapshot.instances],
             steps=snapshot.steps,
         )
-
-
-log = logging.getLogger(__name__)
-
-EXIT_STATUS = 1  # a restart helps
 
 
 async def watch_steps(thread: EngineThread, limit_s: float) -> None:

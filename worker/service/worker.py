@@ -219,7 +219,7 @@ class Serving:
                     await asyncio.sleep(GATEWAYS_LOOK_S)
                 while len(self._ledger) or await self._instances.backlog():  # noqa: ASYNC110 one wait a life
                     await asyncio.sleep(DRAIN_CHECK_S)
-                await self._part()  # from one that it was ordered into before its card was read
+                await self._part()  # leave a group ordered before the card was read
                 await self._outbox.wait_empty()
         except TimeoutError:
             if unfinished := len(self._ledger):

@@ -28,8 +28,8 @@ class CopyJob:
     """A job that fills the pages of one variant in another thread than the engine's, holding no lock."""
 
     nbytes: int
-    read_bytes: int  # to go through in order to write `nbytes`; its time is in proportion
-    copy: Callable[[MayGoOn], None]  # in chunks of milliseconds, while `may_go_on`, until the device has them
+    read_bytes: int  # bytes read in order to write `nbytes`: the measure of its time
+    copy: Callable[[MayGoOn], None]  # copies in chunks of milliseconds, while `may_go_on`
 
     def __call__(self, may_go_on: MayGoOn) -> None:
         self.copy(may_go_on)
@@ -115,7 +115,7 @@ class Copier:
         on_done: called in the copying thread after each copy. share: called after each chunk; the part of the
         time (0..1] for copies. On a CPU they take cores and memory from the steps.
         """
-        self.rate = Rate()  # of the bytes that jobs read, pauses not counted
+        self.rate = Rate()  # rate of the bytes that jobs read, without pauses
         self._on_done, self._share = on_done, share
         self._queue: SimpleQueue[Copy | None] = SimpleQueue()
         self._thread: threading.Thread | None = None

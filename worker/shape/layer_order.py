@@ -17,11 +17,13 @@ from worker.model.config import ModelConfig, ModelError, read_config
 from worker.model.quantized_sets import FOLDER, find_set, set_path, writing_whole
 from worker.model.sources import CheckpointWeights, checkpoint_digest
 
+log = logging.getLogger("worker")
+
 OrderName = Literal["profile", "front-to-back", "back-to-front", "random"]
 ORDERS: tuple[OrderName, ...] = get_args(OrderName)
 
 FORMAT = 1
-LEAST_LOSS = 0.1  # of what the divergences of all halves add to
+LEAST_LOSS = 0.1  # share of the sum of the divergences of all halves
 # What workers swap to by default comes first: one instance has one order for all precisions.
 _PREFERRED = (DEFAULT_SWAP, *(name for name in reversed(QUANTIZED) if name != DEFAULT_SWAP))
 _REMEDY = "make it again with `instar profile`, or remove it"
@@ -59,7 +61,7 @@ class OrderProfile:
 
     @property
     def half_losses(self) -> dict[str, list[float]]:
-        """By part, the share of perplexity that each half alone adds; empty if unknown.
+        """The share of perplexity that each half alone adds, by part; empty if unknown.
 
         The halves share the loss of all of them by their divergence, or evenly if that was not measured. The
         perplexity of a short text is noisy and may come out too low, so the loss is taken as at least
@@ -134,9 +136,6 @@ def plain_order(config: ModelConfig, name: str, seed: int = 0) -> list[int]:
     if name == "random":
         random.Random(seed).shuffle(layers)
     return layers
-
-
-log = logging.getLogger("worker")
 
 
 def losses(config: ModelConfig, precisions: Iterable[Precision], method: str = "") -> dict[Precision, float]:

@@ -25,7 +25,7 @@ from worker.shape.checks import CheckedPages
 from worker.shape.copier import ByteSpan
 
 VariantKey = tuple[int, Part, Precision]
-PageMask = npt.NDArray[np.bool_]  # of a range: which of its pages
+PageMask = npt.NDArray[np.bool_]  # pages of a range
 
 
 class VariantRanges:

@@ -21,7 +21,7 @@ OnProgress = Callable[[int, int], None]  # (bytes done, bytes in all)
 HEADER_BYTES = 4096
 _MAGIC = b"instar images 1\n"
 _HEADER = struct.Struct("<16s64sQQ?")
-_POLL_S = 0.05  # while another process makes the file
+_POLL_S = 0.05  # interval while another process makes the file
 
 
 class FolderFull(OSError):

@@ -184,7 +184,7 @@ class LayerVariants:
             images[*variant, "weights"].copy_(made)
             images[*variant, "sums"].view(torch.int64).copy_(row_sums(made))
             copied = images[*variant, "weights"].to(self._device)
-            outputs = expected_outputs(self._whole(variant, copied), self._model.dtype)  # by the reference
+            outputs = expected_outputs(self._whole(variant, copied), self._model.dtype)  # reference outputs
             images[*variant, "outputs"].view(torch.float32).copy_(outputs)
             done += plan.nbytes
             progress(done, total)
