@@ -368,6 +368,7 @@ class InstanceCard:
     stages: list[Stage] = field(default_factory=list)  # stages of a pipeline
     products: list[str] = field(default_factory=list)  # the kernels of its dense products on a CPU, as text
     losses: dict[Precision, float] = field(default_factory=dict)  # measured: of perplexity, all layers in it
+    losses_assumed: dict[Precision, str] = field(default_factory=dict)  # why the others were not measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ SHOWN_MORPHS: Final = 32
 # What an instance's card shows as it is, and what its workers report and is added up.
 _CARD: Final = (
     *("id", "model", "tp", "pp", "dtype", "max_model_len", "num_layers", "variants", "order", "order_name"),
-    *("min_blocks", "layer_pages", "attention_pages", "losses"),
+    *("min_blocks", "layer_pages", "attention_pages", "losses", "losses_assumed"),
     *("kv_heads", "degrees", "tokens_at", "products"),
 )
 _COUNTS: Final = ("running", "waiting", "recomputed_tokens")

@@ -115,7 +115,19 @@ def shape_lines(instances: list[dict[str, Any]]) -> list[str]:
             lines.append(f"{name}: {layers_text(layers)}")
         if len(set(degrees := instance.get("layer_tp") or [])) > 1:
             lines.append(f"{name}: layers {degrees_text(degrees)}")
+        lines += loss_lines(instance)
     return lines
+
+
+def loss_lines(instance: Mapping[str, Any]) -> list[str]:
+    """Return of which precisions the loss is assumed, and why."""
+    by_reason: dict[str, list[str]] = {}
+    for precision, reason in (instance.get("losses_assumed") or {}).items():
+        by_reason.setdefault(reason, []).append(precision)
+    return [
+        f"{instance['id']}: the loss of {', '.join(names)} is assumed: {reason}"
+        for reason, names in by_reason.items()
+    ]
 
 
 def product_lines(instances: list[dict[str, Any]]) -> list[str]:

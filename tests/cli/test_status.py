@@ -22,6 +22,14 @@ from instar.output.tables import trimmed
 from tests.support.cli_gateway import APPLIED, DEFERRED, RUNNING, instance
 
 
+def test_status_says_which_losses_are_assumed_and_why() -> None:
+    reasons = {"int8": "there is no profile", "int4": "made for another model", "int3": "there is no profile"}
+    assert shape_lines([instance("w0", losses_assumed=reasons)]) == [
+        "demo@w0: the loss of int8, int3 is assumed: there is no profile",
+        "demo@w0: the loss of int4 is assumed: made for another model",
+    ]
+
+
 def layer(attention: str = "full", ffn: str = "full") -> dict[str, str]:
     return {"attention": attention, "ffn": ffn}
 

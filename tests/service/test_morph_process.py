@@ -126,6 +126,9 @@ async def test_streams_run_through_swaps_and_resizes_to_their_ends(
             (live,) = await bus.workers()
             (card,) = live.card.instances
             assert card.variants == list(PRECISIONS) and sorted(card.order) == list(range(8))
+            assert not card.losses.keys() & card.losses_assumed.keys()
+            assert card.losses.keys() | card.losses_assumed.keys() == {"int8", "int4", "int3"}
+            assert "measured with awq, and rtn is served" in card.losses_assumed["int4"]
             assert card.layer_pages["full"] > card.layer_pages["int8"] > card.layer_pages["int4"]
             expected = await hand.streams("before ", 60)
             busy = asyncio.create_task(hand.keep_busy())

@@ -117,6 +117,7 @@ class LoadRun(Run):
             precision=command.precision,
             products=loader.products,
             losses=whole_losses(num_layers, loader.losses),
+            losses_assumed=loader.losses_assumed,
         )
 
     def _came(self) -> None:

@@ -19,7 +19,7 @@ import kernels
 from bus.checkpoints import BadCheckpoint, folder_digest
 from bus.messages import PARTS, Part
 from bus.morphs import Deploy
-from bus.precisions import BITS, PRECISIONS
+from bus.precisions import BITS, PRECISIONS, Precision
 from worker.deploy.model_host import ModelHost
 from worker.engine.build import MIB, compile_kernels, instance_of, make_cache, served_context, useful_pages
 from worker.engine.sequence import Limits
@@ -39,7 +39,7 @@ from worker.morph.variants import NoVariants, Variants, reserve_pages
 from worker.pipeline.split import check_degree, own_part, own_shard
 from worker.shape.copier import CopyJob, source_copy
 from worker.shape.host_images import find_matrices
-from worker.shape.layer_order import half_losses, load_order
+from worker.shape.layer_order import half_losses_or_why, load_order
 from worker.shape.ranges import PageMask, build_half, spans_of
 from worker.shape.variants import LayerVariants
 
@@ -105,9 +105,13 @@ class ModelLoader:
             else load_order(self.folder, settings.layer_order)
         )
         self.losses: Measured = {}
+        self.losses_assumed: dict[Precision, str] = {}
         if not is_dummy and len(command.stages) < 2:
             below = [one for one in PRECISIONS if one in settings.variants]
-            self.losses = half_losses(self.config, below, settings.quantization)
+            found = half_losses_or_why(self.config, below, settings.quantization)
+            self.losses, self.losses_assumed = found
+            for name, why in self.losses_assumed.items():
+                log.warning("the loss of %s is assumed: %s", name, why)
         self.digest = command.digest or _digest(self.folder)
         self.check_unchanged(may_go_on)
 

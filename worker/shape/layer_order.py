@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import random
 from collections.abc import Iterable
@@ -16,8 +15,6 @@ from bus.precisions import DEFAULT_SWAP, QUANTIZED, Precision
 from worker.model.config import ModelConfig, ModelError, read_config
 from worker.model.quantized_sets import FOLDER, find_set, set_path, writing_whole
 from worker.model.sources import CheckpointWeights, checkpoint_digest
-
-log = logging.getLogger("worker")
 
 OrderName = Literal["profile", "front-to-back", "back-to-front", "random"]
 ORDERS: tuple[OrderName, ...] = get_args(OrderName)
@@ -100,6 +97,8 @@ def read_profile(path: Path, *, model: str, num_layers: int) -> OrderProfile:
         raise ModelError(
             f"{path}: made for another model ({profile.model[:12]}, and this one is {model[:12]}); {_REMEDY}"
         )
+    if path.name != profile_path(path, profile.precision).name:
+        raise ModelError(f"{path}: a profile of {profile.precision}, by another name; {_REMEDY}")
     if any(len(of_part) != num_layers for of_part in profile.halves.values()):
         raise ModelError(f"{path}: its halves are not those of {num_layers} layers; {_REMEDY}")
     if sorted(profile.sequence) != list(range(num_layers)):
@@ -141,9 +140,10 @@ def plain_order(config: ModelConfig, name: str, seed: int = 0) -> list[int]:
 def losses(config: ModelConfig, precisions: Iterable[Precision], method: str = "") -> dict[Precision, float]:
     """Return the share of perplexity that each precision costs, as profiles beside the model say.
 
-    Without those of another checkpoint or method. Raises ModelError if the checkpoint cannot be read.
+    Without those of another checkpoint, precision or method. Raises ModelError if the checkpoint cannot be
+    read.
     """
-    found = _profiles(config, precisions, method)
+    found, _ = _profiles(config, precisions, method)
     return {name: profile.loss for name, profile in found.items() if profile.loss is not None}
 
 
@@ -151,27 +151,42 @@ def half_losses(
     config: ModelConfig, precisions: Iterable[Precision], method: str = ""
 ) -> dict[Precision, dict[str, list[float]]]:
     """Return by precision and part the share of perplexity that each layer's half costs, as `losses`."""
-    found = _profiles(config, precisions, method)
-    return {name: profile.half_losses for name, profile in found.items() if profile.half_losses}
+    return half_losses_or_why(config, precisions, method)[0]
+
+
+def half_losses_or_why(
+    config: ModelConfig, precisions: Iterable[Precision], method: str
+) -> tuple[dict[Precision, dict[str, list[float]]], dict[Precision, str]]:
+    """Return `half_losses`, and by precision why there are none."""
+    found, unknown = _profiles(config, precisions, method)
+    for name, profile in found.items():
+        if not profile.half_losses:
+            unknown[name] = f"{profile_path(config.folder, name)}: has no perplexities; {_REMEDY}"
+    return {name: profile.half_losses for name, profile in found.items() if profile.half_losses}, unknown
 
 
 def _profiles(
     config: ModelConfig, precisions: Iterable[Precision], method: str
-) -> dict[Precision, OrderProfile]:
-    folder, found = config.folder, dict[Precision, OrderProfile]()
-    paths = {
-        name: path for name in precisions if name != "full" and (path := profile_path(folder, name)).is_file()
-    }
-    model = checkpoint_digest(config, CheckpointWeights(folder)) if paths else ""
-    for name, path in paths.items():
+) -> tuple[dict[Precision, OrderProfile], dict[Precision, str]]:
+    """Return the profiles that can be used, and why the others cannot."""
+    folder, found, unknown = config.folder, dict[Precision, OrderProfile](), dict[Precision, str]()
+    model = ""
+    for name in (one for one in precisions if one != "full"):
+        path = profile_path(folder, name)
+        if not path.is_file():
+            unknown[name] = f"there is no profile; make one with `instar profile {folder} --precision {name}`"
+            continue
+        model = model or checkpoint_digest(config, CheckpointWeights(folder))
         try:
             profile = read_profile(path, model=model, num_layers=config.num_layers)
         except ModelError as error:
-            log.warning("the loss of %s is unknown: %s", name, error)
+            unknown[name] = str(error)
             continue
-        if profile.method == _served(folder, name, method):
-            found[name] = profile
-    return found
+        if profile.method != (served := _served(folder, name, method)):
+            unknown[name] = f"{path}: measured with {profile.method}, and {served} is served; {_REMEDY}"
+            continue
+        found[name] = profile
+    return found, unknown
 
 
 def _served(folder: Path, precision: Precision, method: str) -> str:

@@ -23,7 +23,7 @@ from worker.offline.__main__ import main
 from worker.offline.calibration import read_calibration
 from worker.offline.importance import LayerRanking, Metric, ScoreWeights, similarity
 from worker.shape.host_images import find_matrices
-from worker.shape.layer_order import half_losses, load_order, losses, profile_path
+from worker.shape.layer_order import half_losses, half_losses_or_why, load_order, losses, profile_path
 
 CPU = torch.device("cpu")
 LAYERS = 4
@@ -246,9 +246,18 @@ def test_the_loss_is_that_of_all_layers_and_of_what_is_served(folder: Path, text
     assert losses(config, ["full", "int8", "int4"]) == {"int4": pytest.approx(0.05)}
     path.write_text(json.dumps({**found, "perplexity": [20.0, 20.1, 20.2, 20.3, 19.9]}))
     assert losses(config, ["int4"]) == {"int4": 0.0}
-    for other in ({"method": "awq"}, {"model": "0" * 64}):  # not what a worker would load, not this model
+    others: list[tuple[dict[str, object], str]] = [
+        ({"method": "awq"}, "measured with awq, and rtn is served"),
+        ({"model": "0" * 64}, "made for another model"),
+        ({"precision": "int8"}, "a profile of int8, by another name"),
+        ({"perplexity": []}, "has no perplexities"),
+    ]
+    for other, why in others:
         path.write_text(json.dumps({**found, **other}))
         assert losses(config, ["int4"]) == {}
+        known, unknown = half_losses_or_why(config, ["full", "int8", "int4"], "")
+        assert known == {} and why in unknown["int4"] and "make it again" in unknown["int4"]
+        assert "make one with `instar profile" in unknown["int8"]
 
 
 def test_weights_and_metric_are_settable(folder: Path, text: Path) -> None:
@@ -291,6 +300,7 @@ def test_a_profile_made_for_another_model_is_refused_by_name(
         ({"sequence": [0, 1, 2]}, "not one of this model's 4 layers"),
         ({"sequence": [0, 1, 2, 2]}, "not one of this model's 4 layers"),
         ({"sequence": "front"}, "not one of this model's 4 layers"),
+        ({"precision": "int3"}, "a profile of int3, by another name"),
         ({"format": 2}, "a profile of format 2, not 1"),
         ({"surprise": 1}, "not a readable profile"),
     ],
