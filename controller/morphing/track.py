@@ -186,7 +186,8 @@ def _observed(track: Track, report: MorphReport, at_s: float) -> Track:
 
 
 def _ended(track: Track, report: MorphReport, lever: Lever | None, at_s: float) -> Track:
-    if report.state in ("applied", "failed") and report.kind not in ("swap", "resize"):
+    is_change = report.numbers.get("tp_before") != report.numbers.get("tp_after")
+    if report.state == "applied" and (report.kind == "deploy" or (report.kind == "transform" and is_change)):
         track = replace(track, morphed_s=at_s)
     if report.state == "applied" and lever == "scale_up":
         track = replace(track, raised_s=at_s)

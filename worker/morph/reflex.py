@@ -119,7 +119,8 @@ class LeverPause:
 class ReflexState:
     """The memory of the reflex about an instance.
 
-    `pressure`, `ease`: steps in a row. `pauses`: by lever, after refusals and regrets.
+    `pressure`, `ease`: steps in a row. `pauses`: by lever, after refusals and regrets. `is_by_hand`: layers
+    were swapped by hand, and nothing has run since.
     """
 
     pressure: int = 0
@@ -128,8 +129,8 @@ class ReflexState:
     preempted_s: float = float("-inf")
     relieved_s: float = float("-inf")  # the last relief was decided, or ended
     returned_s: float = float("-inf")  # the last return was decided
-    ordered_s: float = float("-inf")  # a morph that was ordered by hand ended
     relief_took_s: float = 0.0
+    is_by_hand: bool = False
     pauses: Mapping[Lever, LeverPause] = field(default_factory=dict)
 
     def is_paused(self, lever: Lever, at_s: float) -> bool:
@@ -140,7 +141,7 @@ class ReflexState:
         """Return the time before which no layer goes back."""
         hold_s = min(policy.cooldown_s, HOLD_TIMES * self.relief_took_s)
         pause = self.pauses.get("swap_up", LeverPause())
-        return max(self.relieved_s + hold_s, self.ordered_s + policy.cooldown_s, pause.until_s)
+        return max(self.relieved_s + hold_s, pause.until_s)
 
     def paused(self, lever: Lever, at_s: float, first_s: float = FIRST_PAUSE_S) -> ReflexState:
         """Lengthen the pause of `lever`."""
@@ -175,6 +176,7 @@ class Decision:
 def judge(state: ReflexState, load: Load, envelope: Envelope) -> tuple[ReflexState, list[Need]]:
     """Count one step boundary. Returns what is due; the first that has a morph is done."""
     policy, at_s = envelope.policy, load.at_s
+    state = replace(state, is_by_hand=state.is_by_hand and load.is_idle)
     if policy.mode == "manual":
         return replace(state, pressure=0, ease=0, preemptions=load.preemptions), []
     if load.preemptions > state.preemptions:
@@ -192,7 +194,8 @@ def judge(state: ReflexState, load: Load, envelope: Envelope) -> tuple[ReflexSta
         needs.append(Need("return", "precision_floor", words))
     if pressure and state.pressure >= policy.windows:
         needs.append(Need("relief", *pressure))
-    if ease and (load.is_idle or state.ease >= policy.windows) and at_s >= state.return_due_s(policy):
+    is_calm = load.is_idle or state.ease >= policy.windows
+    if ease and is_calm and not state.is_by_hand and at_s >= state.return_due_s(policy):
         needs.append(Need("return", *ease))
     return state, needs
 
@@ -355,6 +358,11 @@ def ended(state: ReflexState, lever: Lever, is_applied: bool, seconds: float, at
     if not is_applied or lever == "resize":
         return state.paused(lever, at_s)
     return state
+
+
+def ordered(state: ReflexState) -> ReflexState:
+    """Note that layers were swapped by hand: that stands until something runs."""
+    return replace(state, pressure=0, ease=0, is_by_hand=True)
 
 
 def _within(max_layers: int, resting: Precision) -> MayTouch:

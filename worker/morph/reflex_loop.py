@@ -1,7 +1,8 @@
 """The reflexes of one worker: what its envelopes allow, done at step boundaries and reported.
 
 `act` before the manager's `advance`, in the engine's thread. A morph by hand goes first: a reflex waits until
-nothing else morphs its instance, then takes the shape as it is. It gives back no layer for a cool-down after.
+nothing else morphs its instance, then takes the shape as it is. What was swapped by hand stands until
+something runs; then the reflex gives it back as if it had taken it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from bus.messages import Event
@@ -154,8 +155,8 @@ class ReflexLoop:
                 took_s, is_applied = now_s - found.began_s, report.state == "applied"
                 found.state = reflex.ended(found.state, found.lever, is_applied, took_s, now_s)
                 found.morph_id = ""
-            else:
-                found.state = replace(found.state, ordered_s=now_s)
+            elif report.kind == "swap" and report.numbers.get("halves_applied"):
+                found.state = reflex.ordered(found.state)
 
     def of(self, instance: str) -> Reflex | None:
         """Return the reflex of an instance that has an envelope."""
@@ -165,7 +166,7 @@ class ReflexLoop:
         """Return the seconds until a return may be due on an idle engine."""
         envelope = found.envelope
         at_rest = all(reflex.is_at_rest(one, envelope.resting) for one in target.halves.values())
-        if envelope.policy.mode == "manual" or found.morph_id or at_rest:
+        if envelope.policy.mode == "manual" or found.morph_id or at_rest or found.state.is_by_hand:
             return None
         return max(LOOK_S, found.state.return_due_s(envelope.policy) - self._clock())
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import pytest
+
 from bus.messages import Demand
 from bus.morphs import MorphOutcome, MorphReport, Transform
 from bus.policy import Policy
@@ -288,3 +290,33 @@ def test_a_morph_by_hand_holds_every_member_back() -> None:
     hand.state = observe(hand.state, report, hand.at_s)
     found = hand.demand(300, times=3)
     assert found is not None and list(found.epochs) == ["w2", "w3"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "degrees", "cools"),
+    [
+        ("transform", "applied", (2, 4), True),
+        ("transform", "applied", (4, 4), False),
+        ("transform", "failed", (2, 4), False),
+        ("transform", "conflict", (2, 4), False),
+        ("swap", "applied", (4, 4), False),
+        ("deploy", "applied", (), True),
+    ],
+)
+def test_only_a_change_of_degree_holds_the_next_one(
+    kind: Any, state: Any, degrees: tuple[int, int], cools: bool
+) -> None:
+    report = MorphReport(
+        id="by-hand",
+        kind=kind,
+        target="m@w0",
+        worker="w0",
+        epoch=1,
+        state=state,
+        reason="",
+        started_ms=0,
+        workers=["w0", "w1"],
+        numbers=dict(zip(("tp_before", "tp_after"), degrees, strict=False)),
+    )
+    track = observe(State(tracks={"m@w0": Track(1, 1000.0)}), report, 1001.0).tracks["m@w0"]
+    assert track.is_cooling(1002.0, 5.0) == cools

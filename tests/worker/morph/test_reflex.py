@@ -217,11 +217,14 @@ def test_layers_that_went_back_too_early_wait_longer_each_time() -> None:
     assert waits == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
 
 
-def test_after_an_order_by_hand_nothing_goes_back_for_a_cool_down_and_relief_is_not_held() -> None:
-    state = ReflexState(ordered_s=99.0)
-    assert due(IDLE, state=state) == []
-    assert due(replace(IDLE, at_s=104.0), state=state)
+def test_what_was_swapped_by_hand_stands_until_something_runs_and_relief_is_not_held() -> None:
+    state = reflex.ordered(ReflexState())
+    assert due(IDLE, state=state) == due(replace(IDLE, at_s=1e6), steps=100, state=state) == []
     assert due(BURST, state=state)
+    assert due(EASE, state=state)
+    for mode in ("default", "manual"):
+        ran, _ = reflex.judge(state, EASE, envelope(mode))
+        assert due(IDLE, steps=1, state=ran)
 
 
 def swapped(precision: Precision, count: int = 4) -> Shape:

@@ -138,18 +138,35 @@ def test_a_stale_envelope_allows_the_way_back_alone(clocked: Clocked) -> None:
     assert clocked.shape == [FULL] * 4
 
 
-def test_a_swap_by_hand_goes_first_and_is_not_undone_at_once(clocked: Clocked) -> None:
+def test_a_swap_by_hand_goes_first_and_stands_until_something_has_run(clocked: Clocked) -> None:
     clocked.grant()
     clocked.rig.executor.begin(Swap(id="hand", epoch=0, instance="toy@w0", precision="int4", layers=[2]))
     clocked.step()
+    clocked.at_s += 3600
+    clocked.step(5)
     assert clocked.shape[2] == LayerShape(attention="int4", ffn="int4") and clocked.events == []
-    clocked.at_s += 4.0  # of a cool-down of 5
+    assert clocked.loop.patience_s is None  # an idle engine sleeps
+    clocked.flood(count=1, max_tokens=2)
+    clocked.finish()
     clocked.step()
-    assert clocked.events == []
-    assert clocked.loop.patience_s == pytest.approx(1.0, abs=0.1)  # an idle engine wakes for it
-    clocked.at_s += 1.1
-    clocked.step()
-    assert clocked.shape == [FULL] * 4
+    assert clocked.shape == [FULL] * 4 and clocked.events[-1].cause == "ease"
+
+
+@pytest.mark.parametrize("layer", [0, 9])
+def test_an_order_that_changes_nothing_or_is_refused_holds_no_return(clocked: Clocked, layer: int) -> None:
+    clocked.grant()
+    clocked.flood()
+    clocked.step(14)
+    for _ in range(500):  # until all is idle, without a boundary
+        clocked.rig.engine.step()
+    there = clocked.shape[0].ffn
+    clocked.rig.executor.begin(
+        Swap(id="hand", epoch=0, instance="toy@w0", precision=there, layers=[layer], parts=["ffn"])
+    )
+    assert clocked.shape != [FULL] * 4
+    clocked.at_s += 2.0  # ten times what the relief took
+    clocked.step(2)
+    assert clocked.shape == [FULL] * 4 and clocked.events[-1].cause == "ease"
 
 
 def test_what_waits_for_a_precision_brings_the_layers_up_to_it(clocked: Clocked) -> None:
@@ -202,12 +219,14 @@ def test_pressure_cancels_a_return(clocked: Clocked) -> None:
     clocked.grant()
     clocked.rig.executor.begin(Swap(id="hand", epoch=0, instance="toy@w0", precision="int8", count=4))
     clocked.step()
-    clocked.at_s += 10
     clocked.rig.variants.hold.clear()  # its copies do not end
+    clocked.flood(count=1, max_tokens=2)
+    clocked.rig.engine.step()
     clocked.boundary()
     assert clocked.events[-1].cause == "ease" and clocked.rig.executor.num_running
-    clocked.flood()
     ordered = clocked.events[-1].morph_id
+    clocked.rig.engine.step()
+    clocked.flood()
     for _ in range(8):
         clocked.rig.engine.step()
     clocked.at_s += 0.2
