@@ -7,8 +7,9 @@ and read the records; workers measure, load and retire.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Final, Literal, get_args
 
+from bus.fields import Field, declared_fields, optional
 from bus.messages import Stage
 from bus.precisions import Precision
 
@@ -20,26 +21,49 @@ DeploymentState = Literal["waiting", "loading", "serving", "retiring", "retired"
 LinkKind = Literal["all_reduce", "hop"]
 
 
+def _choice(label: str, summary: str, default: str, names: tuple[str, ...]) -> Any:
+    return optional(label, summary, "choice", default=default, choices=dict.fromkeys(names, ""))
+
+
+def _limit(label: str, summary: str, *, maximum: float) -> Any:
+    return optional(label, summary, "number", above_minimum=True, maximum=maximum)
+
+
+def _count(label: str, summary: str, **declaration: Any) -> Any:
+    return optional(label, summary, "integer", minimum=1, **declaration)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intent:
     """The goal of a deployment (iServe §4.1).
 
     With `max_latency_s` or `max_cost`, at most one of them, the other quantity is minimised; without them,
     `minimise` is. Latency is that of one request of `prompt_tokens` and `output_tokens` in batches of
-    `batch_size`. `tp`, `pp` and `precision` are chosen unless they are given.
+    `batch_size`. Cost is in byte seconds, bytes or device hours of a request. A loss of 0.01 is 1 % more
+    perplexity. `tp`, `pp` and `precision` are chosen unless they are given.
     """
 
-    minimise: Objective = "cost"
-    cost: CostModel = "memory_seconds"  # byte seconds of a request, bytes, or device hours of a request
-    max_latency_s: float | None = None
-    max_cost: float | None = None
-    max_loss: float | None = None  # most loss of quality: 0.01 is 1 % more perplexity
-    prompt_tokens: int = 256
-    output_tokens: int = 64
-    batch_size: int = 1
-    tp: int | None = None
-    pp: int | None = None
-    precision: Precision | None = None
+    minimise: Objective = _choice("Minimise", "goal", "cost", get_args(Objective))
+    cost: CostModel = _choice("Cost", "unit of cost", "memory_seconds", get_args(CostModel))
+    max_latency_s: float | None = _limit("Latency", "seconds of a request, at most", maximum=1e30)
+    max_cost: float | None = _limit("Cost", "cost of a request at most, in its unit", maximum=1e30)
+    max_loss: float | None = optional(
+        "Loss",
+        "share of perplexity at most [1%]; an unknown loss exceeds it",
+        "number",
+        unit="share",
+        maximum=1,
+    )
+    prompt_tokens: int = _count("Prompt", "tokens of a request's prompt", default=256)
+    output_tokens: int = _count("Output", "tokens of a request's output", default=64)
+    batch_size: int = _count("Batch", "concurrent requests", default=1, maximum=4096)
+    tp: int | None = _count("tp", "workers that share each layer", maximum=64)
+    pp: int | None = _count("pp", "stages, of --tp workers each", maximum=64)
+    precision: Precision | None = optional("Precision", "precision of all layers", "precision")
+
+
+INTENT_FIELDS: Final = declared_fields(Intent, Field)
+FIXABLE: Final = ("tp", "pp", "precision")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final, Literal
 
+from bus.fields import Field, declared_fields, optional, required
 from bus.messages import PARTS, Cancel, Drain, Number, Part, Stage, WorkerTelemetry
 from bus.precisions import Precision
 
-MAX_COUNT: Final = 2**31 - 1
 MAX_LAYERS: Final = 4096  # named in one order
 MAX_DEGREE: Final = 64
 MAX_WAIT_S: Final = 600
@@ -173,71 +173,42 @@ class MorphReport:
     steps: list[str] = field(default_factory=list)  # ids of the morphs that this transform consists of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OrderField:
-    """The declaration of one field of an order.
-
-    `minimum` and `maximum` limit the value, or each value of a list; `max_items` limits a list. `is_shown`:
-    the dashboard's form has an input for it.
-    """
-
-    label: str
-    summary: str
-    type: Literal["integer", "number", "text", "precision", "layers", "parts", "blocks", "workers", "degree"]
-    name: str = ""
-    is_required: bool = False
-    minimum: int = 0
-    maximum: int = MAX_COUNT
-    max_items: int = 0
-    is_shown: bool = True
-
-
-def _required(label: str, summary: str, kind: Any, **limits: Any) -> Any:
-    declared = OrderField(label=label, summary=summary, type=kind, is_required=True, **limits)
-    return field(metadata={"order": declared})
-
-
-def _optional(label: str, summary: str, kind: Any, *, default: Any = None, **declaration: Any) -> Any:
-    declared = OrderField(label=label, summary=summary, type=kind, **declaration)
-    return field(default=default, metadata={"order": declared})
-
-
 def _wait() -> Any:
     summary = "seconds it may wait for free memory"
-    return _optional("Wait", summary, "number", default=0.0, maximum=MAX_WAIT_S, is_shown=False)
+    return optional("Wait", summary, "number", default=0.0, maximum=MAX_WAIT_S, is_shown=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapOrder:
     """Either `layers` or `count`; without `parts` both halves of a layer."""
 
-    layers: list[int] | None = _optional("Layers", "their numbers", "layers", max_items=MAX_LAYERS)
-    count: int | None = _optional(
+    layers: list[int] | None = optional("Layers", "their numbers", "layers", max_items=MAX_LAYERS)
+    count: int | None = optional(
         "Count",
         "the next N in the instance's order; to full precision, the last N that were swapped",
         "integer",
         minimum=1,
         is_shown=False,
     )
-    precision: Precision = _required("To", "the precision to hold them in", "precision")
-    parts: list[Part] | None = _optional("Part", "attention or ffn", "parts", max_items=len(PARTS))
+    precision: Precision = required("To", "the precision to hold them in", "precision")
+    parts: list[Part] | None = optional("Part", "attention or ffn", "parts", max_items=len(PARTS))
     wait_s: float = _wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResizeOrder:
-    blocks: int = _required("KV blocks", "rounded to whole pages", "blocks", minimum=1)
+    blocks: int = required("KV blocks", "rounded to whole pages", "blocks", minimum=1)
     wait_s: float = _wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformOrder:
-    workers: list[str] = _required(
+    workers: list[str] = required(
         "Workers", "all that form groups of that degree", "workers", max_items=MAX_DEGREE
     )
-    tp: int = _required("Degree", "workers of one instance", "degree", minimum=1, maximum=MAX_DEGREE)
-    model: str | None = _optional("Model", "the model, if the workers serve several", "text", is_shown=False)
-    layers_per_step: int | None = _optional(
+    tp: int = required("Degree", "workers of one instance", "degree", minimum=1, maximum=MAX_DEGREE)
+    model: str | None = optional("Model", "the model, if the workers serve several", "text", is_shown=False)
+    layers_per_step: int | None = optional(
         "Layers a step",
         "layers that change between two steps [worker.layers_per_step]",
         "integer",
@@ -275,9 +246,8 @@ class MorphEntry:
     dark_colour: str = ""
 
     @property
-    def fields(self) -> tuple[OrderField, ...]:
-        declared = fields(self.order) if self.order else ()
-        return tuple(replace(one.metadata["order"], name=one.name) for one in declared)
+    def fields(self) -> tuple[Field, ...]:
+        return declared_fields(self.order, Field) if self.order else ()
 
 
 def _swap_words(command: Swap) -> str:

@@ -6,16 +6,15 @@ appendix D), the modes those of its §5; the numbers of the modes are Instar's o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from types import NoneType
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal
 
+from bus.fields import MAX_COUNT, Field, FieldType, declared, declared_fields
 from bus.precisions import DEFAULT_SWAP, QUANTIZED, Precision
 
 Mode = Literal["default", "accuracy", "performance", "manual"]
 
-MAX_COUNT: Final = 2**31 - 1
 MAX_DELAY_S: Final = 3600
 
 
@@ -28,53 +27,33 @@ class ModeEffect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyField:
-    """The declaration of one field. `maximum` is allowed; so is `minimum`, unless `above_minimum`.
+class PolicyField(Field):
+    """The declaration of one field of the policy.
 
-    `below`: the field that must be greater. `choices`: the only values of a field of text, with their
-    meanings. `zero`: what 0 means, where it is not a quantity. `unset`: the word for no value, where there
-    need be none: then the mode decides.
+    `below`: the field that must be greater. `zero`: what 0 means, where it is not a quantity. Of a field
+    without a value, the mode decides.
     """
 
     group: str
-    label: str
-    summary: str
-    name: str = ""
-    type: Literal["integer", "number", "choice"] = "choice"
-    default: float | str | None = 0
-    unit: str = ""
-    minimum: int | None = None
-    maximum: int | None = None
-    above_minimum: bool = False
     below: str = ""
     zero: str = ""
-    unset: str = ""
-    choices: Mapping[str, str] = field(default_factory=dict)
     by_mode: Mapping[str, ModeEffect] = field(default_factory=dict)
-
-    @property
-    def limits(self) -> str:
-        """The allowed values, as in `more than 0 and at most 1`."""
-        if self.choices:
-            return ", ".join(self.choices)
-        if self.above_minimum:
-            return f"more than {self.minimum} and at most {self.maximum}"
-        return f"{self.minimum} to {self.maximum}" if self.maximum != MAX_COUNT else f"{self.minimum} or more"
 
 
 def _field(
     default: Any, group: str, label: str, unit: str, limits: tuple[int, int], summary: str, **more: Any
 ) -> Any:
+    kind: FieldType = "integer" if isinstance(default, int) else "number"
+    words: dict[str, Any] = {"group": group, "label": label, "summary": summary, "unit": unit}
     minimum, maximum = limits
-    declared = PolicyField(
-        group=group, label=label, summary=summary, unit=unit, minimum=minimum, maximum=maximum, **more
+    return declared(
+        PolicyField(type=kind, default=default, minimum=minimum, maximum=maximum, **words, **more)
     )
-    return field(default=default, metadata={"policy": declared})
 
 
 def _choice(default: str, group: str, label: str, summary: str, choices: Mapping[str, str]) -> Any:
-    declared = PolicyField(group=group, label=label, summary=summary, choices=choices)
-    return field(default=default, metadata={"policy": declared})
+    words: dict[str, Any] = {"group": group, "label": label, "summary": summary}
+    return declared(PolicyField(type="choice", default=default, choices=choices, **words))
 
 
 def _unless_set(name: str, values: Mapping[str, float]) -> dict[str, ModeEffect]:
@@ -255,19 +234,9 @@ class Envelope:
     valid_s: float = 60.0
 
 
-def _table() -> Iterator[PolicyField]:
-    kinds: dict[type, Literal["integer", "number", "choice"]] = {
-        int: "integer",
-        float: "number",
-        NoneType: "number",
-    }
-    for one in fields(Policy):
-        if declared := one.metadata.get("policy"):
-            kind = kinds.get(type(one.default), "choice")
-            yield replace(declared, name=one.name, type=kind, default=one.default)
-
-
-FIELDS: Final = tuple(_table())  # all but `revision`, in the order in which people read them
+FIELDS: Final = declared_fields(
+    Policy, PolicyField
+)  # all but `revision`, in the order in which people read them
 
 
 def describe() -> list[dict[str, Any]]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import get_args
 
-from bus.deployments import CostModel, Estimate, Intent, Objective
+from bus.deployments import FIXABLE, INTENT_FIELDS, CostModel, Estimate, Intent, Objective
+from bus.fields import Field
 from bus.messages import Number
 from bus.precisions import PRECISIONS
 
-FIXABLE = ("tp", "pp", "precision")
 DEFAULT_MAX_LOSS = 0.01  # share of perplexity, if an intent fixes neither loss nor precision
 MARGIN = 0.1  # least gain of a change: estimates are wrong by some per cent
 COST_UNITS: dict[CostModel, str] = {"memory_seconds": "byte seconds", "memory": "bytes", "gpu_hours": "h"}
@@ -36,23 +35,10 @@ def validate(intent: Intent) -> None:
 
 
 def _problems(intent: Intent) -> Iterator[str]:
-    choices = {"minimise": get_args(Objective), "cost": get_args(CostModel)}
-    if intent.precision is not None:
-        choices["precision"] = PRECISIONS
-    for name, allowed in choices.items():
-        if (value := getattr(intent, name)) not in allowed:
-            yield f"{name} is {value!r}: it may be {', '.join(allowed)}"
-    for name in ("max_latency_s", "max_cost"):
-        value = getattr(intent, name)
-        if value is not None and not (_is_number(value) and value > 0):
-            yield f"{name} is {value!r}: it must be above 0"
-    if intent.max_loss is not None and not (_is_number(intent.max_loss) and intent.max_loss >= 0):
-        yield f"max_loss is {intent.max_loss!r}: it must be 0 or more (0.01 is one per cent of perplexity)"
-    for name in ("prompt_tokens", "output_tokens", "batch_size", "tp", "pp"):
-        value = getattr(intent, name)
-        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        if not is_count and not (value is None and name in FIXABLE):
-            yield f"{name} is {value!r}: it must be a whole number, 1 or more"
+    for one in INTENT_FIELDS:
+        value = getattr(intent, one.name)
+        if (value is not None or one.default is not None) and not _is_allowed(value, one):
+            yield f"{one.name} is {value!r}: {_allowed(one)}"
     if intent.max_latency_s is not None and intent.max_cost is not None:
         yield (
             f"max_latency_s is {intent.max_latency_s!r} and max_cost is {intent.max_cost!r}: only one of "
@@ -70,8 +56,28 @@ def _problems(intent: Intent) -> Iterator[str]:
         )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _is_allowed(value: object, one: Field) -> bool:
+    """Return True if a value is of the type of its field and not below its minimum."""
+    if names := _names(one):
+        return value in names
+    kind = int if one.type == "integer" else (int, float)
+    if not isinstance(value, kind) or isinstance(value, bool) or not math.isfinite(value):
+        return False
+    return value > one.minimum or (value == one.minimum and not one.above_minimum)
+
+
+def _allowed(one: Field) -> str:
+    if names := _names(one):
+        return f"it may be {', '.join(names)}"
+    if one.type == "integer":
+        return f"it must be a whole number, {one.minimum} or more"
+    if one.above_minimum:
+        return f"it must be above {one.minimum}"
+    return f"it must be {one.minimum} or more (0.01 is one per cent of perplexity)"
+
+
+def _names(one: Field) -> Collection[str]:
+    return PRECISIONS if one.type == "precision" else one.choices
 
 
 def objective(intent: Intent) -> Objective:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from bus.catalogue import Contents
 from bus.deployments import (
-    CostModel,
+    INTENT_FIELDS,
     Deployment,
     DeployModel,
     Intent,
@@ -24,12 +24,12 @@ from bus.deployments import (
     RemoveModel,
     RetireModel,
 )
-from bus.precisions import Precision
 from gateway.errors import ApiError, invalid, meant, not_found
-from gateway.openai.params import MAX_COUNT, Body, Loss, between
+from gateway.openai.params import MAX_COUNT, Body, between
 from gateway.openai.problems import first_problem, shown
 from gateway.operations import answers, orders
 from gateway.operations.answers import Here, allowed, body_of, json_answer, new_id
+from gateway.operations.bodies import body_type
 from gateway.operations.picture import deployment_json, model_json
 
 MAX_NAME: Final = 200
@@ -160,24 +160,9 @@ async def _answer(gateway: Here, found: Deployment, wait: bool, states: tuple[st
     return json_answer(deployment_json(found, gateway), 200 if found.state in states else 202)
 
 
-class IntentBody(Body):
-    """An intent as a client writes it. The controller checks whether its fields go together."""
-
-    minimise: Objective = "cost"
-    cost: CostModel = "memory_seconds"
-    max_latency_s: Limit | None = None
-    max_cost: Limit | None = None
-    max_loss: Loss | None = None
-    prompt_tokens: Tokens = 256
-    output_tokens: Tokens = 64
-    batch_size: Annotated[int, between(1, 4096)] = 1
-    tp: Annotated[int, between(1, 64)] | None = None
-    pp: Annotated[int, between(1, 64)] | None = None
-    precision: Precision | None = None
-
-
-class _Named(Body):
-    intent: IntentBody
+# The body of an intent. The controller checks whether its fields go together.
+IntentBody = body_type("IntentBody", INTENT_FIELDS, takes_null=False)
+_WITHIN: Any = body_type("WithIntent", (), intent=(IntentBody, ...))  # errors name `intent.FIELD`
 
 
 def intent_of(value: Any) -> Intent:
@@ -191,7 +176,7 @@ def intent_of(value: Any) -> Intent:
         raise invalid(f"intent is {shown(value)}; {either}", "intent")
     _refuse_unknown(value, "intent.")
     try:
-        body = _Named.model_validate({"intent": value}).intent
+        body = _WITHIN.model_validate({"intent": value}).intent
     except ValidationError as error:
         raise first_problem(error) from None
     return Intent(**body.model_dump())

@@ -4,58 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
-from pydantic import Field, ValidationError, create_model
+from pydantic import ValidationError
 
-from bus.messages import PARTS, InstanceCard, Part, WorkerCard
+from bus.messages import PARTS, InstanceCard, WorkerCard
 from bus.morphs import (
     MORPHS,
     Morph,
     MorphEntry,
-    OrderField,
     Resize,
     ResizeOrder,
     Swap,
     SwapOrder,
     TransformOrder,
 )
-from bus.precisions import Precision
 from gateway.delivery.cluster import Cluster
 from gateway.errors import ApiError, invalid, meant, not_found, unavailable
 from gateway.openai.json_body import json_object
-from gateway.openai.params import Body, between
+from gateway.openai.params import Body
 from gateway.openai.problems import first_problem
+from gateway.operations.bodies import body_type
 
 B = TypeVar("B", bound=Body)
 OrderT = TypeVar("OrderT", SwapOrder, ResizeOrder, TransformOrder)
 
 
-def _type_of(declared: OrderField) -> Any:
-    """Return the type by which pydantic validates a field, with its limits."""
-    limits = between(declared.minimum, declared.maximum)
-    of_list = Field(min_length=1, max_length=declared.max_items)
-    types: dict[str, Any] = {
-        **dict.fromkeys(("integer", "blocks", "degree"), Annotated[int, limits]),
-        "number": Annotated[float, limits],
-        "text": str,
-        "precision": Precision,
-        "layers": Annotated[list[Annotated[int, limits]], of_list],
-        "parts": Annotated[list[Part], of_list],
-        "workers": Annotated[list[str], of_list],
-    }
-    return types[declared.type]
-
-
-def _body_of(entry: MorphEntry) -> type[Body]:
-    given: dict[str, Any] = {
-        one.name: (_type_of(one), ...) if one.is_required else (_type_of(one) | None, None)
-        for one in entry.fields
-    }
-    return create_model(f"{entry.label}Body", __base__=Body, **given)
-
-
-_BODIES: Final = {entry.order: _body_of(entry) for entry in MORPHS if entry.order}
+_BODIES: Final = {one.order: body_type(f"{one.label}Body", one.fields) for one in MORPHS if one.order}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,43 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Annotated, Any, Literal
-
-from pydantic import BeforeValidator, create_model
+from typing import Annotated, Final
 
 from bus.client import Bus
-from bus.policy import FIELDS, Policy, PolicyField
+from bus.policy import FIELDS, Policy
 from gateway.errors import ApiError, invalid
-from gateway.openai.params import PERCENT, Body, between
+from gateway.openai.params import Body, between
+from gateway.operations.bodies import body_type
 
 TRIES = 5  # against writers elsewhere
 
 
-def _type_of(declared: PolicyField) -> Any:
-    if declared.choices:
-        return Literal[tuple(declared.choices)]
-    low, high = declared.minimum or 0, declared.maximum or 0
-    kind = int if declared.type == "integer" else float
-    limits = between(low, high, above=declared.above_minimum)
-    return Annotated[kind, limits, PERCENT] if declared.unit == "share" else Annotated[kind, limits]
-
-
-def _or_none(kind: Any, unset: str) -> Any:
-    """Return a type that is also None, for which a body has the word `unset`."""
-    if not unset:
-        return kind | None
-    return Annotated[kind | None, BeforeValidator(lambda value: None if value == unset else value)]
-
-
 # Fields that are left out keep their value. `revision`: of the policy that the writer has seen; left out, the
 # change applies to whichever is stored.
-_TYPES: dict[str, Any] = {"revision": Annotated[int, between(0, 2**63 - 1)]}
-_TYPES |= {declared.name: _type_of(declared) for declared in FIELDS}
-_UNSET = {declared.name: declared.unset for declared in FIELDS if declared.unset}
-_OPTIONAL: dict[str, Any] = {
-    name: (_or_none(kind, _UNSET.get(name, "")), None) for name, kind in _TYPES.items()
-}
-PolicyBody = create_model("PolicyBody", __base__=Body, **_OPTIONAL)
+_REVISION: Final = Annotated[int, between(0, 2**63 - 1)] | None
+PolicyBody = body_type("PolicyBody", FIELDS, revision=(_REVISION, None))
 
 
 def changed(before: Policy, body: Body) -> Policy:

@@ -7,13 +7,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from bus.deployments import FIXABLE, INTENT_FIELDS
+from bus.fields import Field
 from bus.precisions import PRECISIONS
 from instar.parser import CommandParser, at_least_one, either, number_above_zero, one_of
-
-Fields = dict[str, tuple[Callable[[str], Any], str, str]]  # type, metavar and help
-
-OBJECTIVES = ("latency", "cost", "memory", "gpu_hours")
-COSTS = ("memory_seconds", "memory", "gpu_hours")
 
 
 def _share(text: str) -> float:
@@ -27,32 +24,32 @@ def _share(text: str) -> float:
     return value
 
 
-WANTED: Fields = {
-    "minimise": (one_of(OBJECTIVES), "WHAT", f"{either(OBJECTIVES)} [cost]"),
-    "cost": (one_of(COSTS), "C", f"unit of cost: {either(COSTS)} [memory_seconds]"),
-    "max_latency_s": (number_above_zero, "S", "of a request"),
-    "max_cost": (number_above_zero, "X", "of a request, in its unit"),
-    "max_loss": (_share, "L", "of perplexity: 1%% or 0.01 [1%%]; an unknown loss exceeds it"),
-    "prompt_tokens": (at_least_one, "N", "of a request [256]"),
-    "output_tokens": (at_least_one, "N", "of a request [64]"),
-    "batch_size": (at_least_one, "N", "concurrent requests [1]"),
-}
-FIXED: Fields = {
-    "tp": (at_least_one, "N", "workers that share each layer"),
-    "pp": (at_least_one, "N", "stages, of --tp workers each"),
-    "precision": (one_of(PRECISIONS), "P", either(PRECISIONS)),
-}
-
-
 def add_intent_flags(parser: CommandParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a registered model: `instar model list`")
-    for title, fields in (("intent", WANTED), ("fixed, otherwise chosen", FIXED)):
-        group = parser.add_argument_group(title)
-        for name, (type_, metavar, help_) in fields.items():
-            flag = f"--{name.removesuffix('_s').replace('_', '-')}"
-            group.add_argument(flag, dest=name, type=type_, metavar=metavar, help=help_)
+    wanted = parser.add_argument_group("intent")
+    fixed = parser.add_argument_group("fixed, otherwise chosen")
+    for one in INTENT_FIELDS:
+        flag = f"--{one.name.removesuffix('_s').replace('_', '-')}"
+        convert, metavar, values = _argument(one)
+        default = "" if one.default is None else f" [{one.default}]"
+        help_ = f"{one.summary}{values}{default}".replace("%", "%%")
+        group = fixed if one.name in FIXABLE else wanted
+        group.add_argument(flag, dest=one.name, type=convert, metavar=metavar, help=help_)
+
+
+def _argument(one: Field) -> tuple[Callable[[str], Any], str, str]:
+    """Return the type of a flag, its placeholder, and its values in words."""
+    if one.type in ("choice", "precision"):
+        names = list(one.choices) or PRECISIONS
+        return one_of(names), "NAME", f": {either(names)}"
+    if one.type == "integer":
+        return at_least_one, "N", ""
+    if one.unit == "share":
+        return _share, "SHARE", "; 1% or 0.01"
+    return number_above_zero, "X", ""
 
 
 def intent(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields that were given."""
-    return {name: value for name in (*WANTED, *FIXED) if (value := getattr(args, name)) is not None}
+    names = (one.name for one in INTENT_FIELDS)
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
