@@ -64,3 +64,12 @@ def _digest(folder: Path, config: bytes) -> str:
     except OSError as error:
         raise BadCheckpoint(f"the weights in {folder} cannot be read: {error}") from None
     return digest.hexdigest()[:32]
+
+
+def parse_model(entry: str) -> tuple[str, Path]:
+    """Return (served name, folder) of `name=dir` or `dir` (then the folder's name)."""
+    name, is_named, folder = entry.partition("=")
+    if not is_named or "/" in name:  # the = belongs to the folder
+        name, folder = "", entry
+    path = Path(folder).expanduser().resolve()
+    return name or path.name, path

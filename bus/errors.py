@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class RedisProblem(Exception):
     """Redis cannot be used as it is. The text says what was found and what to do, and holds no password."""
@@ -45,3 +48,11 @@ class BusUnavailable(Exception):
 
 class BusFull(Exception):
     """Redis is at maxmemory and refuses writes (`noeviction`). Nothing was written."""
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return `did you mean 'x'?`, or the names of all there are."""
+    names = list(known)
+    if near := get_close_matches(name[:200], names, n=1):
+        return f"did you mean {near[0]!r}?"
+    return f"there are: {', '.join(names)}" if names else "there is none"

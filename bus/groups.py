@@ -1,12 +1,18 @@
-"""The tensor-parallel groups that workers could form, and how long a sequence each group holds. Pure."""
+"""The tensor-parallel groups that workers could form, and how long a sequence each group holds. Pure.
+
+Shards nest: shard s of n groups becomes n shards of the larger group, one at each, and back.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from bus.messages import InstanceCard, WorkerCard
+
+Members = tuple[str, ...]  # members of one group, in the order of their shards
 
 
 def kv_tokens_at(worker: WorkerCard, card: InstanceCard, degree: int) -> int:
@@ -32,6 +38,17 @@ def longest_tokens(workers: Iterable[WorkerCard], model: str, max_tp: int = 0) -
     # The member with the least memory limits its group: the best group has the `degree` largest.
     best = (sorted(found)[-degree] for (_, degree), found in capacities.items() if len(found) >= degree)
     return max(best, default=0)
+
+
+def joined(groups: Sequence[Members]) -> Members:
+    """Return the group that groups of one degree become."""
+    return tuple(chain.from_iterable(zip(*groups, strict=True)))
+
+
+def parted(group: Sequence[str], degree: int) -> list[Members]:
+    """Return the groups of `degree` that a group becomes."""
+    num_groups = len(group) // degree
+    return [tuple(group[start::num_groups]) for start in range(num_groups)]
 
 
 def natural(name: str) -> tuple[tuple[int, int | str], ...]:

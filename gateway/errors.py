@@ -6,7 +6,7 @@ Each case has its status, type and code here once. Errors that pass have a Retry
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 
@@ -103,14 +103,6 @@ def no_such_path(method: str, path: str, endpoints: Sequence[str], admin: Sequen
     else:
         hint = f"there are: {', '.join(endpoints)} and the admin API under /admin"
     return ApiError(404, f"there is nothing at {_request(method, path)}; {hint}", code="not_found")
-
-
-def meant(name: str, known: Iterable[str]) -> str:
-    """Return `did you mean 'x'?`, or the names of all there are."""
-    names = list(known)
-    if near := get_close_matches(name[:200], names, n=1):
-        return f"did you mean {near[0]!r}?"
-    return f"there are: {', '.join(names)}" if names else "there is none"
 
 
 def not_found(what: str, name: str, hint: str, param: str = "") -> ApiError:

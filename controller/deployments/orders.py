@@ -5,9 +5,8 @@ An order is refused whole: nothing is half-registered or half-deployed. Status c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from bus.deployments import (
     RemoveModel,
     RetireModel,
 )
+from bus.errors import meant
 from controller.deployments.profiling import cancel_of, profiles_of
 from controller.deployments.transitions import ORDERED, Command
 from controller.planning.plan import Plan
@@ -132,16 +132,9 @@ def _active(contents: Contents) -> list[Deployment]:
 def _registered(name: str, contents: Contents) -> ModelCard:
     card = contents.models.get(name)
     if card is None:
-        there = _meant(name, contents.models) if contents.models else "`instar model add DIR` registers one"
+        there = meant(name, contents.models) if contents.models else "`instar model add DIR` registers one"
         raise OrderRefused(404, f"no model {name[:200]!r} is registered; {there}")
     return card
-
-
-def _meant(name: str, known: Iterable[str]) -> str:
-    names = list(known)
-    if near := get_close_matches(name[:200], names, n=1):
-        return f"did you mean {near[0]!r}?"
-    return f"there are: {', '.join(names)}" if names else "there is none"
 
 
 def _plan_or_deploy(order: PlanModel | DeployModel, contents: Contents, facts: Facts) -> OrderResult:
@@ -197,7 +190,7 @@ def _retire(order: RetireModel, contents: Contents, now_ms: int) -> OrderResult:
     while deployment and deployment.heir and (heir := contents.deployments.get(deployment.heir)):
         deployment = heir  # the replacement
     if deployment is None:
-        there = _meant(order.deployment, [one.id for one in _active(contents)])
+        there = meant(order.deployment, [one.id for one in _active(contents)])
         raise OrderRefused(404, f"no deployment {order.deployment[:200]!r}; {there}")
     if deployment.state == "retired":
         return _answered(order, 200, deployment=deployment)

@@ -77,12 +77,6 @@ def decide_scale_down(group: Group, free_share: float) -> int | None:
     return min((tp for tp in holding if max(_tokens_of_parts(group, tp)) <= group.kv_at(tp)), default=None)
 
 
-def parted(group: Group, tp: int) -> list[list[str]]:
-    """Return the workers of each group of degree `tp` that it parts into."""
-    num_parts = group.tp // tp
-    return [list(group.workers[part::num_parts]) for part in range(num_parts)]
-
-
 def _tokens_of_parts(group: Group, tp: int) -> list[int]:
     # Where members do not report their own tokens, all may belong to one.
     own = group.own_tokens or (group.used_tokens,)

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from bus.groups import parted
 from bus.messages import Demand
 from bus.policy import Policy
 from controller.morphing.decision import MorphDecision
 from controller.morphing.groups import Group
-from controller.morphing.parallelism import Merge, decide_scale_down, decide_scale_up, parted
+from controller.morphing.parallelism import Merge, decide_scale_down, decide_scale_up
 from controller.morphing.track import REGRET_S, Freshness, Lever, RetryPause, State, Track, Waiting, model_of
 
 GONE_S = 2.0  # a demand without a report for so long is over; gateways report twice a second
@@ -209,7 +210,7 @@ def _merging(merge: Merge, waiting: Waiting, policy: Policy, at_s: float) -> Mor
 
 
 def _parting(group: Group, tp: int, windows: int, policy: Policy) -> MorphDecision:
-    parts = "; ".join(", ".join(part) for part in parted(group, tp))
+    parts = "; ".join(", ".join(part) for part in parted(group.workers, tp))
     return MorphDecision(
         instance=group.instance,
         worker=group.leader,

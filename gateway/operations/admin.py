@@ -13,10 +13,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response, StreamingResponse
 
+from bus.errors import meant
 from bus.messages import Drain
 from bus.morphs import MORPHS, CancelMorph, MorphEntry, TransformOrder
 from bus.policy import describe
-from gateway.errors import ApiError, meant, not_found
+from gateway.errors import ApiError, not_found
 from gateway.morphs import MorphRecord
 from gateway.operations import orders, transforms
 from gateway.operations import policy as policies

@@ -24,7 +24,8 @@ from bus.deployments import (
     RemoveModel,
     RetireModel,
 )
-from gateway.errors import ApiError, invalid, meant, not_found
+from bus.errors import meant
+from gateway.errors import ApiError, invalid, not_found
 from gateway.openai.params import MAX_COUNT, Body, between
 from gateway.openai.problems import first_problem, shown
 from gateway.operations import answers, orders

@@ -8,6 +8,7 @@ from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 
+from bus.errors import meant
 from bus.messages import PARTS, InstanceCard, WorkerCard
 from bus.morphs import (
     MORPHS,
@@ -20,7 +21,7 @@ from bus.morphs import (
     TransformOrder,
 )
 from gateway.delivery.cluster import Cluster
-from gateway.errors import ApiError, invalid, meant, not_found, unavailable
+from gateway.errors import ApiError, invalid, not_found, unavailable
 from gateway.openai.json_body import json_object
 from gateway.openai.params import Body
 from gateway.openai.problems import first_problem

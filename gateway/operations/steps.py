@@ -1,15 +1,11 @@
-"""The steps from the groups that workers form to groups of another degree. Pure: names in, steps out.
-
-Shards nest: shard s of n groups becomes n shards of the larger group, one at each, and back.
-"""
+"""The steps from the groups that workers form to groups of another degree. Pure: names in, steps out."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
-Members = tuple[str, ...]  # members of one group, in the order of their shards
+from bus.groups import Members, joined, parted
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +17,6 @@ class DegreeStep:
 
     def __str__(self) -> str:
         return f"tp {self.tp} on {', '.join(self.workers)}"
-
-
-def joined(groups: Sequence[Members]) -> Members:
-    """Return the group that groups of one degree become."""
-    return tuple(chain.from_iterable(zip(*groups, strict=True)))
-
-
-def parted(group: Members, degree: int) -> list[Members]:
-    """Return the groups of `degree` that a group becomes."""
-    num_groups = len(group) // degree
-    return [group[start::num_groups] for start in range(num_groups)]
 
 
 def plan_steps(

@@ -10,13 +10,15 @@ from itertools import product
 from operator import attrgetter
 from typing import Final
 
+from bus.errors import meant
+from bus.groups import joined
 from bus.messages import InstanceCard, WorkerCard
 from bus.morphs import Transform, TransformOrder
 from gateway.delivery.cluster import Cluster
-from gateway.errors import ApiError, invalid, meant, not_found
+from gateway.errors import ApiError, invalid, not_found
 from gateway.morphs import MorphRecord
 from gateway.operations.orders import MorphTarget
-from gateway.operations.steps import DegreeStep, joined, plan_steps
+from gateway.operations.steps import DegreeStep, plan_steps
 
 
 def plan(cluster: Cluster, body: TransformOrder) -> tuple[str, list[DegreeStep]]:

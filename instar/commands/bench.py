@@ -35,11 +35,11 @@ def add_to(parser: CommandParser) -> None:
     plots.add_argument("--out", type=Path, metavar="DIR", help="for the picture [the first DIR]")
 
 
-def _add_replay_flags(parser: CommandParser) -> None:
+def add_trace_flags(parser: CommandParser, of_seed: str) -> None:
+    """Declare which requests of which trace are sent, and how they are judged."""
     help_ = "a file, or gamma:RATE:CV:SECONDS[:PROMPT:OUTPUT]"
     parser.add_argument("trace", nargs="?", metavar="TRACE", help=help_)
     for flag, type_, default, metavar, help_ in (
-        ("--model", str, None, "NAME", "[the first one served]"),
         ("--format", one_of(FORMATS), "auto", "F", ", ".join(FORMATS)),
         ("--window", window, (0.0, None), "START:LENGTH", "seconds of the trace"),
         ("--limit", at_least_one, None, "N", "the first N requests only"),
@@ -48,16 +48,24 @@ def _add_replay_flags(parser: CommandParser) -> None:
         ("--slo-ttft", number_above_zero, None, "S", "limit of the time to first token [slo.ttft_s]"),
         ("--slo-tpot", number_above_zero, None, "S", "limit of the time per output token [slo.tpot_s]"),
         ("--drain", number_above_zero, 60.0, "S", "time for the last requests to end [60]"),
-        ("--seed", int, 0, "N", "of prompts and synthetic bursts [0]"),
-        ("--token-ids", token_ids, None, "FIRST:END", "token ids of prompts [16:1000]"),
-        ("--admin-key", str, None, "KEY", "to observe KV, layers and morphs [from the settings]"),
-        ("--out", Path, None, "DIR", "for run.json and the picture"),
+        ("--seed", int, 0, "N", f"of {of_seed} [0]"),
     ):
         parser.add_argument(flag, type=type_, default=default, metavar=metavar, help=help_)
     zero = parser.add_mutually_exclusive_group()
     zero.add_argument("--keep-zero", action="store_true", help="count zero tokens as one")
     zero.add_argument("--drop-zero", action="store_true", help="drop requests with zero tokens [default]")
     parser.add_argument("--no-plot", action="store_true", help="write run.json without the picture")
+
+
+def _add_replay_flags(parser: CommandParser) -> None:
+    add_trace_flags(parser, "prompts and synthetic bursts")
+    for flag, type_, default, metavar, help_ in (
+        ("--model", str, None, "NAME", "[the first one served]"),
+        ("--token-ids", token_ids, None, "FIRST:END", "token ids of prompts [16:1000]"),
+        ("--admin-key", str, None, "KEY", "to observe KV, layers and morphs [from the settings]"),
+        ("--out", Path, None, "DIR", "for run.json and the picture"),
+    ):
+        parser.add_argument(flag, type=type_, default=default, metavar=metavar, help=help_)
     parser.add_argument("--compare", nargs="+", type=Path, default=[], metavar="DIR", help="runs beside it")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON instead of the card")
 

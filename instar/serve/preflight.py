@@ -10,7 +10,7 @@ import re
 import socket
 from pathlib import Path
 
-from bus.checkpoints import BadCheckpoint, read_checkpoint
+from bus.checkpoints import BadCheckpoint, parse_model, read_checkpoint
 from bus.settings import GatewaySettings, Settings, WorkerSettings
 from instar.serve.programs import count_gpus
 
@@ -58,15 +58,6 @@ def exposure_problem(gateway: GatewaySettings) -> str:
         f"gateway.host (--host) is {gateway.host!r}, which is open to other machines, and no key is set: "
         "add `--api-key KEY`, or listen on 127.0.0.1"
     )
-
-
-def parse_model(entry: str) -> tuple[str, Path]:
-    """Return (served name, folder) of `name=dir` or `dir`, as the worker reads it."""
-    name, is_named, folder = entry.partition("=")
-    if not is_named or "/" in name:  # the = belongs to the folder
-        name, folder = "", entry
-    path = Path(folder).expanduser().resolve()
-    return name or path.name, path
 
 
 def _folder_problem(folder: Path, load_format: str) -> str:

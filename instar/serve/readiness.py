@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 
+from bus.checkpoints import parse_model
 from bus.settings import Settings
 from instar.running import url_of
-from instar.serve.preflight import parse_model
 from instar.serve.process import Console
 from instar.serve.supervisor import Supervisor
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from bus.checkpoints import parse_model
 from bus.settings import Settings
 from instar.cli import main
-from instar.serve.preflight import device_problem, parse_model, settings_problem
+from instar.serve.preflight import device_problem, settings_problem
 from instar.serve.programs import DEMO_MODEL, with_values
 from worker.service.start_up import model_folders
 

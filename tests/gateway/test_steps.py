@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.operations.steps import DegreeStep, Members, joined, parted, plan_steps
+from bus.groups import Members, joined, parted
+from gateway.operations.steps import DegreeStep, plan_steps
 
 DEGREES = (1, 2, 4, 8)
 

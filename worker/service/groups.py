@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
 from bus.client import Bus, BusUnavailable
+from bus.groups import natural
 from bus.messages import InstanceCard, WorkerCard
 from bus.morphs import Deploy, Morph, Retire, Transform
 from worker.deploy.model_host import HostedModel, ModelHost, max_blocks
@@ -121,16 +121,11 @@ def led_groups(own: WorkerCard, cards: Iterable[WorkerCard]) -> Iterator[tuple[s
         for card in cards
         if [(each.model, each.degrees) for each in card.instances] == [(instance.model, instance.degrees)]
     ]
-    names = sorted(alike, key=_by_number)
+    names = sorted(alike, key=natural)
     for degree in instance.degrees:
         first = names.index(own.id) if own.id in names else -1
         if degree > 1 and first % degree == 0 and first + degree <= len(names):
             yield tuple(names[first : first + degree])
-
-
-def _by_number(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts w2 before w10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
 
 
 def use_grouping(morphs: MorphManager, grouping: Grouping | None, *, layers_per_step: int = 1) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 import kernels
+from bus.checkpoints import parse_model
 from bus.morphs import Deploy, MorphOutcome, Retire
 from bus.precisions import BITS, PRECISIONS
 from bus.settings import WorkerSettings
@@ -115,11 +116,7 @@ def model_folders(models: list[str], *, may_be_empty: bool = False) -> dict[str,
     """Return the folder of each name, from `name=dir` or `dir` (then the folder's). Raises CannotServe."""
     folders: dict[str, Path] = {}
     for entry in models:
-        name, is_named, folder = entry.partition("=")
-        if not is_named or "/" in name:  # the = is one of the folder's
-            name, folder = "", entry
-        path = Path(folder).expanduser().resolve()
-        name = name or path.name
+        name, path = parse_model(entry)
         if name in folders:
             raise CannotServe(f"two models are called {name!r}: {folders[name]} and {path}; use name=dir")
         folders[name] = path

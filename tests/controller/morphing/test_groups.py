@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.groups import longest_tokens, natural
+from bus.groups import longest_tokens, natural, parted
 from bus.messages import LayerShape
 from controller.morphing.groups import Group, groups_of
-from controller.morphing.parallelism import Merge, decide_scale_down, decide_scale_up, parted
+from controller.morphing.parallelism import Merge, decide_scale_down, decide_scale_up
 from controller.morphing.resting import Rest
 from tests.support.parallelism_groups import TOKENS_AT, group, live, metrics_for, singles, worker_card
 
@@ -109,8 +109,8 @@ def test_a_group_parts_as_soon_as_each_part_holds_what_its_members_requests_have
 def test_the_parts_are_the_subgroups_that_it_was_made_of() -> None:
     made = merge([group("w0", "w1"), group("w2", "w3"), *singles(4)], 1000)
     four = group(*made.workers)
-    assert parted(four, 2) == [["w0", "w1"], ["w2", "w3"]]
-    assert parted(four, 1) == [["w0"], ["w2"], ["w1"], ["w3"]]
+    assert parted(four.workers, 2) == [("w0", "w1"), ("w2", "w3")]
+    assert parted(four.workers, 1) == [("w0",), ("w2",), ("w1",), ("w3",)]
 
 
 numbers = st.integers(0, 100)
@@ -134,9 +134,7 @@ def test_a_new_group_holds_what_it_is_made_for_and_nothing_is_in_it_twice(
         assert len({one.tp for one in found.groups}) == 1
         assert TOKENS_AT[found.tp] >= num_tokens + sum(one.used_tokens for one in found.groups)
         assert found.tp <= (max_tp or 8)
-        assert parted(group(*found.workers), found.groups[0].tp) == [
-            list(one.workers) for one in found.groups
-        ]
+        assert parted(found.workers, found.groups[0].tp) == [tuple(one.workers) for one in found.groups]
 
 
 @given(st.sampled_from([2, 4, 8]), st.data(), st.integers(0, 3000), st.floats(0, 1))
@@ -149,7 +147,7 @@ def test_what_parts_has_room_for_what_stays_with_each_part(
     if found is not None:
         assert found < tp and longest <= TOKENS_AT[found]
         assert sum(own) <= (1 - free) * TOKENS_AT[tp]
-        for part in parted(whole, found):
+        for part in parted(whole.workers, found):
             assert sum(own[whole.workers.index(name)] for name in part) <= TOKENS_AT[found]
 
 
