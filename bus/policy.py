@@ -16,6 +16,7 @@ from bus.precisions import DEFAULT_SWAP, QUANTIZED, Precision
 Mode = Literal["default", "accuracy", "performance", "manual"]
 
 MAX_DELAY_S: Final = 3600
+NEWS_S: Final = 3.0  # what an envelope says of requests holds for so long unless it is repeated
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +220,8 @@ class Policy:
 class Envelope:
     """The limits within which an instance's reflex acts; the controller sends them to the leading worker.
 
-    It is sent again when it changes, and every `valid_s` / 4. Without a fresh one the reflex takes no more
-    loss, and goes on to give layers back.
+    It is sent again when it changes, and four times while it is valid. Without a fresh one the reflex takes
+    no more loss, and goes on to give layers back. `floor` and `expected_blocks` are valid for NEWS_S alone.
     """
 
     id: str

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
 from bus.client import LiveWorker
-from bus.messages import Demand, InstanceCard
-from bus.policy import Envelope, Policy
+from bus.messages import Demand, InstanceCard, WorkerCard
+from bus.policy import NEWS_S, Envelope, Policy
 from bus.precisions import LOWEST, PRECISIONS, Precision
 from controller.morphing.resting import Rest, Rests, rest_of
 
@@ -28,15 +28,29 @@ def hear_floor(floors: Floors, demand: Demand, at_s: float) -> Floors:
     return left | {key: (demand.floor, at_s)} if demand.floor else left
 
 
-def raised(floors: Floors, workers: Iterable[LiveWorker], at_s: float) -> dict[str, Precision]:
-    """Return by instance the floor that its layers should go back to: one instance of each model."""
+def raised(
+    floors: Floors,
+    workers: Iterable[LiveWorker],
+    at_s: float,
+    loads: Mapping[str, float],
+    before: Container[str] = (),
+) -> dict[str, Precision]:
+    """Return by instance the floor that its layers should go back to: one instance of each model.
+
+    loads: by instance, the requests that run and wait; the least loaded is raised. before: the instances that
+    are raised now and stay so.
+    """
     found: dict[str, Precision] = {}
     for (_, model), (floor, heard_s) in floors.items():
-        names = sorted(
-            one.id for live in workers for one in live.card.instances if one.model == model and one.pp == 1
+        names = (
+            one.id
+            for live in workers
+            for one in live.card.instances
+            if one.model == model and _leads(live.card, one)
         )
-        if names and at_s < heard_s + FLOOR_S:
-            found[names[0]] = min(floor, found.get(names[0], LOWEST), key=PRECISIONS.index)
+        name = min(names, key=lambda one: (one not in before, loads.get(one, 0.0), one), default="")
+        if name and at_s < heard_s + FLOOR_S:
+            found[name] = min(floor, found.get(name, LOWEST), key=PRECISIONS.index)
     return found
 
 
@@ -56,8 +70,7 @@ def envelopes(
     for card in (live.card for live in workers if live.card.state == "serving"):
         for instance in card.instances:
             rest = rest_of(instance, rests)
-            leads = instance.workers[:1] in ([], [card.id]) and instance.pp == 1
-            if rest and leads:
+            if rest and _leads(card, instance):
                 envelope = _envelope(card.epoch, instance, policy, rest)
                 found[instance.id] = (
                     card.id,
@@ -76,9 +89,15 @@ def due(granted: Granted, wanted: Mapping[str, ToWorker], at_s: float) -> list[T
     for instance, (worker, envelope) in wanted.items():
         before, sent_s = granted.get(instance, (None, 0.0))
         is_same = before is not None and replace(before, id="") == envelope
-        if not is_same or at_s >= sent_s + envelope.valid_s / RENEW_SHARE:
+        valid_s = NEWS_S if envelope.floor or envelope.expected_blocks else envelope.valid_s
+        if not is_same or at_s >= sent_s + valid_s / RENEW_SHARE:
             sending.append((worker, replace(envelope, id=f"envelope-{uuid.uuid4().hex[:12]}")))
     return sending
+
+
+def _leads(card: WorkerCard, instance: InstanceCard) -> bool:
+    """Return True if this worker's reflex acts for the instance."""
+    return instance.workers[:1] in ([], [card.id]) and instance.pp == 1
 
 
 def _envelope(epoch: int, card: InstanceCard, policy: Policy, rest: Rest) -> Envelope:

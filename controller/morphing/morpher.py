@@ -64,7 +64,12 @@ class Morpher:
     async def _grant(self) -> None:
         policy, workers = await asyncio.gather(self._bus.read_policy(), self._bus.workers())
         now_s = time.monotonic()
-        floors, expected = raised(self._floors, workers, now_s), expected_blocks(self._forecasts)
+        loads = (
+            {one.id: one.running + one.waiting for one in self._metrics[1].instances} if self._metrics else {}
+        )
+        before = [name for name, (envelope, _) in self._granted.items() if envelope.floor]
+        floors = raised(self._floors, workers, now_s, loads, before)
+        expected = expected_blocks(self._forecasts)
         wanted = envelopes(workers, policy, self._resting(), floors, expected)
         self._granted = {name: one for name, one in self._granted.items() if name in wanted}
         for worker, envelope in due(self._granted, wanted, now_s):
@@ -121,7 +126,8 @@ class Morpher:
             return
         policy, workers = await asyncio.gather(self._bus.read_policy(), self._bus.workers())
         at_s, metrics = self._metrics
-        share, before = policy.kv_usage_high, expected_blocks(self._forecasts)
+        share = (policy.in_force() or policy).kv_usage_high
+        before = expected_blocks(self._forecasts)
         self._forecasts, scored = observe_all(self._forecasts, metrics, workers, share, at_s)
         for one in scored:
             await self._bus.event("forecast_scored", one.instance, one.words, **one.numbers)

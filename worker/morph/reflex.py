@@ -32,7 +32,6 @@ HOLD_TIMES: Final = 10  # a return waits for so many times the duration of the l
 PREEMPTED_S: Final = 1.0  # a preemption counts as pressure for so long
 RETURN_MARGIN: Final = 4  # this part of the dead zone stays free after a return, or noise would undo it
 FORECAST_SHARE: Final = 0.25  # share of the loss budget that a forecast may spend
-EXPECTED_S: Final = 3.0  # a forecast that is not repeated for so long is over
 RESERVE: Final[float] = 1e-9  # part of a budget kept for rounding
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from bus.messages import Event
 from bus.morphs import HalfOrder, Morph, MorphReport, Resize, Swap
-from bus.policy import Envelope, Policy
+from bus.policy import NEWS_S, Envelope, Policy
 from bus.precisions import LOWEST, PRECISIONS, Precision
 from worker.distributed.messages import MemberLoad
 from worker.morph import reflex
@@ -218,9 +218,8 @@ class ReflexLoop:
     def load(self, target: ReflexTarget, found: Reflex | None) -> Load:
         """Add up what runs and waits at all members of the instance, and what waits at gateways."""
         at_s, floor, expected = self._clock(), LOWEST, 0
-        if found:
-            floor = found.envelope.floor or LOWEST
-            expected = found.envelope.expected_blocks if at_s < found.granted_s + reflex.EXPECTED_S else 0
+        if found and at_s < found.granted_s + NEWS_S:
+            floor, expected = found.envelope.floor or LOWEST, found.envelope.expected_blocks
         members = target.loads()
         refused = [floor, *(each.floor_refused for each in members)]
         return Load(

@@ -7,7 +7,7 @@ from typing import Any
 
 from bus.client import LiveWorker
 from bus.messages import Demand, InstanceCard, WorkerCard
-from bus.policy import Envelope, Policy
+from bus.policy import NEWS_S, Envelope, Policy
 from controller.morphing.envelopes import Floors, due, envelopes, hear_floor, raised
 from controller.morphing.resting import Rest
 
@@ -89,16 +89,36 @@ def test_one_instance_of_a_model_is_raised_for_what_waits_at_gateways() -> None:
     for gateway, floor in (("a", "int8"), ("b", "full"), ("c", "")):
         demand = Demand(gateway=gateway, model="m", tokens=0, count=0, at_ms=0, floor=floor)  # type: ignore[arg-type]
         floors = hear_floor(floors, demand, 10.0)
-    assert raised(floors, workers, 11.0) == {"m@w0": "full"}
-    told = envelopes(workers, Policy(), {}, raised(floors, workers, 11.0))
+    assert raised(floors, workers, 11.0, {}) == {"m@w0": "full"}
+    told = envelopes(workers, Policy(), {}, raised(floors, workers, 11.0, {}))
     assert {name: envelope.floor for name, (_, envelope) in told.items()} == {
         "m@w0": "full",
         "m@w1": "",
         "m@w2": "",
     }
     served = Demand(gateway="b", model="m", tokens=0, count=0, at_ms=0)
-    assert raised(hear_floor(floors, served, 11.0), workers, 11.0) == {"m@w0": "int8"}
-    assert raised(floors, workers, 12.0) == {}  # nobody repeats it
+    assert raised(hear_floor(floors, served, 11.0), workers, 11.0, {}) == {"m@w0": "int8"}
+    assert raised(floors, workers, 12.0, {}) == {}  # nobody repeats it
+
+
+def test_the_least_loaded_leader_is_raised_and_stays_so() -> None:
+    workers = [
+        worker("w0", instance("w0")),
+        worker("w1", instance("w1", workers=["w1", "w2"], tp=2)),
+        worker("w2", instance("w2", workers=["w1", "w2"], tp=2)),
+    ]
+    floors: Floors = {("a", "m"): ("int8", 10.0)}
+    assert raised(floors, workers, 10.0, {"m@w0": 3.0, "m@w1": 2.0}) == {"m@w1": "int8"}
+    assert raised(floors, workers, 10.0, {"m@w0": 1.0, "m@w1": 2.0}) == {"m@w0": "int8"}
+    assert raised(floors, workers, 10.0, {"m@w0": 1.0, "m@w1": 2.0}, ["m@w1"]) == {"m@w1": "int8"}
+
+
+def test_what_is_expected_or_waits_is_repeated_before_it_is_over() -> None:
+    for news in ({"expected": {"m@w0": 80}}, {"floors": {"m@w0": "int8"}}):
+        wanted = envelopes([worker("w0", instance())], Policy(), {}, **news)
+        ((_, first),) = due({}, wanted, 10.0)
+        assert due({"m@w0": (first, 10.0)}, wanted, 10.0 + NEWS_S / 8) == []
+        assert due({"m@w0": (first, 10.0)}, wanted, 10.0 + NEWS_S / 3)
 
 
 def test_an_envelope_is_sent_when_it_changes_and_again_before_it_is_stale() -> None:

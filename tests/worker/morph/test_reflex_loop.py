@@ -11,7 +11,7 @@ import pytest
 
 from bus.messages import Event, LayerShape
 from bus.morphs import Swap
-from bus.policy import Envelope, Mode, Policy
+from bus.policy import NEWS_S, Envelope, Mode, Policy
 from bus.precisions import PRECISIONS, Precision
 from tests.support.engine_toys import continuation, request
 from tests.support.morph_toys import Rig
@@ -179,6 +179,18 @@ def test_what_waits_for_a_precision_brings_the_layers_up_to_it(clocked: Clocked)
     assert clocked.events[-1].cause == "precision_floor"
     clocked.step(3)
     assert len(clocked.events) == 1
+
+
+def test_a_floor_that_the_controller_repeats_no_more_is_over(clocked: Clocked) -> None:
+    clocked.grant(floor="int8")
+    clocked.at_s += NEWS_S - 0.1
+    clocked.flood()
+    clocked.step(8)
+    assert {half for one in clocked.shape for half in (one.attention, one.ffn)} <= {"full", "int8"}
+    clocked.at_s += 0.1
+    clocked.step(6)
+    assert {one.ffn for one in clocked.shape} == {"int4"}
+    clocked.finish()
 
 
 def test_an_instance_without_int8_goes_down_and_back_and_up_to_a_floor() -> None:
