@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 from bus.messages import PARTS
 from bus.policy import Envelope, Policy
 from bus.precisions import Precision
-from worker.morph import reflex
+from worker.morph import reflex, sizing
 from worker.morph.losses import losses_of
 from worker.morph.plan import Half
-from worker.morph.reflex import Decision, Load, ReflexState, Shape
+from worker.morph.reflex import Load, ReflexState
+from worker.morph.sizing import Decision, Shape
 
 STEP_S = 0.05
 NUM_LAYERS = 32
@@ -105,9 +106,9 @@ class Simulated:
         )
         for need in needs:
             if need.goal == "relief":
-                decision = reflex.relieve(self.state, load, shape, envelope, need, may_lose=True)
+                decision = sizing.relieve(self.state, load, shape, envelope, need, may_lose=True)
             else:
-                decision = reflex.restore(self.state, load, shape, envelope, need)
+                decision = sizing.restore(self.state, load, shape, envelope, need)
             if decision:
                 self.state = reflex.decided(self.state, decision.lever, at_s)
                 self.morphs.append((at_s, decision))

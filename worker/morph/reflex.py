@@ -1,27 +1,22 @@
-"""The reflex of an instance: when layers lose bits for KV blocks, how many, and when they go back. Pure.
+"""The reflex of an instance: when layers lose bits for KV blocks, and when they go back. Pure.
 
 The controller grants an `Envelope`. At every step boundary the worker asks `judge`, and for the morph that is
-due `relieve` or `restore`.
+due `worker.morph.sizing`.
 
-Relief is due when steps in a row (MorphServe, section 6) show that blocks are missing. It is sized by what
-is missing, and waits for no cool-down. A return waits for ten times what the last relief took, and longer
+Relief is due when steps in a row (MorphServe, section 6), or PRESSED_S of long ones, show that blocks are
+missing. It waits for no cool-down. A return waits for ten times what the last relief took, and longer
 each time that layers went back too early.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
-from bus.messages import Number
 from bus.morphs import Cause
 from bus.policy import Envelope, Policy
-from bus.precisions import LOWEST, PRECISIONS, Precision, is_below
-from worker.morph.losses import Choice, Halves, Losses, MayTouch, Pages, choose_relief, choose_return
-from worker.morph.plan import Half
+from bus.precisions import LOWEST, Precision, is_below
 
 Lever = Literal["resize", "swap_down", "swap_up"]
 
@@ -29,10 +24,8 @@ REGRET_S: Final = 30.0  # layers that are swapped again within this time went ba
 FIRST_PAUSE_S, FIRST_REGRET_S, LONGEST_PAUSE_S = 0.1, 1.0, 8.0  # after a refusal, a regret; doubled each time
 URGENT: Final = 0.25  # share of the objective; after this wait morphs take all of the time
 HOLD_TIMES: Final = 10  # a return waits for so many times the duration of the last relief
+PRESSED_S: Final = 0.2  # pressure that lasts so long is acted on, however few steps it has been
 PREEMPTED_S: Final = 1.0  # a preemption counts as pressure for so long
-RETURN_MARGIN: Final = 4  # this part of the dead zone stays free after a return, or noise would undo it
-FORECAST_SHARE: Final = 0.25  # share of the loss budget that a forecast may spend
-RESERVE: Final[float] = 1e-9  # part of a budget kept for rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,36 +64,6 @@ class Load:
         return self.wanting_s + missing * self.residence_s / max(1, self.kv_used)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """The pages and layers of an instance; pages are those of one worker."""
-
-    halves: Halves
-    losses: Losses
-    pages: Pages
-    order: Sequence[int]  # order of layers: of equal losses the first goes first
-    pages_spare: int = 0  # free beyond the reserve for swaps
-    pages_per_block: float = 0.0
-    min_blocks: int = 0
-    floor: Precision = LOWEST  # the most bits that a request insists on, here or refused lately
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.order)
-
-    def blocks_of(self, pages: float) -> int:
-        """Return the KV blocks that so many free pages make; the cache grows by a page in every layer."""
-        return int(self.blocks_in(pages // self.num_layers * self.num_layers))
-
-    def blocks_in(self, pages: float) -> float:
-        """Return the KV blocks in so many pages; 0.0 if unknown."""
-        return max(0.0, pages) / self.pages_per_block if self.pages_per_block else 0.0
-
-    def pages_of(self, blocks: float) -> int:
-        """Return the pages that so many blocks take, whole ones in every layer."""
-        return math.ceil(max(0.0, blocks) * self.pages_per_block / self.num_layers) * self.num_layers
-
-
 @dataclass(frozen=True, slots=True)
 class LeverPause:
     """A pause that doubles with every time in a row."""
@@ -123,6 +86,7 @@ class ReflexState:
     """
 
     pressure: int = 0
+    pressed_s: float = float("inf")  # when the row of pressure began
     ease: int = 0
     preemptions: int = 0
     preempted_s: float = float("-inf")
@@ -157,18 +121,6 @@ class Need:
     words: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """One morph, its reason, and the numbers behind it. blocks: of a resize, the new total."""
-
-    lever: Lever
-    cause: Cause
-    reason: str
-    numbers: Mapping[str, Number]
-    halves: Mapping[Half, Precision] = field(default_factory=dict)
-    blocks: int = 0
-
-
 # ----------------------------------------------------------------------------- is a morph due?
 
 
@@ -185,13 +137,14 @@ def judge(state: ReflexState, load: Load, envelope: Envelope) -> tuple[ReflexSta
         state,
         preemptions=load.preemptions,
         pressure=state.pressure + 1 if pressure else 0,
+        pressed_s=state.pressed_s if state.pressure else at_s,
         ease=state.ease + 1 if ease else 0,
     )
     needs = []
     if load.floor_refused != LOWEST and not state.is_paused("swap_up", at_s):
         words = f"a request waits that takes no layer below {load.floor_refused}"
         needs.append(Need("return", "precision_floor", words))
-    if pressure and state.pressure >= policy.windows:
+    if pressure and (state.pressure >= policy.windows or at_s >= state.pressed_s + PRESSED_S):
         needs.append(Need("relief", *pressure))
     is_calm = load.is_idle or state.ease >= policy.windows
     if ease and is_calm and not state.is_by_hand and at_s >= state.return_due_s(policy):
@@ -244,97 +197,6 @@ def urgency(load: Load, policy: Policy) -> float:
     return min(1.0, max(load.predicted_wait_s, load.wanting_s) / (policy.ttft_slo_s * URGENT))
 
 
-# ----------------------------------------------------------------------------- which morph?
-
-
-def relieve(
-    state: ReflexState, load: Load, shape: Shape, envelope: Envelope, need: Need, *, may_lose: bool
-) -> Decision | None:
-    """Return the cheapest morph that brings blocks: free pages first, then halves by loss for each page.
-
-    may_lose: False under a stale envelope.
-    """
-    policy = envelope.policy
-    gained = shape.blocks_of(shape.pages_spare)
-    if gained > 0 and not state.is_paused("resize", load.at_s):
-        blocks = load.kv_blocks + gained
-        reason = f"{shape.pages_spare} pages are free, for {gained} more KV blocks"
-        spare: dict[str, Number] = {"blocks_after": blocks, "pages_spare": shape.pages_spare}
-        return _decide("resize", need, reason, state, load, envelope, spare, blocks=blocks)
-    if not may_lose or state.is_paused("swap_down", load.at_s):
-        return None
-    needed = max(load.kv_needed, load.kv_used, load.kv_expected)
-    missing = max(1, math.ceil(needed / policy.kv_usage_high) - load.kv_blocks)
-    lost = shape.losses.total(shape.halves, envelope.resting)
-    budget = policy.most_loss * (FORECAST_SHARE if need.cause == "forecast" else 1.0)
-    choice = choose_relief(
-        shape.halves,
-        shape.losses,
-        shape.pages,
-        allowed=[
-            one
-            for one in shape.losses.precisions
-            if one in envelope.precisions and not is_below(one, shape.floor)
-        ],
-        order=shape.order,
-        wanted_pages=shape.pages_of(missing),
-        budget=budget - lost + RESERVE,
-        may_touch=_within(policy.max_layers, envelope.resting),
-    )
-    if not choice.halves:
-        return None
-    blocks = load.kv_blocks + shape.blocks_of(choice.pages)
-    reason = (
-        f"{_count(choice)} for about {blocks - load.kv_blocks} KV blocks, of {missing} that are missing; the "
-        f"loss by the profile is {lost + choice.loss:.2%} of at most {budget:.2%}"
-    )
-    numbers: dict[str, Number] = {
-        "halves": len(choice.halves),
-        "blocks_missing": missing,
-        "blocks_after": blocks,
-        "loss": round(lost + choice.loss, 6),
-        "loss_budget": budget,
-    }
-    return _decide("swap_down", need, reason, state, load, envelope, numbers, halves=choice.halves)
-
-
-def restore(state: ReflexState, load: Load, shape: Shape, envelope: Envelope, need: Need) -> Decision | None:
-    """Return the swap that gives layers back as far as the KV use stays low enough; None if none can go."""
-    policy, is_for_floor = envelope.policy, need.cause == "precision_floor"
-    goal = load.floor_refused if is_for_floor else envelope.resting
-    halves = {half: one for half, one in shape.halves.items() if is_below(one, goal)}
-    if not halves:
-        return None
-    dead_zone = policy.kv_usage_high - policy.kv_usage_low
-    usage_after = policy.kv_usage_high - dead_zone / RETURN_MARGIN
-    # A request that is refused a floor waits for all halves, whatever then waits for blocks.
-    needed = load.kv_used if is_for_floor else max(load.kv_used, load.kv_needed)
-    kept = max(shape.min_blocks, math.ceil(needed / (1.0 if is_for_floor else usage_after)))
-    spare = max(0.0, load.kv_blocks - kept) * shape.pages_per_block
-    choice = choose_return(
-        halves,
-        shape.losses,
-        shape.pages,
-        goal=goal,
-        order=shape.order,
-        spare_pages=spare // shape.num_layers * shape.num_layers + shape.pages_spare,
-    )
-    if not choice.halves:
-        return None
-    blocks = load.kv_blocks - math.ceil(shape.blocks_in(-choice.pages - shape.pages_spare))
-    lost = shape.losses.total(shape.halves, envelope.resting) + choice.loss
-    reason = (
-        f"{_count(choice)}, which leaves about {blocks} KV blocks, of which {needed} are needed; the loss by "
-        f"the profile falls to {max(0.0, lost):.2%}"
-    )
-    numbers: dict[str, Number] = {
-        "halves": len(choice.halves),
-        "blocks_after": blocks,
-        "loss": round(max(0.0, lost), 6),
-    }
-    return _decide("swap_up", need, reason, state, load, envelope, numbers, halves=choice.halves)
-
-
 # ----------------------------------------------------------------------------- what became of it
 
 
@@ -362,47 +224,3 @@ def ended(state: ReflexState, lever: Lever, is_applied: bool, seconds: float, at
 def ordered(state: ReflexState) -> ReflexState:
     """Note that layers were swapped by hand: that stands until something runs."""
     return replace(state, pressure=0, ease=0, is_by_hand=True)
-
-
-def _within(max_layers: int, resting: Precision) -> MayTouch:
-    """Return a test that keeps the number of layers below `resting` at `max_layers`; 0: any number."""
-
-    def may_touch(halves: Halves, half: Half) -> bool:
-        below = {each.layer for each, precision in halves.items() if is_below(precision, resting)}
-        return half.layer in below or len(below) < max_layers
-
-    return may_touch if max_layers else lambda halves, half: True
-
-
-def _count(choice: Choice) -> str:
-    """Return the choice in words, as in `5 halves to int8, 1 to int4`."""
-    counts = Counter(choice.halves.values())
-    parts = [f"{counts[one]} halves to {one}" for one in PRECISIONS if counts[one]]
-    return ", ".join(parts)
-
-
-def _decide(
-    lever: Lever,
-    need: Need,
-    reason: str,
-    state: ReflexState,
-    load: Load,
-    envelope: Envelope,
-    numbers: Mapping[str, Number],
-    **what: Any,
-) -> Decision:
-    seen: dict[str, Number] = {
-        "kv_usage": round(load.kv_usage, 4),
-        "kv_blocks": load.kv_blocks,
-        "kv_used": load.kv_used,
-        "kv_needed": load.kv_needed,
-        "running": load.running,
-        "waiting": load.waiting,
-        "waited_s": round(load.wanting_s, 4),
-        "predicted_wait_s": round(load.predicted_wait_s, 4),
-        "steps": max(state.pressure, state.ease),
-        "policy_revision": envelope.policy.revision,
-    }
-    return Decision(
-        lever=lever, cause=need.cause, reason=f"{need.words}: {reason}", numbers=seen | dict(numbers), **what
-    )

@@ -18,10 +18,11 @@ from bus.morphs import HalfOrder, Morph, MorphReport, Resize, Swap
 from bus.policy import NEWS_S, Envelope, Policy
 from bus.precisions import LOWEST, PRECISIONS, Precision
 from worker.distributed.messages import MemberLoad
-from worker.morph import reflex
+from worker.morph import reflex, sizing
 from worker.morph.losses import Losses
 from worker.morph.plan import Half
-from worker.morph.reflex import Decision, Lever, Load, Need, Shape
+from worker.morph.reflex import Lever, Load, Need
+from worker.morph.sizing import Decision, Shape
 
 WAIT_S = 1.0  # wait for pages before a swap is deferred: a running step may free some
 NO_ENVELOPE = Policy()  # policy without an envelope: only its objective is used
@@ -185,9 +186,9 @@ class ReflexLoop:
     def _decide(self, found: Reflex, load: Load, shape: Shape, need: Need) -> Decision | None:
         envelope = found.envelope
         if need.goal == "return":
-            return reflex.restore(found.state, load, shape, envelope, need)
+            return sizing.restore(found.state, load, shape, envelope, need)
         may_lose = not reflex.is_stale(envelope, found.granted_s, load.at_s)
-        return reflex.relieve(found.state, load, shape, envelope, need, may_lose=may_lose)
+        return sizing.relieve(found.state, load, shape, envelope, need, may_lose=may_lose)
 
     def _begin(self, name: str, found: Reflex, decision: Decision, at_s: float) -> Event:
         morph_id = self._new_id()

@@ -10,10 +10,11 @@ import pytest
 from bus.messages import PARTS
 from bus.policy import Envelope, Mode, Policy
 from bus.precisions import Precision
-from worker.morph import reflex
+from worker.morph import reflex, sizing
 from worker.morph.losses import losses_of
 from worker.morph.plan import Half
-from worker.morph.reflex import Decision, Load, Need, ReflexState, Shape
+from worker.morph.reflex import Load, Need, ReflexState
+from worker.morph.sizing import Decision, Shape
 
 LAYERS = 8
 PAGES = {"full": 32, "int8": 8, "int4": 4, "int3": 3}
@@ -60,11 +61,11 @@ def relief(
     load: Load = BURST, of: Shape | None = None, *, may_lose: bool = True, **fields: Any
 ) -> Decision | None:
     need = Need("relief", "queue_delay", "words")
-    return reflex.relieve(ReflexState(), load, of or shape(), envelope(**fields), need, may_lose=may_lose)
+    return sizing.relieve(ReflexState(), load, of or shape(), envelope(**fields), need, may_lose=may_lose)
 
 
 def back(load: Load, of: Shape, cause: Any = "ease", **fields: Any) -> Decision | None:
-    return reflex.restore(ReflexState(), load, of, envelope(**fields), Need("return", cause, "words"))
+    return sizing.restore(ReflexState(), load, of, envelope(**fields), Need("return", cause, "words"))
 
 
 # ------------------------------------------------------------------------------------- what is pressure
@@ -78,6 +79,19 @@ def test_pressure_must_show_in_steps_in_a_row() -> None:
     state, _ = reflex.judge(state, CALM, envelope())
     assert due(BURST, steps=2, state=state) == []
     assert due(BURST, steps=1, mode="performance")
+
+
+def test_pressure_that_lasts_is_acted_on_after_fewer_long_steps() -> None:
+    state, needs = ReflexState(), list[Need]()
+    for at_s in (100.0, 100.15, 100.21):
+        assert needs == []
+        state, needs = reflex.judge(state, replace(BURST, at_s=at_s), envelope(windows=1000))
+    assert [need.goal for need in needs] == ["relief"]
+    state, needs = reflex.judge(state, replace(CALM, at_s=100.3), envelope())
+    state, needs = reflex.judge(state, replace(BURST, at_s=100.6), envelope())
+    assert needs == []  # a row of its own
+    _, needs = reflex.judge(state, replace(BURST, at_s=100.9), envelope())
+    assert needs  # steps of 300 ms: the second
 
 
 def test_the_wait_is_predicted_from_what_is_missing_and_how_fast_blocks_come_free() -> None:
@@ -110,7 +124,7 @@ def test_what_is_expected_is_pressure_may_lose_less_and_holds_layers_where_they_
     assert due(EASE) and due(replace(EASE, kv_expected=70)) == []
 
     def loss(need: Need) -> float:
-        decision = reflex.relieve(
+        decision = sizing.relieve(
             ReflexState(), soon, shape(), envelope(loss_budget=0.01), need, may_lose=True
         )
         assert decision
@@ -188,7 +202,7 @@ def test_a_stale_envelope_takes_no_more_loss_and_its_free_pages() -> None:
 def test_an_envelope_without_precisions_allows_nothing() -> None:
     nothing = replace(envelope(), precisions=[])
     need = Need("relief", "queue_delay", "words")
-    assert reflex.relieve(ReflexState(), BURST, shape(), nothing, need, may_lose=True) is None
+    assert sizing.relieve(ReflexState(), BURST, shape(), nothing, need, may_lose=True) is None
 
 
 # ------------------------------------------------------------------------------------- the way back
@@ -253,8 +267,8 @@ def test_nothing_goes_back_below_the_blocks_of_the_longest_sequence() -> None:
 def test_what_was_deployed_in_few_bits_goes_back_to_these() -> None:
     rest = replace(envelope(), resting="int8")
     need = Need("return", "ease", "words")
-    assert reflex.restore(ReflexState(), IDLE, swapped("int8"), rest, need) is None
-    down = reflex.restore(ReflexState(), IDLE, swapped("int4"), rest, need)
+    assert sizing.restore(ReflexState(), IDLE, swapped("int8"), rest, need) is None
+    down = sizing.restore(ReflexState(), IDLE, swapped("int4"), rest, need)
     assert down and set(down.halves.values()) == {"int8"}
 
 
@@ -279,15 +293,15 @@ def test_a_refused_lever_rests_longer_each_time_and_others_go_on() -> None:
     assert rests == pytest.approx([0.1, 0.2, 0.4, 0.8])
     need = Need("relief", "queue_delay", "words")
     paused = replace(BURST, at_s=at_s - 0.01)
-    assert reflex.relieve(state, paused, shape(), envelope(), need, may_lose=True) is None
+    assert sizing.relieve(state, paused, shape(), envelope(), need, may_lose=True) is None
     spare = shape(pages_spare=80)
-    assert reflex.relieve(state, paused, spare, envelope(), need, may_lose=True)
+    assert sizing.relieve(state, paused, spare, envelope(), need, may_lose=True)
 
 
 def test_an_applied_resize_is_not_asked_for_again_at_once() -> None:
     state = reflex.ended(ReflexState(), "resize", is_applied=True, seconds=0.1, at_s=BURST.at_s)
     need = Need("relief", "queue_delay", "words")
-    decision = reflex.relieve(state, BURST, shape(pages_spare=80), envelope(), need, may_lose=True)
+    decision = sizing.relieve(state, BURST, shape(pages_spare=80), envelope(), need, may_lose=True)
     assert decision and decision.lever == "swap_down"
 
 

@@ -1,0 +1,195 @@
+"""The size of a morph that is due: free pages, or the halves that lose least for each page. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from bus.messages import Number
+from bus.morphs import Cause
+from bus.policy import Envelope
+from bus.precisions import LOWEST, PRECISIONS, Precision, is_below
+from worker.morph.losses import Choice, Halves, Losses, MayTouch, Pages, choose_relief, choose_return
+from worker.morph.plan import Half
+from worker.morph.reflex import Lever, Load, Need, ReflexState
+
+RETURN_MARGIN: Final = 4  # this part of the dead zone stays free after a return, or noise would undo it
+FORECAST_SHARE: Final = 0.25  # of the budget of loss may be taken for what is only expected
+RESERVE: Final[float] = 1e-9  # of a budget, for rounding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The pages and layers of an instance; pages are those of one worker."""
+
+    halves: Halves
+    losses: Losses
+    pages: Pages
+    order: Sequence[int]  # order of layers: of equal losses the first goes first
+    pages_spare: int = 0  # free beyond the reserve for swaps
+    pages_per_block: float = 0.0
+    min_blocks: int = 0
+    floor: Precision = LOWEST  # the most bits that a request insists on, here or refused lately
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.order)
+
+    def blocks_of(self, pages: float) -> int:
+        """Return the KV blocks that so many free pages make; the cache grows by a page in every layer."""
+        return int(self.blocks_in(pages // self.num_layers * self.num_layers))
+
+    def blocks_in(self, pages: float) -> float:
+        """Return the KV blocks in so many pages; 0.0 if unknown."""
+        return max(0.0, pages) / self.pages_per_block if self.pages_per_block else 0.0
+
+    def pages_of(self, blocks: float) -> int:
+        """Return the pages that so many blocks take, whole ones in every layer."""
+        return math.ceil(max(0.0, blocks) * self.pages_per_block / self.num_layers) * self.num_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One morph, its reason, and the numbers behind it. blocks: of a resize, the new total."""
+
+    lever: Lever
+    cause: Cause
+    reason: str
+    numbers: Mapping[str, Number]
+    halves: Mapping[Half, Precision] = field(default_factory=dict)
+    blocks: int = 0
+
+
+def relieve(
+    state: ReflexState, load: Load, shape: Shape, envelope: Envelope, need: Need, *, may_lose: bool
+) -> Decision | None:
+    """Return the cheapest morph that brings blocks: free pages first, then halves by loss for each page.
+
+    may_lose: False under a stale envelope.
+    """
+    policy = envelope.policy
+    gained = shape.blocks_of(shape.pages_spare)
+    if gained > 0 and not state.is_paused("resize", load.at_s):
+        blocks = load.kv_blocks + gained
+        reason = f"{shape.pages_spare} pages are free, for {gained} more KV blocks"
+        spare: dict[str, Number] = {"blocks_after": blocks, "pages_spare": shape.pages_spare}
+        return _decide("resize", need, reason, state, load, envelope, spare, blocks=blocks)
+    if not may_lose or state.is_paused("swap_down", load.at_s):
+        return None
+    needed = max(load.kv_needed, load.kv_used, load.kv_expected)
+    missing = max(1, math.ceil(needed / policy.kv_usage_high) - load.kv_blocks)
+    lost = shape.losses.total(shape.halves, envelope.resting)
+    budget = policy.most_loss * (FORECAST_SHARE if need.cause == "forecast" else 1.0)
+    choice = choose_relief(
+        shape.halves,
+        shape.losses,
+        shape.pages,
+        allowed=[
+            one
+            for one in shape.losses.precisions
+            if one in envelope.precisions and not is_below(one, shape.floor)
+        ],
+        order=shape.order,
+        wanted_pages=shape.pages_of(missing),
+        budget=budget - lost + RESERVE,
+        may_touch=_within(policy.max_layers, envelope.resting),
+    )
+    if not choice.halves:
+        return None
+    blocks = load.kv_blocks + shape.blocks_of(choice.pages)
+    reason = (
+        f"{_count(choice)} for about {blocks - load.kv_blocks} KV blocks, of {missing} that are missing; the "
+        f"loss by the profile is {lost + choice.loss:.2%} of at most {budget:.2%}"
+    )
+    numbers: dict[str, Number] = {
+        "halves": len(choice.halves),
+        "blocks_missing": missing,
+        "blocks_after": blocks,
+        "loss": round(lost + choice.loss, 6),
+        "loss_budget": budget,
+    }
+    return _decide("swap_down", need, reason, state, load, envelope, numbers, halves=choice.halves)
+
+
+def restore(state: ReflexState, load: Load, shape: Shape, envelope: Envelope, need: Need) -> Decision | None:
+    """Return the swap that gives layers back as far as the KV use stays low enough; None if none can go."""
+    policy, is_for_floor = envelope.policy, need.cause == "precision_floor"
+    goal = load.floor_refused if is_for_floor else envelope.resting
+    halves = {half: one for half, one in shape.halves.items() if is_below(one, goal)}
+    if not halves:
+        return None
+    dead_zone = policy.kv_usage_high - policy.kv_usage_low
+    usage_after = policy.kv_usage_high - dead_zone / RETURN_MARGIN
+    # A request that is refused a floor waits for all halves, whatever then waits for blocks.
+    needed = load.kv_used if is_for_floor else max(load.kv_used, load.kv_needed)
+    kept = max(shape.min_blocks, math.ceil(needed / (1.0 if is_for_floor else usage_after)))
+    spare = max(0.0, load.kv_blocks - kept) * shape.pages_per_block
+    choice = choose_return(
+        halves,
+        shape.losses,
+        shape.pages,
+        goal=goal,
+        order=shape.order,
+        spare_pages=spare // shape.num_layers * shape.num_layers + shape.pages_spare,
+    )
+    if not choice.halves:
+        return None
+    blocks = load.kv_blocks - math.ceil(shape.blocks_in(-choice.pages - shape.pages_spare))
+    lost = shape.losses.total(shape.halves, envelope.resting) + choice.loss
+    reason = (
+        f"{_count(choice)}, which leaves about {blocks} KV blocks, of which {needed} are needed; the loss by "
+        f"the profile falls to {max(0.0, lost):.2%}"
+    )
+    numbers: dict[str, Number] = {
+        "halves": len(choice.halves),
+        "blocks_after": blocks,
+        "loss": round(max(0.0, lost), 6),
+    }
+    return _decide("swap_up", need, reason, state, load, envelope, numbers, halves=choice.halves)
+
+
+def _within(max_layers: int, resting: Precision) -> MayTouch:
+    """Return a test that keeps the number of layers below `resting` at `max_layers`; 0: any number."""
+
+    def may_touch(halves: Halves, half: Half) -> bool:
+        below = {each.layer for each, precision in halves.items() if is_below(precision, resting)}
+        return half.layer in below or len(below) < max_layers
+
+    return may_touch if max_layers else lambda halves, half: True
+
+
+def _count(choice: Choice) -> str:
+    """Return the choice in words, as in `5 halves to int8, 1 to int4`."""
+    counts = Counter(choice.halves.values())
+    parts = [f"{counts[one]} halves to {one}" for one in PRECISIONS if counts[one]]
+    return ", ".join(parts)
+
+
+def _decide(
+    lever: Lever,
+    need: Need,
+    reason: str,
+    state: ReflexState,
+    load: Load,
+    envelope: Envelope,
+    numbers: Mapping[str, Number],
+    **what: Any,
+) -> Decision:
+    seen: dict[str, Number] = {
+        "kv_usage": round(load.kv_usage, 4),
+        "kv_blocks": load.kv_blocks,
+        "kv_used": load.kv_used,
+        "kv_needed": load.kv_needed,
+        "running": load.running,
+        "waiting": load.waiting,
+        "waited_s": round(load.wanting_s, 4),
+        "predicted_wait_s": round(load.predicted_wait_s, 4),
+        "steps": max(state.pressure, state.ease),
+        "policy_revision": envelope.policy.revision,
+    }
+    return Decision(
+        lever=lever, cause=need.cause, reason=f"{need.words}: {reason}", numbers=seen | dict(numbers), **what
+    )
