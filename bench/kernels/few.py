@@ -22,8 +22,8 @@ from bench.common.results import conclude, parser, say
 import torch
 
 from bench.common.engines import best_of
+from bench.common.machine import describe_machine
 from bench.kernels.quantized import random_weight
-from bench.peers.machine import describe_machine
 from kernels import linear, quantized_linear
 from kernels.cpu.program import KernelProgram
 

@@ -32,11 +32,11 @@ from pathlib import Path
 from typing import Final
 
 from bench.common.dummy_model import CONFIGS, model_folder
+from bench.common.machine import describe_machine
 from bench.common.results import conclude, parser, say
 from bench.common.service import OtherPrograms
 from bench.peers.contenders import Contender, contenders, version_of
 from bench.peers.gguf_file import missing_package, write_gguf
-from bench.peers.machine import describe_machine
 from bench.peers.report import PAGE, Row, check_page, page_table, report, rewritten, rows_as_json, say_card
 from bench.peers.workloads import QUICK, WORKLOADS, Load
 

@@ -20,6 +20,7 @@ from typing import Any, Final
 import httpx
 
 from bench.common.load import MODEL
+from bench.common.machine import num_cores
 from bench.common.processes import Children
 from bench.common.service import STEADY, Process, Service, free_port, wait_for
 from bench.peers.gguf_file import GGUF
@@ -66,11 +67,6 @@ def contenders(llama_server: Path | None) -> list[Contender]:
     if llama_server is not None:
         found.append(Contender(LLAMA, partial(run_llama_server, llama_server)))
     return [*found, Contender(TRANSFORMERS, run_transformers, (AT_ONCE, ONE_BY_ONE))]
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 class PeerService(Service):

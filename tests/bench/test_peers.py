@@ -15,9 +15,9 @@ import torch
 from transformers import LlamaConfig
 
 from bench.common.dummy_model import CONFIGS, model_folder
+from bench.common.machine import describe_machine, processor_in
 from bench.peers import compare, gguf_file
 from bench.peers.contenders import INSTAR, LLAMA, TRANSFORMERS, Contender, Running, contenders, version_of
-from bench.peers.machine import describe_machine, processor_in
 from bench.peers.report import (
     BEGIN,
     END,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import time
@@ -10,11 +11,14 @@ from typing import Any, Final
 
 import torch
 
-from bench.peers.contenders import num_cores
-
 CPUINFO: Final = Path("/proc/cpuinfo")
 SUMMED_BYTES: Final = 1 << 30  # more than caches hold
 NUM_SUMS: Final = 9
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def describe_machine(summed_bytes: int = SUMMED_BYTES) -> dict[str, Any]:
