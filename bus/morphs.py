@@ -203,9 +203,12 @@ class ResizeOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformOrder:
-    workers: list[str] = required(
+    """Without `workers` the gateway chooses them."""
+
+    workers: list[str] | None = optional(
         "Workers", "all that form groups of that degree", "workers", max_items=MAX_DEGREE
     )
+    instance: str | None = optional("Instance", "one that takes part", "text", is_shown=False)
     tp: int = required("Degree", "workers of one instance", "degree", minimum=1, maximum=MAX_DEGREE)
     model: str | None = optional("Model", "the model, if the workers serve several", "text", is_shown=False)
     layers_per_step: int | None = optional(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -17,14 +18,15 @@ from bus.errors import meant
 from bus.messages import Drain
 from bus.morphs import MORPHS, CancelMorph, MorphEntry, TransformOrder
 from bus.policy import describe
-from gateway.errors import ApiError, not_found
+from gateway.errors import ApiError, invalid, not_found
 from gateway.morphs import MorphRecord
 from gateway.operations import orders, transforms
 from gateway.operations import policy as policies
 from gateway.operations.answers import WAIT_S, Here, allowed, body_of, bus_or_503, json_answer, new_id
+from gateway.operations.group_choice import with_workers
 from gateway.operations.live import Feeds
 from gateway.operations.orders import loss_without
-from gateway.operations.picture import picture
+from gateway.operations.picture import num_requests, picture
 from gateway.operations.sequences import Sequences, send, shown
 from gateway.operations.tables import tables
 from gateway.state import Gateway
@@ -98,8 +100,12 @@ async def drain(worker: str, gateway: Here, force: bool = False) -> dict[str, An
 
 @router.post("/instances/transform")
 async def transform(request: Request, gateway: Here, sequences: Running, wait: bool = False) -> Response:
-    """Serve a model on these workers in groups of another degree. 400, 404, 409 without a group."""
+    """Serve a model on these workers, or on chosen ones, in groups of another degree. 400, 404, 409."""
     body = orders.parse_order(TransformOrder, await body_of(request, gateway))
+    if body.workers and body.instance:
+        raise invalid("both workers and instance are given; send either", "instance")
+    if not body.workers:
+        body = with_workers(gateway.cluster, body, partial(num_requests, gateway))
     model, steps = transforms.plan(gateway.cluster, body)
     if len(steps) == 1:
         place, command = transforms.command(gateway.cluster, model, steps[0], body, new_id())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, fields
@@ -119,6 +120,12 @@ def _members(gateway: Gateway, leader: WorkerCard, card: InstanceCard) -> list[I
             return []
         found.append(metrics.last)
     return found
+
+
+def num_requests(gateway: Gateway, leader: WorkerCard, card: InstanceCard) -> float:
+    """Return the requests of an instance; infinite without a fresh report: it is not idle."""
+    members = _members(gateway, leader, card)
+    return sum(one.running + one.waiting for one in members) if members else math.inf
 
 
 def _metrics(cluster: Cluster) -> dict[str, Any]:

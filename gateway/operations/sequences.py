@@ -95,7 +95,9 @@ class Sequences:
         )
         entry = gateway.morphs.on_report(report)
         planned = "; ".join(map(str, steps))
-        entry.decided = f"ordered by hand: tp {body.tp} on {', '.join(body.workers)}, in steps: {planned}"
+        entry.decided = (
+            f"ordered by hand: tp {body.tp} on {', '.join(body.workers or ())}, in steps: {planned}"
+        )
         entry.cause = ORDER
         await _publish_decided(gateway, entry, gateway.bus.names.events, report)
         task = self._tasks[entry.id] = asyncio.create_task(self._run(report, model, steps, body))

@@ -72,9 +72,10 @@ def layer_degrees(card: InstanceCard, transform: MorphRecord | None) -> list[int
 
 def _members(cluster: Cluster, body: TransformOrder) -> dict[str, MorphTarget]:
     """Return the named workers with their instances, in the order of the body."""
-    if twice := [name for name in body.workers if body.workers.count(name) > 1]:
+    names = body.workers or []
+    if twice := [name for name in names if names.count(name) > 1]:
         raise _wrong_workers(f"workers names {twice[0][:200]!r} more than once")
-    workers = [_worker(cluster, name) for name in body.workers]
+    workers = [_worker(cluster, name) for name in names]
     _check_stages(cluster, body)
     model = body.model or _common_model(workers)
     return {worker.id: MorphTarget(worker, _card(worker, model)) for worker in workers}
@@ -83,7 +84,7 @@ def _members(cluster: Cluster, body: TransformOrder) -> dict[str, MorphTarget]:
 def _check_stages(cluster: Cluster, body: TransformOrder) -> None:
     """Refuse workers of a pipeline, which keeps the shape it was deployed in."""
     for _, card in cluster.instances():
-        theirs = {worker for stage in card.stages for worker in stage.workers} & set(body.workers)
+        theirs = {worker for stage in card.stages for worker in stage.workers} & set(body.workers or ())
         if card.pp > 1 and theirs and body.model in (None, card.model):
             raise _wrong_workers(
                 f"{', '.join(sorted(theirs))}: there are stages of {card.id}, which keeps the shape it was "

@@ -16,7 +16,6 @@ from bus.morphs import MORPHS, MorphEntry
 from bus.policy import FIELDS
 from bus.precisions import PRECISIONS
 from instar.client import admin_client, ask_json, get_json
-from instar.commands.morph_workers import workers_for
 from instar.errors import InputError, ServerError
 from instar.output.morph_numbers import numbers_text
 from instar.output.progress import progress_line
@@ -85,10 +84,6 @@ def _add_fields(parser: CommandParser, entry: MorphEntry) -> None:
         if flag.startswith("-"):
             options |= {"dest": one.name, "required": one.is_required and one.name not in ALTERNATIVES}
         (which if one.name in ALTERNATIVES else parser).add_argument(flag, **options)
-        if one.name == "workers":
-            which.add_argument(
-                "--instance", metavar="INSTANCE", help="one that takes part [of the only model]"
-            )
     parser.add_argument("--detach", action="store_true", help="return at once instead of when it has ended")
 
 
@@ -157,7 +152,7 @@ ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "workers": {"type": _names, "metavar": "LIST", "help": "{}, as w0,w1 [the least loaded]"},
 }
 FLAGS: Final = {"blocks": "blocks", "tp": "tp", "parts": "--part", "wait_s": "--wait"}  # else as the field
-ALTERNATIVES: Final = {"layers", "count", "workers"}  # fields of which an order takes one
+ALTERNATIVES: Final = {"layers", "count", "workers", "instance"}  # fields of which an order takes one
 COMMANDS: Final = {"transform": "tp"}  # else as the kind of morph
 
 
@@ -187,9 +182,6 @@ def _order(client: httpx.Client, entry: MorphEntry, args: argparse.Namespace) ->
     body = {one.name: getattr(args, one.name) for one in entry.fields}
     if entry.target == "instance":
         return _instance_path(client, args, entry.name), body
-    if not args.workers:
-        state = get_json(client, "/admin/state", "workers", "instances")
-        body["workers"], body["model"] = workers_for(state, args.tp, args.instance, args.model)
     return f"/admin/instances/{entry.name}", body
 
 

@@ -10,8 +10,6 @@ import pytest
 from bus.precisions import PRECISIONS
 from instar.cli import main
 from instar.commands.morph import in_words, layer_numbers, progress_text
-from instar.commands.morph_workers import workers_for
-from instar.errors import InputError
 from instar.output.morph_numbers import numbers_text
 from tests.support.cli_gateway import APPLIED, DEFERRED, RUNNING, Script, be_watched, cluster, instance
 
@@ -188,13 +186,14 @@ def test_numbers_are_told_with_their_units() -> None:
     assert numbers_text(rows) == told
 
 
-def test_workers_that_are_not_named_are_found(gateway: Script, capsys: pytest.CaptureFixture[str]) -> None:
+def test_workers_that_are_not_named_are_left_to_the_gateway(gateway: Script) -> None:
     gateway.answers = [(202, RUNNING | {"kind": "transform"})]
-    gateway.state = cluster(instance("w0"), instance("w1"))
     assert gateway.run("tp", "2", "--detach") == 0
-    assert gateway.asked[0][2] == {"workers": ["w0", "w1"], "tp": 2, "model": "demo", "wait_s": 0.0}
-    assert gateway.run("tp", "4") == 2
-    assert "has 1 other instance of demo at that degree" in capsys.readouterr().err
+    assert gateway.run("tp", "1", "--instance", "demo@w2", "--detach") == 0
+    assert [asked[2] for asked in gateway.asked] == [
+        {"tp": 2, "wait_s": 0.0},
+        {"tp": 1, "instance": "demo@w2", "wait_s": 0.0},
+    ]
 
 
 def test_the_policy_is_shown_and_changed(gateway: Script, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,85 +255,3 @@ def test_without_a_verb_it_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_lists_of_layers_are_read_as_they_are_written() -> None:
     assert layer_numbers("0,4-6") == [0, 4, 5, 6]
-
-
-# --------------------------------------------------------------------------- workers of a group
-
-
-def test_the_least_loaded_of_one_host_become_a_group() -> None:
-    busy = cluster(*(instance(f"w{n}", running=load) for n, load in enumerate([3, 1, None, 2])))
-    assert workers_for(busy, 2) == (["w1", "w3"], "demo")
-    assert workers_for(busy, 2, "demo@w2") == (["w1", "w2"], "demo")
-    assert workers_for(busy, 4) == (["w0", "w1", "w2", "w3"], "demo")
-    apart = cluster(*busy["instances"], w3="there")
-    assert workers_for(apart, 2) == (["w0", "w1"], "demo")
-
-
-def test_groups_become_larger_groups_or_part() -> None:
-    pairs = cluster(instance("w0", "w1"), instance("w2", "w3"))
-    assert workers_for(pairs, 4)[0] == ["w0", "w1", "w2", "w3"]
-    assert workers_for(pairs, 1, "demo@w2")[0] == ["w2", "w3"]
-    assert workers_for(cluster(instance("w3", "w1", "w0", "w2")), 2)[0] == ["w3", "w1", "w0", "w2"]
-
-
-def test_what_is_so_already_may_be_ordered() -> None:
-    assert workers_for(cluster(instance("w0"), instance("w1")), 1) == (["w0"], "demo")
-    assert workers_for(cluster(instance("w0", "w1")), 2) == (["w0", "w1"], "demo")
-
-
-def test_a_model_may_be_named_where_there_are_several() -> None:
-    both = cluster(*(instance(f"w{n}", model="a" if n < 2 else "b") for n in range(4)))
-    assert workers_for(both, 2, model="b") == (["w2", "w3"], "b")
-    with pytest.raises(InputError, match="no instance of c serves; there are: a@w0"):
-        workers_for(both, 2, model="c")
-
-
-@pytest.mark.parametrize(
-    ("state", "tp", "named", "told"),
-    [
-        (cluster(instance("w0", "w1"), instance("w2")), 2, "demo@w9", "no instance demo@w9 serves"),
-        (cluster(instance("w0", "w1"), instance("w2", "w3")), 1, None, "say which instance"),
-        (
-            cluster(instance("w0", model="a"), instance("w1", model="b")),
-            2,
-            None,
-            "which model (--model); there",
-        ),
-        (
-            cluster(*(instance(name, model=model) for name in ("w0", "w1") for model in ("a", "b"))),
-            2,
-            "b@w0",
-            "w0 serves b, a, and a worker of several models joins no group: retire the others",
-        ),
-        (cluster(instance("w0", "w1", pp=2, tp=1)), 2, None, "demo@w0 has stages and keeps the shape"),
-        (cluster(instance("w0"), instance("w1"), w1="far"), 2, None, "has 0 other instances"),
-        (cluster(instance("w0"), instance("w1", state="draining")), 2, None, "has 0 other instances"),
-        (
-            cluster(instance("w0"), instance("w1", state="draining")),
-            2,
-            None,
-            "at that degree; demo@w1 is draining",
-        ),
-        (cluster(instance("w0", state="draining")), 2, None, "any model serves; demo@w0 is draining"),
-        (
-            cluster(instance("w0", degrees=[1, 2, 4]), instance("w1", degrees=[1, 2, 4])),
-            3,
-            None,
-            "demo cannot be served at tp 3; allowed is: 1, 2, 4",
-        ),
-        (
-            cluster(instance("w0", degrees=[1, 2, 4]), instance("w1", degrees=[1, 2, 4])),
-            4,
-            None,
-            "tp 4 takes 4 workers of one host; here has 1 other instance",
-        ),
-        (cluster(), 2, None, "no instance of any model serves"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_where_it_is_not_clear_who_is_meant_it_asks(
-    state: dict[str, Any], tp: int, named: str | None, told: str
-) -> None:
-    with pytest.raises(InputError) as problem:
-        workers_for(state, tp, named)
-    assert told in str(problem.value)

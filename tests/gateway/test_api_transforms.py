@@ -105,6 +105,15 @@ async def four(redis_settings: RedisSettings, folder: Path) -> AsyncIterator[Gat
         yield gate
 
 
+async def test_workers_that_are_not_named_are_chosen(pair: Gate, http: httpx.AsyncClient) -> None:
+    answer = await http.post(TRANSFORM, params={"wait": "true"}, json={"tp": 2, "instance": "demo@w1"})
+    assert (answer.status_code, answer.json()["workers"]) == (200, ["w0", "w1"])
+    answer = await http.post(TRANSFORM, json=ORDER | {"instance": "demo@w1"})
+    assert answer.status_code == 400 and "both workers and instance are given" in answer.text
+    answer = await http.post(TRANSFORM, json={"tp": 4})
+    assert answer.status_code == 400 and "of one host" in answer.text
+
+
 async def test_a_transform_takes_as_many_steps_as_its_target_needs(four: Gate) -> None:
     body = {"workers": ["w0", "w1", "w2", "w3"], "tp": 4, "layers_per_step": 2}
     async with four.http() as http:

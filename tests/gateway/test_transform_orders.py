@@ -159,7 +159,6 @@ def refusal_of(cards: list[WorkerCard], order: Any) -> tuple[int, str | None, st
         (ALONE, body("w0", "w1", tp=2, wait_s=-1), "wait_s", "is -1"),
         (ALONE, body("w0", "w1", tp=2, layer_per_step=1), "layer_per_step", "did you mean 'layers_per_step'"),
         (ALONE, body(tp=2), "workers", "is empty"),
-        (ALONE, {"tp": 2}, "workers", "is missing"),
         (ALONE, {"workers": "w0", "tp": 2}, "workers", "must be an array"),
         ([*PAIRS[:2], *ALONE[2:]], body("w0", "w1", "w2", tp=4), "workers", "3 are too few: w0, w1, w2"),
         (
