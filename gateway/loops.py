@@ -14,7 +14,7 @@ from bus.client import BusFull, BusUnavailable, Restart
 from bus.messages import Event, Metrics, StepOutput
 from bus.morphs import MorphReport
 from bus.pending import as_numbers
-from gateway.delivery.request import RetryReason
+from gateway.delivery.request import InstanceAddress, RetryReason
 from gateway.operations.live import Feeds
 from gateway.operations.picture import active_models, awaited_models
 from gateway.state import BUS_PATIENCE_S, Gateway
@@ -157,6 +157,10 @@ class Loops:
             how = "left" if event.kind == "worker_left" else "died"
             self._losses.on_worker_gone(event.subject, int(epoch), RetryReason(event.kind))
             self._gateway.morphs.worker_gone(event.subject, int(epoch), how)
+        if event.kind == "move_decided" and epoch is not None:
+            place = InstanceAddress(event.subject, event.subject.rpartition("@")[2], int(epoch))
+            self._delivery.attempts.move(place, int(event.numbers.get("tokens", 0)))
+            self._delivery.flush()
         if event.kind.startswith(("worker_", "epoch_", "policy_", "model_", "deployment_")):
             self._poll_now.set()
 

@@ -1,19 +1,30 @@
-"""A change of the degree of tensor parallelism, as it was decided."""
+"""A morph that the planner decided: a change of the degree of tensor parallelism, or a swap for one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
+from bus.groups import parted
+from bus.levers import LeverOption, LeverPlan
 from bus.messages import Number
-from bus.morphs import Cause, Transform
-from controller.morphing.track import Lever
+from bus.morphs import Cause, HalfOrder, Swap, Transform
+from bus.policy import Policy
+from bus.precisions import Precision
+from bus.shapes import CommonShape
+from controller.morphing.groups import Group
+from controller.morphing.parallelism import Merge
+from controller.morphing.track import Lever, Waiting
 
 WAIT_S = 1.0  # wait for pages before `deferred`: a running step may free some
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MorphDecision:
-    """One transform, its reason and the numbers behind it. `worker` leads `instance`."""
+    """One morph, its reason and the numbers behind it. `worker` leads `instance`.
+
+    A swap has `halves`, or `count` layers that go to `precision`.
+    """
 
     instance: str
     worker: str
@@ -25,9 +36,22 @@ class MorphDecision:
     tp: int
     epochs: dict[str, int]  # epochs by worker, in shard order at the higher degree
     instances: tuple[str, ...]  # all that it changes
+    halves: tuple[HalfOrder, ...] = ()
+    count: int = 0
+    precision: Precision = "full"
 
-    def command(self, morph_id: str) -> Transform:
+    def command(self, morph_id: str) -> Transform | Swap:
         """Return the command for the worker."""
+        if self.halves or self.count:
+            return Swap(
+                id=morph_id,
+                epoch=self.epoch,
+                instance=self.instance,
+                halves=list(self.halves),
+                count=self.count,
+                precision=self.precision,
+                wait_s=WAIT_S,
+            )
         return Transform(
             id=morph_id,
             epoch=self.epoch,
@@ -37,3 +61,132 @@ class MorphDecision:
             tp=self.tp,
             wait_s=WAIT_S,
         )
+
+
+def merging(merge: Merge, waiting: Waiting, plan: LeverPlan, policy: Policy, at_s: float) -> MorphDecision:
+    """Return the decision to make one group."""
+    epochs = dict(chain(*(zip(one.workers, one.epochs, strict=True) for one in merge.groups)))
+    first = merge.groups[0]
+    of_all = f" (the longest of {waiting.count})" if waiting.count > 1 else ""
+    return MorphDecision(
+        instance=first.instance,
+        worker=first.leader,
+        epoch=first.epochs[0],
+        lever="scale_up",
+        reason=f"a request of {waiting.tokens} tokens waits{of_all} and no instance has room for it: "
+        f"{', '.join(merge.workers)} at degree {first.tp} become one of degree {merge.tp}, "
+        f"which holds {merge.tokens_after}; {weighed(plan)}",
+        cause="long_request",
+        instances=tuple(name for group in merge.groups for name in group.instances),
+        epochs={name: epochs[name] for name in merge.workers},
+        tp=merge.tp,
+        numbers={
+            "waiting_tokens": waiting.tokens,
+            "waiting": waiting.count,
+            "waited_s": round(at_s - waiting.since_s, 3),
+            "tp_before": first.tp,
+            "tp_after": merge.tp,
+            "tokens_after": merge.tokens_after,
+            "used_tokens": merge.used_tokens,
+            "load": round(sum(group.load for group in merge.groups), 2),
+            "windows": waiting.times,
+            "policy_revision": policy.revision,
+            **costs_of(plan),
+        },
+    )
+
+
+def parting(group: Group, plan: LeverPlan, windows: int, policy: Policy) -> MorphDecision:
+    """Return the decision to part a group."""
+    tp = next(one.tp for one in plan.taken)
+    parts = "; ".join(", ".join(part) for part in parted(group.workers, tp))
+    return MorphDecision(
+        instance=group.instance,
+        worker=group.leader,
+        epoch=group.epochs[0],
+        lever="scale_down",
+        reason=f"no long request is left and {1 - group.usage:.2f} of the KV is free, "
+        f"{policy.scale_down_free:g} suffices: degree {group.tp} parts into degree {tp} ({parts}); "
+        f"{weighed(plan)}",
+        cause="no_long_request",
+        instances=group.instances,
+        epochs=dict(zip(group.workers, group.epochs, strict=True)),
+        tp=tp,
+        numbers={
+            "longest_tokens": group.longest_tokens,
+            "used_tokens": group.used_tokens,
+            "kv_usage": round(group.usage, 4),
+            "tp_before": group.tp,
+            "tp_after": tp,
+            "tokens_after": group.tokens_at[tp],
+            "load": round(group.load, 2),
+            "windows": windows,
+            "policy_revision": policy.revision,
+            **costs_of(plan),
+        },
+    )
+
+
+def levelling(merge: Merge, common: CommonShape, plan: LeverPlan) -> list[MorphDecision]:
+    """Return the swaps after which the members of a merge have equal layers."""
+    reason = (
+        f"{', '.join(merge.workers)} get equal layers ({common.words}, {common.loss:.2%} more loss), then "
+        f"become one of degree {merge.tp}; {weighed(plan)}"
+    )
+    return [
+        _swap(group, "level", reason, costs_of(plan) | {"loss": round(common.loss, 6)}, halves=halves)
+        for group, halves in zip(merge.groups, common.orders, strict=True)
+        if halves
+    ]
+
+
+def swapping(group: Group, option: LeverOption, plan: LeverPlan, waiting: Waiting) -> MorphDecision:
+    """Return the swap after which one instance holds a long request."""
+    reason = (
+        f"a request of {waiting.tokens} tokens waits and no instance has room for it: {group.instance} gets "
+        f"about {option.blocks} KV blocks more ({option.words}); {weighed(plan)}"
+    )
+    numbers: dict[str, Number] = {"waiting_tokens": waiting.tokens, "loss": option.loss, **costs_of(plan)}
+    return _swap(group, "swap", reason, numbers, count=option.layers, precision=option.precision)
+
+
+def _swap(
+    group: Group,
+    lever: Lever,
+    reason: str,
+    numbers: dict[str, Number],
+    *,
+    halves: tuple[HalfOrder, ...] = (),
+    count: int = 0,
+    precision: Precision = "full",
+) -> MorphDecision:
+    return MorphDecision(
+        instance=group.instance,
+        worker=group.leader,
+        epoch=group.epochs[0],
+        lever=lever,
+        reason=reason,
+        cause="long_request",
+        numbers=numbers,
+        tp=group.tp,
+        epochs=dict(zip(group.workers, group.epochs, strict=True)),
+        instances=group.instances,
+        halves=halves,
+        count=count,
+        precision=precision,
+    )
+
+
+def weighed(plan: LeverPlan) -> str:
+    """Return what was weighed, for people."""
+    return f"weighed, in request-seconds: {plan.reason}"
+
+
+def costs_of(plan: LeverPlan) -> dict[str, Number]:
+    """Return the cost of each lever that was possible, the cheapest of its kind, for programs."""
+    found: dict[str, Number] = {}
+    for one in plan.options:
+        if not one.refusal:
+            name = f"{one.lever}_cost_s"
+            found[name] = min(found.get(name, one.cost_s), one.cost_s)
+    return found

@@ -60,10 +60,12 @@ def envelopes(
     rests: Rests,
     floors: Mapping[str, Precision] | None = None,
     expected: Mapping[str, int] | None = None,
+    withheld: Container[str] = (),
 ) -> dict[str, ToWorker]:
     """Return by instance its leading worker and what its reflex may do; without ids.
 
     floors: by instance, the precision that a request waits for. expected: the KV blocks by forecast.
+    withheld: instances that take no more loss now, since the planner found a cheaper lever.
     Pipelines do not swap and get no envelope, nor do deployments whose shape at rest is not known.
     """
     found: dict[str, ToWorker] = {}
@@ -78,6 +80,7 @@ def envelopes(
                         envelope,
                         floor=(floors or {}).get(instance.id, ""),
                         expected_blocks=(expected or {}).get(instance.id, 0),
+                        precisions=[] if instance.id in withheld else envelope.precisions,
                     ),
                 )
     return found

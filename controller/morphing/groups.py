@@ -6,12 +6,13 @@ The leader's metrics are those of the KV cache, which is one; what waits or runs
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bus.client import LiveWorker
 from bus.groups import kv_tokens_at
-from bus.messages import InstanceCard, InstanceMetrics, LayerShape, Metrics, WorkerCard
-from controller.morphing.resting import Rests, rest_of
+from bus.messages import InstanceCard, InstanceMetrics, LayerShape, Metrics, PageCounts, WorkerCard
+from bus.precisions import Precision
+from controller.morphing.resting import Rest, Rests, rest_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +33,27 @@ class Group:
     used_tokens: int = 0
     own_tokens: tuple[int, ...] = ()  # by member: its requests, and a spare block for each that runs
     layers: tuple[LayerShape, ...] = ()  # the same at all members
+    losses: Mapping[Precision, float] = field(default_factory=dict)  # measured, of the whole model
+    layer_blocks: Mapping[Precision, float] = field(default_factory=dict)  # that a layer below full frees
+    layer_bytes: Mapping[Precision, int] = field(default_factory=dict)
+    rest: Rest = field(default_factory=Rest)
+    block_tokens: int = 1
+    queued_tokens: int = 0  # of the prompts that wait
+    running: float = 0.0
+    oldest_wait_s: float = 0.0
+    max_model_len: int = 0  # tokens of one sequence, whatever the KV; 0: no limit
+    tokens_per_s: float = 0.0  # prompts and outputs
+    spare_tokens: int = 0  # of KV that free pages would make
     longest_tokens: int = 0  # tokens of the longest request that runs or waits here
     load: float = 0.0  # sequences that run or wait
     waiting: float = 0.0  # sequences of these
     age_s: float = 0.0  # age of the oldest report of its members
     resting_tp: int = 1  # the degree below which it never parts
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens of KV that neither requests have nor prompts wait for."""
+        return max(0, (self.kv_tokens or self.max_tokens) - self.used_tokens - self.queued_tokens)
 
     @property
     def leader(self) -> str:
@@ -65,6 +82,7 @@ def groups_of(
     """Return every instance whose members serve and rest as `rests` says, by metrics `lag_s` old."""
     cards = {live.card.id: live.card for live in workers if live.card.state == "serving"}
     numbers = {(one.worker, one.id, one.epoch): one for one in metrics.instances}
+    pages = {(one.worker, one.epoch): one.pages for one in metrics.workers}
     ages = {(one.worker, one.epoch): one.age_seconds + lag_s for one in metrics.workers}
     groups = []
     for worker in cards.values():
@@ -72,10 +90,12 @@ def groups_of(
             members = _members(worker, card, cards)
             found = [numbers.get((member.id, one.id, member.epoch)) for member, one in members]
             seen = [one for one in found if one is not None]
-            resting = [rest.tp for _, one in members if (rest := rest_of(one, rests or {}))]
+            resting = [rest for _, one in members if (rest := rest_of(one, rests or {}))]
             if members and len(seen) == len(resting) == len(members):
                 age_s = max(ages.get((member.id, member.epoch), float("inf")) for member, _ in members)
-                groups.append(_group(members, seen, age_s, max(resting)))
+                group = _group(members, seen, age_s, max(resting, key=lambda rest: rest.tp))
+                there = pages.get((worker.id, worker.epoch))
+                groups.append(_with_pages(group, members, there) if there else group)
     return groups
 
 
@@ -93,7 +113,7 @@ def _members(worker: WorkerCard, card: InstanceCard, cards: Mapping[str, WorkerC
     return agreeing if len(agreeing) == len(names) == card.tp else []
 
 
-def _group(members: list[GroupMember], seen: list[InstanceMetrics], age_s: float, resting_tp: int) -> Group:
+def _group(members: list[GroupMember], seen: list[InstanceMetrics], age_s: float, rest: Rest) -> Group:
     worker, card = members[0]
     last = seen[0].last
     longest, kv_tokens = min(one.max_model_len for _, one in members), last.kv_blocks * card.block_tokens
@@ -122,5 +142,38 @@ def _group(members: list[GroupMember], seen: list[InstanceMetrics], age_s: float
         load=sum(one.running + one.waiting for one in seen),
         waiting=sum(one.waiting for one in seen),
         age_s=age_s,
-        resting_tp=resting_tp,
+        resting_tp=rest.tp,
+        rest=rest,
+        losses=card.losses,
+        block_tokens=card.block_tokens,
+        queued_tokens=sum(one.last.waiting_tokens for one in seen),
+        running=sum(one.running for one in seen),
+        max_model_len=longest,
+        oldest_wait_s=max(one.last.oldest_wait_seconds for one in seen),
+        tokens_per_s=sum(one.prompt_tokens_per_second + one.generation_tokens_per_second for one in seen),
     )
+
+
+def _with_pages(group: Group, members: list[GroupMember], pages: PageCounts) -> Group:
+    """Add what pages would make; not known where a worker shares them among several models."""
+    worker, card = members[0]
+    blocks = group.kv_tokens // group.block_tokens
+    if len(worker.instances) != 1 or not (pages.kv and blocks and "full" in card.layer_pages):
+        return group
+    per_block = pages.kv / blocks
+    saved = {
+        precision: (card.layer_pages["full"] - num_pages) / group.tp
+        for precision, num_pages in card.layer_pages.items()
+        if precision in card.variants and precision != "full"
+    }
+    return replace(
+        group,
+        layer_blocks={precision: num_pages / per_block for precision, num_pages in saved.items()},
+        layer_bytes={one: card.layer_pages[one] * worker.page_bytes for one in saved},
+        spare_tokens=int(_unreserved(pages, card) / per_block) * group.block_tokens,
+    )
+
+
+def _unreserved(pages: PageCounts, card: InstanceCard) -> int:
+    """Return the free pages beyond those of a layer, which a worker keeps to swap with."""
+    return max(0, pages.free - max(card.layer_pages.values()))

@@ -1,4 +1,4 @@
-"""The loops of morphing: envelopes for the reflexes of instances, and groups for long requests."""
+"""The loops of morphing: envelopes for the reflexes of instances, and what the planner takes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from typing import Any
 
 from bus.client import Bus, BusFull, BusUnavailable, Restart
 from bus.clock import MessageClock, seconds_of
+from bus.levers import LeverPlan
 from bus.messages import Demand, Event, Metrics
 from bus.morphs import MorphReport
 from bus.settings import MonitorSettings
-from controller.morphing.decision import MorphDecision
+from controller.morphing.decision import MorphDecision, costs_of, weighed
 from controller.morphing.envelopes import Floors, Granted, due, envelopes, hear_floor, raised
 from controller.morphing.forecast import Forecast, expected_blocks, observe_all
 from controller.morphing.groups import groups_of
+from controller.morphing.pressure import MoveDecision, PressureState, relieve_pressure
 from controller.morphing.resting import Rests
 from controller.morphing.scaling import hear, scale_down, scale_up
 from controller.morphing.track import Freshness, State, observe, sent, unsent
+from controller.planning.lever_costs import LeverCosts, observe_cost, observe_speed
 
 log = logging.getLogger("controller")
 
@@ -50,6 +53,7 @@ class Morpher:
         self._floors: Floors = {}
         self._forecasts: dict[str, Forecast] = {}  # forecasts by instance
         self._metrics: tuple[float, Metrics] | None = None  # the last, and when they were made
+        self._costs, self._pressure = LeverCosts(), PressureState()
 
     def _restarted(self, restart: Restart) -> None:
         if restart.data_lost:  # another server, maybe another clock; pending morphs are lost with the rest
@@ -70,7 +74,8 @@ class Morpher:
         before = [name for name, (envelope, _) in self._granted.items() if envelope.floor]
         floors = raised(self._floors, workers, now_s, loads, before)
         expected = expected_blocks(self._forecasts)
-        wanted = envelopes(workers, policy, self._resting(), floors, expected)
+        withheld = self._pressure.withheld | self._state.reshaping(self._clock.now(now_s))
+        wanted = envelopes(workers, policy, self._resting(), floors, expected, withheld)
         self._granted = {name: one for name, one in self._granted.items() if name in wanted}
         for worker, envelope in due(self._granted, wanted, now_s):
             await self._bus.publish(self._bus.names.control(worker), envelope)
@@ -83,6 +88,7 @@ class Morpher:
                 for entry_id, message in batch:
                     if isinstance(message, MorphReport):
                         self._state = observe(self._state, message, seconds_of(entry_id))
+                        self._costs = observe_cost(self._costs, message)
 
     async def decide(self) -> None:
         """Judge metrics as they come; late ones (a busy machine, a stopped process) by their age."""
@@ -117,8 +123,25 @@ class Morpher:
         for at_s, metrics in windows:
             lag_s, rests = self._clock.now(time.monotonic()) - at_s, self._resting()
             groups = groups_of(metrics, workers, lag_s, rests)
-            self._state, parting = scale_down(self._state, groups, policy, at_s, self._freshness)
+            for group in groups:
+                if group.waiting >= 1:
+                    self._costs = observe_speed(self._costs, group.tp, group.tokens_per_s)
+            about = policy, at_s, self._freshness, self._costs
+            self._state, parting = scale_down(self._state, groups, *about)
             await self._send(parting, at_s)
+            before = self._pressure.withheld
+            self._pressure, moves, plans = relieve_pressure(self._pressure, groups, *about)
+            await self._tell(moves, plans)
+            if self._pressure.withheld != before:
+                await self._grant()
+
+    async def _tell(self, moves: Iterable[MoveDecision], plans: Iterable[LeverPlan]) -> None:
+        """Order gateways to move requests, and say what was weighed."""
+        for move in moves:
+            await self._bus.event("move_decided", move.instance, move.reason, **move.numbers)
+        for plan in plans:
+            reason = f"{plan.need}; {weighed(plan)}"
+            await self._bus.event("levers_weighed", plan.subject, reason, **costs_of(plan))
 
     async def _foresee(self) -> None:
         """Forecast from the last metrics, and tell at once whom it concerns."""
@@ -140,7 +163,7 @@ class Morpher:
             return
         (made_s, metrics), now_s = self._metrics, self._clock.now(time.monotonic())
         groups = groups_of(metrics, workers, now_s - made_s, self._resting())
-        self._state, merging = scale_up(self._state, groups, policy, now_s, self._freshness)
+        self._state, merging = scale_up(self._state, groups, policy, now_s, self._freshness, self._costs)
         await self._send(merging, now_s)
 
     async def _send(self, decisions: Iterable[MorphDecision], at_s: float) -> None:

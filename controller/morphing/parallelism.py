@@ -1,4 +1,4 @@
-"""The choice of instances for a group, and of the moment when a group parts. Pure.
+"""The groups that instances could form, and those that a group could part into. Pure.
 
 Algorithm 2 of Gyges (section 5) and the scale-up of its Algorithm 1.
 """
@@ -40,41 +40,35 @@ class Merge:
         return num_tokens <= self.tokens_after and self.used_tokens + num_tokens <= kv_tokens
 
 
-def decide_scale_up(groups: Iterable[Group], num_tokens: int, max_tp: int = 0) -> Merge | None:
-    """Return the merge that makes room for a request of `num_tokens` that no instance holds, or None.
+def merges_for(groups: Iterable[Group], num_tokens: int, max_tp: int = 0) -> list[Merge]:
+    """Return the merges that make room for a request of `num_tokens` that no instance holds.
 
-    It has the lowest degree, up to `max_tp` (0: any), that holds the request beside what the caches hold (the
-    reserve of section 5), on instances of one degree, model and host. Workers whose layers differ in
-    precision refuse to form a group: they are taken only without others, so that the refusal is reported.
-    Instances that are groups already go first, since fewer shapes change; then neighbours, which have a
-    communicator already; then the least loaded.
+    They hold the request beside what the caches hold (the reserve of section 5), on instances of one degree,
+    model and host, up to degree `max_tp` (0: any). Of equal prices the planner takes the first: the lowest
+    degree, then the fewest shapes that change, then neighbours, then the least loaded.
     """
     there = list(groups)
-    places = _places(there)
-    for kind_of in (_kind_and_precisions, _kind):
-        merges = [
-            merge
-            for alike in _alike(there, kind_of)
-            for tp in _degrees_for(alike, num_tokens, max_tp)
-            for merge in _merges(alike, tp, places)
-            if merge.has_room(num_tokens)
-        ]
-        if merges:
-            return min(merges, key=_cost)
-    return None
+    places, found = _places(there), dict[tuple[str, ...], Merge]()
+    for kind_of in (_kind_and_precisions, _kind):  # layers that differ in precision are made alike first
+        for alike in _alike(there, kind_of):
+            for tp in _degrees_for(alike, num_tokens, max_tp):
+                for merge in _merges(alike, tp, places):
+                    if merge.has_room(num_tokens):
+                        found.setdefault(tuple(merge.workers), merge)
+    return sorted(found.values(), key=_preference)
 
 
-def decide_scale_down(group: Group, free_share: float) -> int | None:
-    """Return the lowest degree that holds the longest request here; None: the group stays together.
+def degrees_below(group: Group, free_share: float) -> list[int]:
+    """Return the degrees that a group may part into, the lowest first.
 
-    `free_share` (0..1) of the KV must be free, and each part must hold its members' own requests. A
-    deployment's group does not part below the degree that it was deployed with.
+    Each part must hold the longest request here and its members' own requests, and `free_share` (0..1) of
+    the KV must be free. A deployment's group does not part below the degree that it was deployed with.
     """
     if group.tp == 1 or group.usage > 1 - free_share:
-        return None
+        return []
     lower = [tp for tp in group.tokens_at if group.resting_tp <= tp < group.tp and group.tp % tp == 0]
     holding = [tp for tp in lower if group.longest_tokens <= group.tokens_at[tp]]
-    return min((tp for tp in holding if max(_tokens_of_parts(group, tp)) <= group.kv_at(tp)), default=None)
+    return sorted(tp for tp in holding if max(_tokens_of_parts(group, tp)) <= group.kv_at(tp))
 
 
 def _tokens_of_parts(group: Group, tp: int) -> list[int]:
@@ -134,7 +128,7 @@ def _merges(alike: Sequence[Group], tp: int, places: dict[str, int]) -> Iterator
         yield Merge(tuple(sorted(idle, key=lambda group: natural(group.leader))), tp)
 
 
-def _cost(merge: Merge) -> tuple[object, ...]:
+def _preference(merge: Merge) -> tuple[object, ...]:
     load = sum(group.load for group in merge.groups)
     return merge.tp, -merge.groups[0].tp, not merge.are_neighbours, load, natural(merge.groups[0].leader)
 

@@ -11,13 +11,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from bus.groups import parted
+from bus.levers import LeverPlan
 from bus.messages import Demand
 from bus.policy import Policy
-from controller.morphing.decision import MorphDecision
+from bus.shapes import CommonShape
+from controller.morphing.decision import MorphDecision, levelling, merging, parting, swapping
 from controller.morphing.groups import Group
-from controller.morphing.parallelism import Merge, decide_scale_down, decide_scale_up
-from controller.morphing.track import REGRET_S, Freshness, Lever, RetryPause, State, Track, Waiting, model_of
+from controller.morphing.parallelism import Merge, degrees_below
+from controller.morphing.track import (
+    REGRET_S,
+    SWAP_SEEN_S,
+    Freshness,
+    Lever,
+    RetryPause,
+    State,
+    Track,
+    Waiting,
+    model_of,
+)
+from controller.morphing.weighing import NO_COSTS, WeighedMerge, taken_merge, weigh_long, weigh_part
+from controller.planning.lever_costs import LeverCosts
 
 GONE_S = 2.0  # a demand without a report for so long is over; gateways report twice a second
 
@@ -36,9 +49,17 @@ def hear(state: State, demand: Demand, at_s: float) -> State:
 
 
 def scale_up(
-    state: State, groups: Iterable[Group], policy: Policy, at_s: float, freshness: Freshness
+    state: State,
+    groups: Iterable[Group],
+    policy: Policy,
+    at_s: float,
+    freshness: Freshness,
+    costs: LeverCosts = NO_COSTS,
 ) -> tuple[State, list[MorphDecision]]:
-    """Make at most one group for each model that requests wait for."""
+    """Do what the planner takes for each model that long requests wait for: at most one group, or a swap.
+
+    Members of a group whose layers differ in precision are made alike first.
+    """
     rules = policy.in_force()
     if rules is None:
         return state, []
@@ -50,20 +71,44 @@ def scale_up(
         if not now.is_due(of_model, model, waiting):
             continue
         free = [group for group in of_model if now.is_free(group, "scale_up")]
-        merge = decide_scale_up(free, waiting.tokens, policy.max_tp)
-        if merge and now.leaves_room_for_short(merge, of_model, waiting):
-            decisions.append(_merging(merge, waiting, policy, at_s))
-            state = _decided(_regretted(state, model, at_s), merge.groups, "scale_up", at_s)
+        plan, offers = weigh_long(of_model, free, waiting, rules, at_s - waiting.since_s, costs)
+        made = _for_long(plan, offers, now, of_model, waiting)
+        for one in made:
+            there = [group for group in of_model if set(group.instances) & set(one.instances)]
+            state = _regretted(state, model, at_s) if one.lever == "scale_up" else state
+            state = _decided(state, there, one.lever, at_s)
+        decisions += made
     return state, decisions
 
 
+def _for_long(
+    plan: LeverPlan, offers: list[WeighedMerge], now: _Moment, groups: list[Group], waiting: Waiting
+) -> list[MorphDecision]:
+    """Return the morphs that a plan for long requests takes now."""
+    if swap := next((one for one in plan.taken if one.lever == "swap"), None):
+        group = next(one for one in groups if one.instance == swap.targets[0])
+        return [swapping(group, swap, plan, waiting)] if now.may_swap([group]) else []
+    found = taken_merge(plan, offers)
+    if found is None or not now.leaves_room_for_short(found.merge, groups, waiting):
+        return []
+    if isinstance(found.common, CommonShape):
+        is_due = now.may_swap(found.merge.groups)
+        return levelling(found.merge, found.common, plan) if is_due else []
+    return [merging(found.merge, waiting, plan, now.rules, now.at_s)]
+
+
 def scale_down(
-    state: State, groups: Iterable[Group], policy: Policy, at_s: float, freshness: Freshness
+    state: State,
+    groups: Iterable[Group],
+    policy: Policy,
+    at_s: float,
+    freshness: Freshness,
+    costs: LeverCosts = NO_COSTS,
 ) -> tuple[State, list[MorphDecision]]:
     """Judge one window of metrics: which groups part."""
     rules = policy.in_force()
     wanted = _waiting_by_model(state, at_s)
-    decisions = []
+    decisions, groups = [], list(groups)
     for group in groups:
         track = state.track(group.instance, group.epochs[0], at_s)
         if group.load:
@@ -71,16 +116,18 @@ def scale_down(
             state = state.with_track(group.instance, track)
         if group.tp == 1:
             continue
-        tp = None
+        lower: list[int] = []
         if rules is not None and group.age_s <= freshness.stale_s and group.model not in wanted:
-            tp = decide_scale_down(group, policy.scale_down_free)
-        track = _counted(track, tp is not None, at_s, freshness.gap_s)
+            lower = degrees_below(group, policy.scale_down_free)
+        track = _counted(track, bool(lower), at_s, freshness.gap_s)
         state = state.with_track(group.instance, track)
-        if tp is None or rules is None or track.parting < rules.windows:
+        if not lower or rules is None or track.parting < rules.windows:
             continue
+        plan = weigh_part([one for one in groups if one.model == group.model], group, lower, rules, costs)
         now = _Moment(state, rules, at_s)
-        if now.is_free(group, "scale_down") and now.may_part(group, track):
-            decisions.append(_parting(group, tp, track.parting, policy))
+        parts = any(one.lever == "part" for one in plan.taken)
+        if parts and now.is_free(group, "scale_down") and now.may_part(group, track):
+            decisions.append(parting(group, plan, track.parting, policy))
             state = _decided(state, [group], "scale_down", at_s)
             state = replace(state, parted_s={**state.parted_s, group.model: at_s})
     return state, decisions
@@ -144,6 +191,17 @@ class _Moment:
             if track is not None
         )
 
+    def may_swap(self, groups: Iterable[Group]) -> bool:
+        """Return True if metrics show the layers as they are, and no swap for a group was refused lately."""
+        tracks = (self.state.tracks.get(name) for group in groups for name in group.instances)
+        cooldown_s = self.rules.cooldown_s
+        return not any(
+            self.at_s < track.swapped_s + SWAP_SEEN_S
+            or any(track.is_paused(lever, self.at_s, cooldown_s) for lever in ("level", "swap"))
+            for track in tracks
+            if track
+        )
+
     def may_part(self, group: Group, track: Track) -> bool:
         """Return True unless a group of the model parted too early lately, and no request queues."""
         regret = self.state.regrets.get(group.model)
@@ -176,61 +234,3 @@ def _decided(state: State, groups: Iterable[Group], lever: Lever, at_s: float) -
 
 def _instances(groups: Iterable[Group]) -> Iterator[tuple[str, int]]:
     return chain(*(zip(group.instances, group.epochs, strict=True) for group in groups))
-
-
-def _merging(merge: Merge, waiting: Waiting, policy: Policy, at_s: float) -> MorphDecision:
-    epochs = dict(chain(*(zip(one.workers, one.epochs, strict=True) for one in merge.groups)))
-    first = merge.groups[0]
-    of_all = f" (the longest of {waiting.count})" if waiting.count > 1 else ""
-    return MorphDecision(
-        instance=first.instance,
-        worker=first.leader,
-        epoch=first.epochs[0],
-        lever="scale_up",
-        reason=f"a request of {waiting.tokens} tokens waits{of_all} and no instance has room for it: "
-        f"{', '.join(merge.workers)} at degree {first.tp} become one of degree {merge.tp}, "
-        f"which holds {merge.tokens_after}",
-        cause="long_request",
-        instances=tuple(name for group in merge.groups for name in group.instances),
-        epochs={name: epochs[name] for name in merge.workers},
-        tp=merge.tp,
-        numbers={
-            "waiting_tokens": waiting.tokens,
-            "waiting": waiting.count,
-            "waited_s": round(at_s - waiting.since_s, 3),
-            "tp_before": first.tp,
-            "tp_after": merge.tp,
-            "tokens_after": merge.tokens_after,
-            "used_tokens": merge.used_tokens,
-            "load": round(sum(group.load for group in merge.groups), 2),
-            "windows": waiting.times,
-            "policy_revision": policy.revision,
-        },
-    )
-
-
-def _parting(group: Group, tp: int, windows: int, policy: Policy) -> MorphDecision:
-    parts = "; ".join(", ".join(part) for part in parted(group.workers, tp))
-    return MorphDecision(
-        instance=group.instance,
-        worker=group.leader,
-        epoch=group.epochs[0],
-        lever="scale_down",
-        reason=f"no long request is left and {1 - group.usage:.2f} of the KV is free, "
-        f"{policy.scale_down_free:g} suffices: degree {group.tp} parts into degree {tp} ({parts})",
-        cause="no_long_request",
-        instances=group.instances,
-        epochs=dict(zip(group.workers, group.epochs, strict=True)),
-        tp=tp,
-        numbers={
-            "longest_tokens": group.longest_tokens,
-            "used_tokens": group.used_tokens,
-            "kv_usage": round(group.usage, 4),
-            "tp_before": group.tp,
-            "tp_after": tp,
-            "tokens_after": group.tokens_at[tp],
-            "load": round(group.load, 2),
-            "windows": windows,
-            "policy_revision": policy.revision,
-        },
-    )

@@ -11,11 +11,12 @@ from typing import Literal
 
 from bus.morphs import MorphReport
 
-Lever = Literal["scale_up", "scale_down"]
+Lever = Literal["scale_up", "scale_down", "level", "swap"]  # level: to the layers of other members
 
 SILENT_S = 60.0  # a morph without a report for so long blocks nothing any more
 FORGET_S = 600.0  # the time after which an instance that is not seen is forgotten
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+SWAP_SEEN_S = 2.0  # after so long metrics show a swap
 REGRET_S = 30.0  # a group that is made again within this time parted too early
 
 
@@ -73,6 +74,7 @@ class Track:
     morphed_s: float | None = None  # the last change of degree was decided, or ended
     raised_s: float | None = None  # time of the last scale-up's decision or end
     busy_s: float = float("-inf")  # time of the last load
+    swapped_s: float = float("-inf")  # time of the last swap's decision or end: metrics may be older
     parting: int = 0
     parting_since_s: float = 0.0
     parting_s: float = 0.0
@@ -80,7 +82,9 @@ class Track:
     pauses: Mapping[Lever, RetryPause] = field(default_factory=dict)
 
     def decided(self, lever: Lever, at_s: float) -> Track:
-        """Start the cool-down."""
+        """Start the cool-down; swaps have none."""
+        if lever in ("level", "swap"):
+            return replace(self, swapped_s=at_s)
         return replace(self, morphed_s=at_s, raised_s=at_s if lever == "scale_up" else self.raised_s)
 
     def refused(self, lever: Lever, at_s: float) -> Track:
@@ -134,6 +138,17 @@ class State:
         """Return the track of this epoch, or of a newer one; a fresh one if there is none."""
         track = self.tracks.get(instance)
         return Track(epoch, at_s) if track is None or track.epoch < epoch else track
+
+    def reshaping(self, at_s: float) -> frozenset[str]:
+        """Return the instances that become one group, or get equal layers for that."""
+        return frozenset(
+            name
+            for name, track in self.tracks.items()
+            if at_s < track.swapped_s + SWAP_SEEN_S
+            or any(
+                one.lever in ("scale_up", "level") and one.is_heard(at_s) for one in track.pending.values()
+            )
+        )
 
     def with_track(self, instance: str, track: Track) -> State:
         """Return the state with another track of `instance`."""
@@ -191,10 +206,12 @@ def _ended(track: Track, report: MorphReport, lever: Lever | None, at_s: float) 
         track = replace(track, morphed_s=at_s)
     if report.state == "applied" and lever == "scale_up":
         track = replace(track, raised_s=at_s)
+    if report.kind == "swap" and lever:
+        track = replace(track, swapped_s=at_s)
     if lever is None or report.state == "stale":
         return track
     if report.state != "applied":
         return track.refused(lever, at_s)
-    if lever == "scale_up":
+    if lever != "scale_down":
         return replace(track, pauses={name: one for name, one in track.pauses.items() if name != lever})
     return track

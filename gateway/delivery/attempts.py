@@ -16,7 +16,7 @@ from gateway.delivery.cluster import Cluster
 from gateway.delivery.dispatch import Candidate, Wait, WaitForSplit
 from gateway.delivery.endings import Endings
 from gateway.delivery.placement import Found, Placement
-from gateway.delivery.request import RequestState, RetryReason
+from gateway.delivery.request import InstanceAddress, RequestState, RetryReason
 from gateway.delivery.table import ModelQueues
 from gateway.errors import ApiError
 
@@ -66,6 +66,12 @@ class Attempts:
                 self._endings.fail(state, errors.no_such_model(model, self._cluster.known_models()))
             else:
                 self._place(state)
+
+    def move(self, place: InstanceAddress, num_tokens: int) -> None:
+        """Take requests back from the queue of an instance, and place them again where there is room."""
+        for state in self._placement.to_move(place, num_tokens):
+            self._recall(state)
+        self.place_waiting()
 
     def _recall(self, state: RequestState) -> None:
         target = state.target

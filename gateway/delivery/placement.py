@@ -65,6 +65,22 @@ class Placement:
             found += queued[len(queued) - count :]
         return found
 
+    def to_move(self, place: InstanceAddress, num_tokens: int) -> list[RequestState]:
+        """Return the latest short requests queued at an instance, with prompts of about so many tokens.
+
+        None comes back twice.
+        """
+        queued = [one for one in self._table.at(place) if one.is_sent and not one.is_running]
+        candidates = self.candidates(queued[0].request.model) if queued else []
+        found, left = [], num_tokens
+        for one in sorted(queued, key=lambda state: -state.request.arrived):
+            if left <= 0:
+                break
+            if not one.was_recalled and not dispatch.is_long(candidates, one.request.num_tokens):
+                found.append(one)
+                left -= len(one.request.prompt_token_ids)
+        return found
+
     def send(self, state: RequestState, to: Candidate) -> None:
         """Begin a new attempt at `to`, or at a member of it."""
         target = _address(dispatch.member_for(to, state.request.num_tokens))

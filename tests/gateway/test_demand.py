@@ -664,3 +664,29 @@ async def decided_of(bus: Bus) -> list[Event]:
     async with bus.reader(bus.names.events, Event, MorphReport, start="0") as reader:
         told = [message for _, message in await reader.read()]
     return [one for one in told if isinstance(one, Event) and one.kind == "morph_decided"]
+
+
+def test_the_latest_that_queue_at_an_instance_are_moved_to_another_once() -> None:
+    core = Cluster("w0")
+    core.look()
+    states = []
+    for i in range(6):
+        core.now += 0.01
+        states.append(core.state(str(i), prompt=[1] * 20, max_tokens=5))
+        core.delivery.submit(states[i])
+        core.sent(states[i], begun=i < 2)
+    core.cards["w1"] = worker_card("w1")
+    core.look()
+    target = states[0].target
+    assert target is not None and workers_of(states) == ["w0"] * 6
+    core.delivery.attempts.move(target, 40)
+    assert workers_of(states) == ["w0"] * 4 + ["w1"] * 2
+    assert [state.strikes for state in states] == [0] * 6
+    for state in states[4:]:
+        core.sent(state, begun=False)
+    to = states[4].target
+    assert to is not None
+    core.delivery.attempts.move(to, 1000)
+    assert workers_of(states[4:]) == ["w1"] * 2, "they were moved before"
+    core.delivery.attempts.move(to._replace(epoch=7), 1000)  # of an epoch that is over
+    core.gateway.check_integrity()

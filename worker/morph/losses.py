@@ -8,15 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from bus.messages import PARTS
-from bus.precisions import PRECISIONS, Precision, is_below, lowest
+from bus.precisions import ASSUMED_LOSSES, PRECISIONS, Precision, is_below, lowest
 from worker.morph.plan import Half
-
-# Of a whole model without a profile, for group-wise quantisation of the weights alone. The models that papers
-# measure lie around these: int8 is within noise, four bits cost some per cent, three bits much more.
-ASSUMED: Final[Mapping[str, float]] = {"int8": 0.0005, "int4": 0.03, "int3": 0.15}
 
 Halves = Mapping[Half, Precision]
 Measured = Mapping[Precision, Mapping[str, Sequence[float]]]  # loss of each layer's half, by part
@@ -55,8 +51,8 @@ class Losses:
 def losses_of(num_layers: int, precisions: Iterable[Precision], measured: Measured) -> Losses:
     """Return the table of a model.
 
-    A precision that is not `measured` gets a share of ASSUMED for every half alike. Noise may make fewer bits
-    look better than more: they count as equal.
+    A precision that is not `measured` gets a share of ASSUMED_LOSSES for every half alike. Noise may make
+    fewer bits look better than more: they count as equal.
     """
     below = [precision for precision in PRECISIONS if precision in set(precisions) and precision != "full"]
     shares: dict[Half, dict[Precision, float]] = {}
@@ -66,7 +62,7 @@ def losses_of(num_layers: int, precisions: Iterable[Precision], measured: Measur
             if found := measured.get(precision):
                 loss = found[half.part][half.layer]
             else:
-                loss = ASSUMED[precision] / (num_layers * len(PARTS))
+                loss = ASSUMED_LOSSES[precision] / (num_layers * len(PARTS))
             row[precision] = least = max(least, loss)
         shares[half] = row
     return Losses(shares, tuple(precision for precision in below if precision not in measured))

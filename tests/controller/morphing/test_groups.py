@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 
 from bus.groups import longest_tokens, natural, parted
 from bus.messages import LayerShape
+from bus.policy import Policy
 from controller.morphing.groups import Group, groups_of
-from controller.morphing.parallelism import Merge, decide_scale_down, decide_scale_up
+from controller.morphing.parallelism import Merge, degrees_below
 from controller.morphing.resting import Rest
+from controller.morphing.track import Waiting
+from controller.morphing.weighing import taken_merge, weigh_long
 from tests.support.parallelism_groups import TOKENS_AT, group, live, metrics_for, singles, worker_card
 
 # --------------------------------------------------------------------------- scale-up
@@ -23,6 +26,19 @@ def merge(groups: list[Group], num_tokens: int, max_tp: int = 0) -> Merge:
     found = decide_scale_up(groups, num_tokens, max_tp)
     assert found is not None
     return found
+
+
+def decide_scale_up(groups: list[Group], num_tokens: int, max_tp: int = 0) -> Merge | None:
+    """The merge that the planner takes for a request that has lost its patience."""
+    policy = Policy(max_tp=max_tp).in_force()
+    assert policy is not None
+    plan, offers = weigh_long(groups, groups, Waiting(num_tokens, 1, 3, 0.0, 0.0), policy, 60.0)
+    found = taken_merge(plan, offers)
+    return found.merge if found else None
+
+
+def decide_scale_down(group: Group, free_share: float) -> int | None:
+    return next(iter(degrees_below(group, free_share)), None)
 
 
 def test_the_lowest_degree_that_holds_it_is_made() -> None:
@@ -69,14 +85,16 @@ def test_what_lies_in_the_caches_is_reckoned_with() -> None:
     assert merge([*busy, *singles(2, 3)], 290).workers == ["w2", "w3"]
 
 
-def test_workers_whose_layers_differ_in_precision_do_not_come_together_where_others_do() -> None:
+def test_workers_whose_layers_differ_in_precision_come_together_where_that_costs_less_than_others() -> None:
     full, low = (LayerShape(),), (LayerShape(ffn="int4"),)
     mixed = [replace(one, layers=low if one.leader in ("w1", "w3") else full) for one in singles(*range(4))]
-    assert merge(mixed, 300).workers == ["w0", "w2"]
-    assert merge([mixed[0], mixed[1], mixed[3]], 300).workers == ["w1", "w3"]
-    assert merge(mixed, 1000).workers == ["w0", "w1", "w2", "w3"]  # they say why not
+    assert merge(mixed, 300).workers == ["w0", "w1"]  # a half goes back sooner than strangers get to know
+    assert merge([mixed[1], mixed[3]], 300).workers == ["w1", "w3"]
+    assert merge(mixed, 1000).workers == ["w0", "w1", "w2", "w3"]
     eight = [*mixed, *(replace(one, layers=full) for one in singles(4, 5, 6, 7))]
     assert merge(eight, 1000).workers == ["w4", "w5", "w6", "w7"]
+    apart = replace(mixed[1], layers=(LayerShape(ffn="int4"),) * 2)
+    assert decide_scale_up([mixed[0], apart], 300) is None
 
 
 def test_a_limit_of_the_degree_is_kept() -> None:

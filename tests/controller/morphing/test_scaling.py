@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bus.messages import Demand
-from bus.morphs import MorphOutcome, MorphReport, Transform
+from bus.messages import PARTS, Demand, LayerShape
+from bus.morphs import HalfOrder, MorphKind, MorphOutcome, MorphReport, Swap, Transform
 from bus.policy import Policy
 from controller.morphing.decision import MorphDecision
 from controller.morphing.groups import Group
@@ -60,12 +60,12 @@ class Hand:
                 self.state = sent(self.state, name, one.lever, f"morph-{len(self.decisions)}", self.at_s)
         return made[-1] if made else None
 
-    def answer(self, outcome: MorphOutcome = "applied") -> None:
+    def answer(self, outcome: MorphOutcome = "applied", kind: MorphKind = "transform") -> None:
         """To the last one; applied, the groups are what it made of them."""
         _, one = self.decisions[-1]
         report = MorphReport(
             id=f"morph-{len(self.decisions)}",
-            kind="transform",
+            kind=kind,
             target=one.instance,
             worker=one.worker,
             epoch=1,
@@ -75,7 +75,7 @@ class Hand:
             workers=list(one.epochs),
         )
         self.state = observe(self.state, report, self.at_s)
-        if outcome == "applied":
+        if outcome == "applied" and kind == "transform":
             self.groups = [g for g in self.groups if not set(g.workers) & set(one.epochs)]
             if one.lever == "scale_up":
                 self.groups.append(group(*one.epochs))
@@ -97,10 +97,12 @@ def test_a_request_that_waits_for_several_tellings_makes_a_group() -> None:
     assert found.command("t1") == Transform(
         id="t1", epoch=1, instance="m@w0", workers=list(FOUR), epochs=dict.fromkeys(FOUR, 1), tp=4, wait_s=1.0
     )
-    assert found.reason == (
+    assert found.reason.startswith(
         "a request of 1000 tokens waits and no instance has room for it: w0, w1, w2, w3 at degree 1 become "
-        "one of degree 4, which holds 1200"
+        "one of degree 4, which holds 1200; weighed, in request-seconds: queue never; merge m@w0, m@w1, "
     )
+    assert found.reason.endswith("taken: merge m@w0, m@w1, m@w2, m@w3 at tp 4, which meets the objective")
+    assert (found.numbers["queue_cost_s"], found.numbers["merge_cost_s"]) == (3600, 1)
     assert found.numbers["waiting_tokens"] == 1000 and found.numbers["waited_s"] == 1.0
     assert (found.numbers["tp_before"], found.numbers["tp_after"], found.numbers["windows"]) == (1, 4, 3)
 
@@ -185,6 +187,70 @@ def test_old_reports_and_manual_mode_make_no_group() -> None:
     assert Hand(*singles(0, 1, age_s=6.0)).demand(300, times=9) is None
     assert Hand(*singles(0, 1), mode="manual").demand(300, times=9) is None
     assert Hand(*singles(0, 1), max_tp=1).demand(300, times=9) is None
+
+
+def kv_of(number: int, layers: tuple[LayerShape, ...], **changes: Any) -> Group:
+    """A worker whose layers free 40 tokens of KV each in int8."""
+    one = group(f"w{number}", layers=layers, kv_tokens=100, block_tokens=10, max_model_len=5000)
+    return replace(one, layer_blocks={"int8": 4.0}, losses={"int8": 0.002}, **changes)
+
+
+FULL = (LayerShape(), LayerShape())
+LOW = (LayerShape(attention="int8", ffn="int8"), LayerShape())
+
+
+def test_members_of_different_layers_are_made_alike_and_then_become_one() -> None:
+    hand = Hand(kv_of(0, FULL), kv_of(1, LOW))
+    down = hand.demand(350, times=3)
+    assert down is not None and down.lever == "level"
+    halves = [HalfOrder(layer=0, part=part, precision="full") for part in PARTS]
+    assert down.command("s1") == Swap(id="s1", epoch=1, instance="m@w1", halves=halves, wait_s=1.0)
+    assert "w0, w1 get equal layers (2 halves to full, 0.00% more loss)" in down.reason
+    assert hand.demand(350, times=4) is None  # under way
+    hand.answer("applied", kind="swap")
+    assert hand.demand(350) is None  # metrics may be older
+    hand.groups = [kv_of(0, FULL), kv_of(1, FULL)]
+    hand.pass_s(1.0)
+    up = hand.demand(350, times=3)
+    assert up is not None and (up.lever, list(up.epochs)) == ("scale_up", ["w0", "w1"])
+
+
+def test_a_member_without_room_for_more_bits_keeps_them_and_the_others_lose_theirs() -> None:
+    hand = Hand(kv_of(0, FULL), kv_of(1, LOW, used_tokens=50, kv_tokens=80))
+    down = hand.demand(300, times=3)
+    assert down is not None and (down.lever, down.instance, down.halves[0].precision) == (
+        "level",
+        "m@w0",
+        "int8",
+    )
+    assert down.numbers["loss"] == 0.001
+
+
+def test_members_that_would_lose_more_than_the_budget_are_not_made_alike() -> None:
+    full = kv_of(1, LOW, used_tokens=50, kv_tokens=80)
+    assert Hand(kv_of(0, FULL), full, loss_budget=0.0005).demand(300, times=9) is None
+    swapped = Hand(kv_of(0, FULL), full, loss_budget=0.001).demand(300, times=9)
+    assert swapped is not None
+
+
+def test_a_request_that_a_swap_makes_room_for_needs_no_group() -> None:
+    """One layer in int8 holds 40 tokens more, at a tenth of the budget."""
+    hand = Hand(kv_of(0, FULL), kv_of(1, FULL, load=9.0), loss_budget=0.01)
+    found = hand.demand(130, times=3)
+    assert found is not None and (found.lever, found.instance) == ("swap", "m@w0")
+    assert found.command("s1") == Swap(
+        id="s1", epoch=1, instance="m@w0", count=1, precision="int8", wait_s=1.0
+    )
+    assert found.numbers["swap_cost_s"] < found.numbers["merge_cost_s"] < found.numbers["queue_cost_s"]
+    costly = Hand(kv_of(0, FULL), kv_of(1, FULL), loss_budget=0.0005).demand(130, times=3)
+    assert costly is not None and costly.lever == "scale_up"
+
+
+def test_a_swap_that_was_refused_is_not_ordered_again_at_once() -> None:
+    hand = Hand(kv_of(0, FULL), kv_of(1, LOW))
+    hand.demand(350, times=3)
+    hand.answer("deferred", kind="swap")
+    assert hand.demand(350, times=15) is None
 
 
 # --------------------------------------------------------------------------- scale-down

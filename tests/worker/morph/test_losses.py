@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 
 from bus.messages import PARTS
-from bus.precisions import Precision
-from worker.morph.losses import ASSUMED, Losses, choose_relief, choose_return, losses_of, whole_losses
+from bus.precisions import ASSUMED_LOSSES, Precision
+from worker.morph.losses import Losses, choose_relief, choose_return, losses_of, whole_losses
 from worker.morph.plan import Half
 
 PAGES = {"full": 32, "int8": 8, "int4": 4, "int3": 3}
@@ -56,7 +56,7 @@ def test_without_a_profile_every_half_has_its_share_of_what_is_assumed() -> None
     everything: dict[Half, Precision] = dict.fromkeys(
         (Half(layer, part) for layer in range(4) for part in PARTS), "int4"
     )
-    assert losses.total(everything) == pytest.approx(ASSUMED["int4"])
+    assert losses.total(everything) == pytest.approx(ASSUMED_LOSSES["int4"])
 
 
 def test_a_whole_model_loses_what_its_halves_do_where_that_was_measured() -> None:

@@ -1,0 +1,71 @@
+"""The options that the controller's planner weighs, with gain and price, and the plan that it takes.
+
+Also messages: the answer to `instar plan --what-if`. Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from bus.deployments import Basis
+from bus.precisions import Precision
+
+LeverName = Literal["queue", "resize", "swap", "move", "merge", "part", "more", "fewer"]
+
+NEVER_S: Final = 3600.0  # a wait that no lever ends counts as so long; the longest that a policy can state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeverOption:
+    """One lever with its gain and its price; `refusal` says why it cannot be used now.
+
+    The price is in request-seconds: what requests stand still or run slower, each counted, and the loss in
+    terms of the objective (docs/morphs.md, "What is weighed").
+    """
+
+    lever: LeverName
+    targets: list[str]  # instances; of a move from, to
+    tp: int = 0  # degree afterwards, of a merge or a part
+    layers: int = 0  # that a swap takes to `precision`
+    precision: Precision = "full"
+    blocks: int = 0  # of KV, gained
+    tokens_per_s: float = 0.0  # gained; lost below 0
+    loss: float = 0.0  # share of the perplexity added
+    stalled_s: float = 0.0  # that the engine stands still
+    nbytes: int = 0  # copied or exchanged
+    duration_s: float = 0.0  # until the gain is there
+    price_s: float = 0.0
+    cost_s: float = 0.0  # the price and the waits that are left, if this is taken alone
+    basis: Basis = "assumed"  # of stall and duration
+    refusal: str = ""
+    is_taken: bool = False
+
+    @property
+    def words(self) -> str:
+        """The option in a few words, as in `merge m@w0, m@w1`."""
+        if self.refusal:
+            return f"{self.lever}: not possible, {self.refusal}"
+        between = " to " if self.lever == "move" else ", "
+        words = f"{self.lever} {between.join(self.targets)}".rstrip()
+        if self.layers:
+            return f"{words}: {self.layers} layers to {self.precision}"
+        return f"{words} at tp {self.tp}" if self.tp else words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeverPlan:
+    """The options for one need of a model, with the cheapest set that meets the objective taken."""
+
+    model: str
+    subject: str  # the instance under pressure, or the one that takes the long request
+    need: str
+    options: list[LeverOption] = field(default_factory=list)
+    cost_s: float = 0.0  # of the set that is taken
+    wait_s: float = 0.0  # predicted, with what is taken
+    meets: bool = False  # the objective
+    reason: str = ""
+
+    @property
+    def taken(self) -> list[LeverOption]:
+        return [one for one in self.options if one.is_taken]

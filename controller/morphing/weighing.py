@@ -1,0 +1,229 @@
+"""A translation of groups of workers into what the planner weighs, and of its plans into merges. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from bus.levers import NEVER_S, LeverPlan
+from bus.messages import LayerShape
+from bus.morphs import HalfOrder
+from bus.policy import Policy
+from bus.precisions import PRECISIONS, Precision, is_below
+from bus.shapes import CommonShape, common_shape, half_of, loss_of, whole_loss
+from controller.morphing.groups import Group
+from controller.morphing.parallelism import Merge, merges_for
+from controller.morphing.track import Waiting
+from controller.planning.lever_costs import LeverCosts
+from controller.planning.levers import weigh
+from controller.planning.situation import (
+    LeverSituation,
+    LongNeed,
+    MergeOffer,
+    Objectives,
+    PartOffer,
+    ServingInstance,
+    SwapRung,
+)
+
+NO_COSTS: Final = LeverCosts()
+
+
+@dataclass(frozen=True, slots=True)
+class WeighedMerge:
+    """A merge and the layers that its members get first; None: they are alike. Text: why there are none."""
+
+    merge: Merge
+    common: CommonShape | str | None
+
+
+def weigh_long(
+    groups: Sequence[Group],
+    free: Sequence[Group],
+    waiting: Waiting,
+    policy: Policy,
+    waited_s: float,
+    costs: LeverCosts = NO_COSTS,
+) -> tuple[LeverPlan, list[WeighedMerge]]:
+    """Weigh what to do about long requests. free: the groups that may morph now.
+
+    policy: with its mode applied. After `long_patience_s` no group is expected to make room any more.
+    """
+    is_overdue = waited_s >= policy.long_patience_s
+    offers = [
+        WeighedMerge(merge, levelled(merge, policy.most_loss))
+        for merge in merges_for(free, waiting.tokens, policy.max_tp)
+    ]
+    names = {group.instance for group in free}
+    situation = LeverSituation(
+        model=groups[0].model if groups else "",
+        instances=[
+            one if one.name in names else replace(one, rungs=())
+            for one in (serving(group, policy) for group in groups)
+        ],
+        long=LongNeed(
+            tokens=waiting.tokens,
+            count=waiting.count,
+            waited_s=waited_s,
+            queue_s=min(
+                (_until_room(group, waiting.tokens) for group in groups if not is_overdue), default=NEVER_S
+            ),
+        ),
+        merges=[_offer(one) for one in offers],
+        objectives=objectives(policy),
+        costs=costs,
+    )
+    return weigh(situation)[0], offers
+
+
+def taken_merge(plan: LeverPlan, offers: Iterable[WeighedMerge]) -> WeighedMerge | None:
+    """Return the merge that a plan takes, if it takes one."""
+    taken = [one.targets for one in plan.taken if one.lever == "merge"]
+    return next((one for one in offers if _names(one.merge) in taken), None)
+
+
+def weigh_part(
+    groups: Sequence[Group],
+    group: Group,
+    degrees: Iterable[int],
+    policy: Policy,
+    costs: LeverCosts = NO_COSTS,
+) -> LeverPlan:
+    """Weigh whether a group parts, and how far."""
+    parts = [
+        PartOffer(instances=group.instances, tp_before=group.tp, tp=tp, load=group.load) for tp in degrees
+    ]
+    calm = [replace(serving(one, policy), waiting=0.0, running=one.load) for one in groups]
+    situation = LeverSituation(
+        model=group.model, instances=calm, parts=parts, objectives=objectives(policy), costs=costs
+    )
+    return weigh(situation)[-1]
+
+
+def weigh_pressure(groups: Sequence[Group], policy: Policy, costs: LeverCosts = NO_COSTS) -> list[LeverPlan]:
+    """Weigh what to do for instances of one model in which requests wait for KV blocks."""
+    if not groups:
+        return []
+    instances = [serving(group, policy) for group in groups]
+    return weigh(
+        LeverSituation(model=groups[0].model, instances=instances, objectives=objectives(policy), costs=costs)
+    )
+
+
+def objectives(policy: Policy) -> Objectives:
+    return Objectives(
+        ttft_slo_s=policy.ttft_slo_s, loss_budget=policy.most_loss, kv_usage_high=policy.kv_usage_high
+    )
+
+
+def serving(group: Group, policy: Policy) -> ServingInstance:
+    """Return an instance as the planner sees it. policy: with its mode applied."""
+    tokens = group.block_tokens
+    budget, rest = policy.most_loss, group.rest
+    if rest.loss_left is not None:
+        budget = min(budget, rest.loss_left)
+    at_rest = [LayerShape(attention=rest.precision, ffn=rest.precision)]
+    lost = max(0.0, loss_of(group.layers, group.losses) - loss_of(at_rest, group.losses))
+    return ServingInstance(
+        name=group.instance,
+        tp=group.tp,
+        block_tokens=tokens,
+        blocks=(group.kv_tokens or group.max_tokens) // tokens,
+        used=-(-group.used_tokens // tokens),
+        needed=-(-(group.used_tokens + group.queued_tokens) // tokens),
+        running=group.running or max(0.0, group.load - group.waiting),
+        waiting=group.waiting,
+        oldest_wait_s=group.oldest_wait_s,
+        tokens_per_s=group.tokens_per_s,
+        spare_blocks=group.spare_tokens // tokens,
+        rungs=_rungs(group, policy.precision),
+        loss_left=max(0.0, budget - lost),
+        max_model_len=group.max_model_len,
+        is_movable=group.tp == 1,
+    )
+
+
+def levelled(merge: Merge, budget: float) -> CommonShape | str | None:
+    """Return the layers that the members of a merge get first; None if they are alike."""
+    if len({group.layers for group in merge.groups}) == 1:
+        return None
+    members, first = merge.groups, merge.groups[0]
+    if len({len(group.layers) for group in members}) > 1:
+        return "their numbers of layers differ"
+    return common_shape(
+        [group.layers for group in members],
+        first.losses,
+        budget,
+        resting=first.rest.precision,
+        may_rise=lambda member, orders: _has_room_for(members[member], orders),
+    )
+
+
+def _has_room_for(group: Group, orders: Sequence[HalfOrder]) -> bool:
+    """Return True if the KV can give the blocks that halves with more bits take, as far as this is known."""
+    blocks = 0.0
+    for one in orders:
+        before = half_of(group.layers[one.layer], one.part)
+        blocks += (_saved(group, before) - _saved(group, one.precision)) / 2
+    return blocks * group.block_tokens <= group.free_tokens
+
+
+def _saved(group: Group, precision: Precision) -> float:
+    return group.layer_blocks.get(precision, 0.0)
+
+
+def _rungs(group: Group, wished: Precision) -> list[SwapRung]:
+    """Return the precisions that layers may go to: down to the wished and the coarsest one."""
+    rest, num_layers = group.rest, len(group.layers)
+    lowest = min(PRECISIONS.index(wished), PRECISIONS.index(rest.coarsest))
+    found = []
+    for precision in PRECISIONS[PRECISIONS.index(rest.precision) + 1 : lowest + 1]:
+        above = [one for layer in group.layers for one in (layer.attention, layer.ffn)]
+        halves = sum(is_below(precision, one) for one in above)
+        blocks = _saved(group, precision) - _saved(group, rest.precision)
+        if halves < 2 or blocks <= 0:
+            continue
+        loss = whole_loss(precision, group.losses) - whole_loss(rest.precision, group.losses)
+        found.append(
+            SwapRung(
+                precision=precision,
+                layers=halves // 2,
+                blocks=blocks,
+                loss=max(0.0, loss) / num_layers,
+                nbytes=group.layer_bytes.get(precision, 0),
+            )
+        )
+    return found
+
+
+def _offer(one: WeighedMerge) -> MergeOffer:
+    merge, common = one.merge, one.common
+    tokens = merge.groups[0].block_tokens
+    kv_tokens = sum(group.kv_tokens or group.max_tokens for group in merge.groups)
+    change = common if isinstance(common, CommonShape) else None
+    return MergeOffer(
+        instances=tuple(_names(merge)),
+        tp_before=merge.groups[0].tp,
+        tp=merge.tp,
+        load=sum(group.load for group in merge.groups),
+        blocks=(min(group.kv_at(merge.tp) for group in merge.groups) - kv_tokens) // tokens,
+        are_neighbours=merge.are_neighbours,
+        halves=change.num_halves if change else 0,
+        loss=change.loss if change else 0.0,
+        refusal=common if isinstance(common, str) else "",
+    )
+
+
+def _names(merge: Merge) -> list[str]:
+    return [group.instance for group in merge.groups]
+
+
+def _until_room(group: Group, num_tokens: int) -> float:
+    """Return how long until `group` has room for a sequence; NEVER_S if it never holds one so long."""
+    if num_tokens > group.max_tokens:
+        return NEVER_S
+    missing = num_tokens - group.free_tokens
+    if missing <= 0:
+        return 0.0
+    return min(NEVER_S, missing / group.tokens_per_s) if group.tokens_per_s > 0 else NEVER_S

@@ -1,0 +1,123 @@
+"""The costs of levers on these devices: means over the reports of morphs, else assumptions. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
+
+from bus.deployments import Basis
+from bus.morphs import MorphReport
+
+Kind = Literal["resize", "swap", "merge", "part"]
+
+WEIGHT: Final = 0.3  # of the newest morph
+# Throughput of a group against one worker, all of whose requests are short (Gyges, Table 1; 8 by its trend).
+GROUP_SPEED: Final[Mapping[int, float]] = {1: 1.0, 2: 670 / 448, 4: 767 / 448, 8: 1.8}
+HOLD_S: Final = 30.0  # that a group is kept, until groups have parted here
+CONNECT_S: Final = 2.0  # until workers that are no neighbours have a communicator (NCCL on one host)
+MOVE_S: Final = 0.1  # until a queued request is at another instance: a poll of the gateway and two messages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindCost:
+    """The cost of a morph, or of a half of a swap: seconds until it is applied, and of pauses."""
+
+    duration_s: float
+    stalled_s: float
+    nbytes: float = 0.0
+    basis: Basis = "assumed"
+
+
+ASSUMED_COSTS: Final[Mapping[Kind, KindCost]] = {
+    "resize": KindCost(duration_s=0.1, stalled_s=0.005),
+    "swap": KindCost(duration_s=0.01, stalled_s=0.002),
+    "merge": KindCost(duration_s=1.0, stalled_s=0.3),
+    "part": KindCost(duration_s=1.0, stalled_s=0.3),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeverCosts:
+    """Exponentially weighted means. `speeds`: tokens per second of busy instances by degree."""
+
+    kinds: Mapping[Kind, KindCost] = field(default_factory=lambda: dict(ASSUMED_COSTS))
+    speeds: Mapping[int, float] = field(default_factory=dict)
+    hold_s: float = HOLD_S
+    merged_s: Mapping[str, float] = field(default_factory=dict)  # groups by leader: when they were made
+
+    def speed(self, tp: int) -> tuple[float, Basis]:
+        """Return the throughput of a group against one worker, measured if both were busy here."""
+        alone, group = self.speeds.get(1), self.speeds.get(tp)
+        if alone and group:
+            return group / alone, "measured"
+        return GROUP_SPEED.get(tp, GROUP_SPEED[8]), "assumed"
+
+
+def observe_cost(costs: LeverCosts, report: MorphReport) -> LeverCosts:
+    """Take note of a morph that was applied and changed something."""
+    kind = _kind_of(report)
+    if report.state != "applied" or report.ended_ms is None or kind is None:
+        return costs
+    numbers, units = report.numbers, 1.0
+    if kind == "swap":
+        units = float(numbers.get("halves_applied", 0))
+    elif kind != "resize" and numbers.get("layers_done") != numbers.get("layers"):
+        units = 0.0
+    if units <= 0:
+        return costs
+    duration_s = max(0.0, (report.ended_ms - report.started_ms) / 1000 - numbers.get("wait_seconds", 0.0))
+    stalled_s = float(numbers.get("boundary_seconds", 0.0)) + float(numbers.get("moving_seconds", 0.0))
+    nbytes = float(numbers.get("bytes_copied", 0) or numbers.get("bytes_exchanged", 0))
+    seen = KindCost(
+        duration_s=duration_s / units,
+        stalled_s=min(stalled_s, duration_s) / units,
+        nbytes=nbytes / units,
+        basis="measured",
+    )
+    kinds = {**costs.kinds, kind: _mean(costs.kinds[kind], seen)}
+    return _held(replace(costs, kinds=kinds), report, kind)
+
+
+def observe_speed(costs: LeverCosts, tp: int, tokens_per_s: float) -> LeverCosts:
+    """Take note of the throughput of an instance in which requests wait."""
+    if tokens_per_s <= 0:
+        return costs
+    before = costs.speeds.get(tp, tokens_per_s)
+    return replace(costs, speeds={**costs.speeds, tp: before + WEIGHT * (tokens_per_s - before)})
+
+
+def _kind_of(report: MorphReport) -> Kind | None:
+    if report.kind == "swap" or report.kind == "resize":
+        return report.kind
+    before, after = report.numbers.get("tp_before", 0), report.numbers.get("tp_after", 0)
+    if report.kind != "transform" or report.steps or before == after:
+        return None
+    return "merge" if after > before else "part"
+
+
+def _mean(before: KindCost, seen: KindCost) -> KindCost:
+    if before.basis == "assumed":
+        return seen
+
+    def mixed(one: float, other: float) -> float:
+        return one + WEIGHT * (other - one)
+
+    return KindCost(
+        duration_s=mixed(before.duration_s, seen.duration_s),
+        stalled_s=mixed(before.stalled_s, seen.stalled_s),
+        nbytes=mixed(before.nbytes, seen.nbytes),
+        basis="measured",
+    )
+
+
+def _held(costs: LeverCosts, report: MorphReport, kind: Kind) -> LeverCosts:
+    """Note how long groups are kept."""
+    at_s, leader = (report.ended_ms or 0) / 1000, report.target
+    if kind == "merge":
+        return replace(costs, merged_s={**costs.merged_s, leader: at_s})
+    if kind != "part" or leader not in costs.merged_s:
+        return costs
+    held_s = max(0.0, at_s - costs.merged_s[leader])
+    left = {name: moment for name, moment in costs.merged_s.items() if name != leader}
+    return replace(costs, merged_s=left, hold_s=costs.hold_s + WEIGHT * (held_s - costs.hold_s))

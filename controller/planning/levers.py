@@ -1,0 +1,189 @@
+"""The one planner: which levers meet the needs of a model, weighed against each other by their price. Pure.
+
+The cheapest set that meets the objective is taken; if none meets it, the cheapest of all. Costs are in the
+request-seconds of `controller.planning.options`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Final
+
+from bus.levers import NEVER_S, LeverName, LeverOption, LeverPlan
+from controller.planning.options import merge, move, part, resize, room, stay, swap, swap_for_long
+from controller.planning.situation import LeverSituation, LongNeed, PartOffer, ServingInstance
+
+NO_COPIES: Final = "a copy of a model is deployed by order only (`instar deploy`)"
+ONLY_FOR_LONG: Final = "groups are made for long requests only"
+
+
+def weigh(situation: LeverSituation) -> list[LeverPlan]:
+    """Return a plan for each need: long requests, an instance under pressure, a group that could part."""
+    plans = [_for_long(situation, situation.long)] if situation.long else []
+    free = {one.name: room(one, situation.objectives) for one in situation.instances}
+    pressed = [one for one in situation.instances if one.missing]
+    for one in sorted(pressed, key=lambda each: (-each.missing, each.name)):
+        plan = _for_pressure(situation, one, free)
+        for option in plan.taken:
+            if option.lever == "move":
+                free[option.targets[1]] -= option.blocks
+        plans.append(plan)
+    groups = dict.fromkeys(offer.instances for offer in situation.parts)
+    plans += [
+        _for_part(situation, [one for one in situation.parts if one.instances == each]) for each in groups
+    ]
+    return plans
+
+
+# ------------------------------------------------------------------------------------- a long request
+
+
+def _for_long(situation: LeverSituation, long: LongNeed) -> LeverPlan:
+    found = [
+        LeverOption(lever="queue", targets=[], duration_s=long.queue_s, basis="measured"),
+        *([swapped] if (swapped := swap_for_long(situation, long)) else []),
+        *(merge(situation, offer) for offer in situation.merges),
+    ]
+    options = [replace(one, cost_s=long.count * one.duration_s + one.price_s) for one in found]
+
+    def is_late(option: LeverOption) -> bool:
+        return long.waited_s + option.duration_s > situation.objectives.ttft_slo_s
+
+    best = min((one for one in options if not one.refusal), key=lambda one: (is_late(one), one.cost_s))
+    several = f"{long.count} requests of up to {long.tokens} tokens wait"
+    return _plan(
+        situation.model,
+        best.targets[0] if best.targets else situation.model,
+        f"{several if long.count > 1 else f'a request of {long.tokens} tokens waits'} that no instance holds",
+        [*options, _refused("more", NO_COPIES)],
+        [best],
+        cost_s=best.cost_s,
+        wait_s=best.duration_s,
+        meets=not is_late(best),
+    )
+
+
+# ------------------------------------------------------------------------------------- pressure
+
+
+def _for_pressure(situation: LeverSituation, one: ServingInstance, free: Mapping[str, int]) -> LeverPlan:
+    """Weigh resize, moves and a swap for what is still missing, in all combinations."""
+    queue_s = one.queue_s(one.missing)
+    queue = LeverOption(lever="queue", targets=[one.name], duration_s=queue_s, basis="measured")
+    queue = replace(queue, cost_s=one.waiting * queue_s / 2)
+    sets = [[queue], *_sets(situation, one, free)]
+
+    def key(chosen: list[LeverOption]) -> tuple[bool, float, int]:
+        wait_s, cost_s = _outcome(one, chosen)
+        return one.oldest_wait_s + wait_s > situation.objectives.ttft_slo_s, cost_s, len(chosen)
+
+    taken = min(sets, key=key)
+    is_late, cost_s, _ = key(taken)
+    alone = [replace(each[0], cost_s=_outcome(one, each)[1]) for each in sets if len(each) == 1]
+    taken = [replace(each, cost_s=_outcome(one, [each])[1]) for each in taken]
+    refused = [_refused("merge", ONLY_FOR_LONG), _refused("more", NO_COPIES)]
+    if not any(each.lever == "move" for chosen in sets for each in chosen):
+        refused.append(_refused("move", "no other instance has KV blocks to spare"))
+    return _plan(
+        situation.model,
+        one.name,
+        f"{one.waiting:.0f} requests wait for {one.missing} KV blocks",
+        [*alone, *(each for each in taken if each not in alone), *refused],
+        taken,
+        cost_s=cost_s,
+        wait_s=_outcome(one, taken)[0],
+        meets=not is_late,
+    )
+
+
+def _sets(
+    situation: LeverSituation, one: ServingInstance, free: Mapping[str, int]
+) -> Iterator[list[LeverOption]]:
+    """Yield the sets of levers beside the queue; a swap is for what the others leave missing."""
+    levers = (resize(situation, one), move(one, free))
+    for grown, moved in product(*([[], each] if each else [[]] for each in levers)):
+        chosen = [*grown, *moved]
+        left = one.missing - sum(option.blocks for option in chosen)
+        if chosen:
+            yield chosen
+        if left > 0 and (swapped := swap(situation, one, left)):
+            yield [*chosen, swapped]
+
+
+def _outcome(one: ServingInstance, chosen: Sequence[LeverOption]) -> tuple[float, float]:
+    """Return the longest wait and the cost of a set, by the share of blocks that each lever brings."""
+    left, longest, mean = one.missing, 0.0, 0.0
+    for option in sorted(chosen, key=lambda each: each.duration_s):
+        served = min(left, option.blocks)
+        longest, left = max(longest, option.duration_s if served else 0.0), left - served
+        mean += served / one.missing * option.duration_s
+    if left > 0:
+        rest_s = one.queue_s(left)
+        longest, mean = max(longest, rest_s), mean + left / one.missing * rest_s / 2
+    return longest, mean * one.waiting + sum(option.price_s for option in chosen)
+
+
+# ------------------------------------------------------------------------------------- no long request
+
+
+def _for_part(situation: LeverSituation, offers: Sequence[PartOffer]) -> LeverPlan:
+    found = [*(part(situation, offer) for offer in offers), stay(situation, offers)]
+    options = [replace(one, cost_s=one.price_s) for one in found]
+    best = min(options, key=lambda one: one.cost_s)  # of equals the lowest degree
+    return _plan(
+        situation.model,
+        offers[0].instances[0],
+        "no long request is left",
+        options,
+        [best],
+        cost_s=best.cost_s,
+        wait_s=0.0,
+        meets=True,
+    )
+
+
+# ------------------------------------------------------------------------------------- shared
+
+
+def _refused(lever: LeverName, why: str) -> LeverOption:
+    return LeverOption(lever=lever, targets=[], refusal=why)
+
+
+def _plan(
+    model: str,
+    subject: str,
+    need: str,
+    options: Sequence[LeverOption],
+    taken: Sequence[LeverOption],
+    *,
+    cost_s: float,
+    wait_s: float,
+    meets: bool,
+) -> LeverPlan:
+    shown = [_rounded(one, one in taken) for one in options]
+    met = "which meets the objective" if meets else "and no set meets the objective"
+    chosen = " + ".join(one.words for one in shown if one.is_taken)
+    return LeverPlan(
+        model=model,
+        subject=subject,
+        need=need,
+        options=shown,
+        cost_s=round(cost_s, 3),
+        wait_s=round(wait_s, 3),
+        meets=meets,
+        reason=f"{'; '.join(map(_words, shown))}; taken: {chosen}, {met}",
+    )
+
+
+def _rounded(one: LeverOption, is_taken: bool) -> LeverOption:
+    times = ("stalled_s", "duration_s", "price_s", "cost_s", "loss")
+    return replace(one, is_taken=is_taken, **{name: round(getattr(one, name), 6) for name in times})
+
+
+def _words(one: LeverOption) -> str:
+    """Return an option with its cost in request-seconds, as in `queue 12.5`."""
+    if one.refusal:
+        return one.words
+    return f"{one.words} {'never' if one.duration_s >= NEVER_S else f'{one.cost_s:.2f}'}"

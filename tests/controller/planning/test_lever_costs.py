@@ -1,0 +1,97 @@
+"""What morphs cost on these devices, learned from their reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bus.morphs import MorphReport
+from controller.planning.lever_costs import (
+    ASSUMED_COSTS,
+    GROUP_SPEED,
+    HOLD_S,
+    WEIGHT,
+    LeverCosts,
+    observe_cost,
+    observe_speed,
+)
+
+
+def report(
+    kind: Any, seconds: float, state: Any = "applied", at_s: float = 100.0, **numbers: float
+) -> MorphReport:
+    started_ms = round(1000 * (at_s - seconds))
+    return MorphReport(
+        id="m1",
+        kind=kind,
+        target="m@w0",
+        worker="w0",
+        epoch=1,
+        state=state,
+        reason="",
+        started_ms=started_ms,
+        ended_ms=round(1000 * at_s),
+        numbers=dict(numbers),
+    )
+
+
+def transform(before: int, after: int, seconds: float, at_s: float = 100.0) -> MorphReport:
+    return report(
+        "transform",
+        seconds,
+        at_s=at_s,
+        tp_before=before,
+        tp_after=after,
+        layers=8,
+        layers_done=8,
+        moving_seconds=0.2,
+    )
+
+
+def test_a_cost_is_assumed_until_it_is_measured_and_a_mean_from_then_on() -> None:
+    costs = LeverCosts()
+    assert costs.kinds["swap"] == ASSUMED_COSTS["swap"] and costs.kinds["swap"].basis == "assumed"
+    costs = observe_cost(
+        costs, report("swap", 2.0, halves_applied=4, boundary_seconds=0.4, bytes_copied=4000)
+    )
+    first = costs.kinds["swap"]
+    assert (first.duration_s, first.stalled_s, first.nbytes, first.basis) == (0.5, 0.1, 1000, "measured")
+    costs = observe_cost(costs, report("swap", 6.0, halves_applied=4))
+    assert costs.kinds["swap"].duration_s == pytest.approx(0.5 + WEIGHT * 1.0)
+
+
+def test_waiting_for_pages_is_no_part_of_a_swap() -> None:
+    costs = observe_cost(LeverCosts(), report("swap", 2.0, halves_applied=1, wait_seconds=1.5))
+    assert costs.kinds["swap"].duration_s == pytest.approx(0.5)
+
+
+def test_up_and_down_are_kinds_of_their_own_and_a_group_is_held_in_between() -> None:
+    costs = observe_cost(LeverCosts(), transform(1, 2, 3.0, at_s=100.0))
+    assert (costs.kinds["merge"].duration_s, costs.kinds["merge"].stalled_s) == (3.0, 0.2)
+    assert costs.kinds["part"] == ASSUMED_COSTS["part"]
+    costs = observe_cost(costs, transform(2, 1, 1.0, at_s=110.0))
+    assert costs.kinds["part"].duration_s == 1.0
+    assert costs.hold_s == pytest.approx(HOLD_S + WEIGHT * (10.0 - HOLD_S)) and not costs.merged_s
+
+
+@pytest.mark.parametrize(
+    "useless",
+    [
+        report("swap", 1.0, "deferred", halves_applied=2),
+        report("swap", 1.0, halves_applied=0),
+        transform(2, 2, 1.0),
+        report("transform", 1.0, tp_before=1, tp_after=2, layers=8, layers_done=3),
+        report("deploy", 1.0),
+    ],
+)
+def test_a_morph_that_changed_nothing_says_nothing(useless: MorphReport) -> None:
+    assert observe_cost(LeverCosts(), useless) == LeverCosts()
+
+
+def test_the_speed_of_a_group_is_assumed_until_both_were_busy_here() -> None:
+    costs = observe_speed(LeverCosts(), 2, 300.0)
+    assert costs.speed(2) == (GROUP_SPEED[2], "assumed")
+    costs = observe_speed(costs, 1, 200.0)
+    assert costs.speed(2) == (1.5, "measured")
+    assert observe_speed(costs, 1, 0.0) == costs
