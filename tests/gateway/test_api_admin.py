@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,20 @@ async def test_the_last_worker_of_a_model_is_drained_only_by_force(gate: Gate) -
                 break
             await asyncio.sleep(0.02)
         assert (await http.post("/admin/workers/w1/drain")).status_code == 202
+
+
+async def test_the_prefix_cache_is_told_under_both_names(gate: Gate) -> None:
+    metrics = metrics_of(gate.worker, running=1)
+    (one,) = metrics.instances
+    last = replace(one.last, prefix_queries=160, prefix_hits=96)
+    metrics = replace(metrics, instances=[replace(one, last=last)])
+    await gate.bus.publish(gate.bus.names.metrics, metrics)
+    while "vllm:prefix_cache_queries_total" not in (found := await measured(gate)):
+        await asyncio.sleep(0.02)
+    for name, value in (("queries", 160.0), ("hits", 96.0)):
+        [(labels, theirs)] = found[f"vllm:prefix_cache_{name}_total"]
+        [(ours, own)] = found[f"instar_prefix_cache_{name}_total"]
+        assert (theirs, own) == (value, value) and labels["model_name"] == ours["model_name"] == "demo"
 
 
 async def test_metrics_count_what_clients_got(gate: Gate) -> None:
