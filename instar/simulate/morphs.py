@@ -157,7 +157,7 @@ class SimulatedMorph:
 def _shrink(instance: SimulatedInstance, blocks: int) -> bool:
     """Take the last blocks, moving those in use below them. Returns False if they find no room."""
     try:
-        moves = plan_moves_below(instance.blocks.used, blocks)
+        moves = plan_moves_below(instance.blocks.used, blocks, instance.blocks.index.oldest_first)
     except OutOfBlocks:
         return False
     if moves:

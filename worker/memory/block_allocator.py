@@ -117,17 +117,19 @@ class BlockAllocator:
         self.num_touched = max(self.num_touched, max(blocks, default=-1) + 1)
 
 
-def plan_moves_below(used: Iterable[int], capacity: int) -> dict[int, int]:
-    """Plan the moves (from -> to) of blocks in use at or above `capacity` to the lowest free ones below it.
+def plan_moves_below(used: Iterable[int], capacity: int, cached: Iterable[int] = ()) -> dict[int, int]:
+    """Plan the moves (from -> to) of blocks in use at or above `capacity` to the lowest empty ones below it.
 
-    Raises OutOfBlocks if there are not enough.
+    cached: blocks whose contents can be found, the least recently used first. Moves overwrite those last, in
+    this order. Raises OutOfBlocks if there are not enough.
     """
     taken = set(used)
     live = sorted(block for block in taken if block >= capacity)
-    targets = [block for block in range(capacity) if block not in taken][: len(live)] if live else []
-    if len(targets) < len(live):
-        raise OutOfBlocks(len(live), len(targets), capacity)
-    return dict(zip(live, targets, strict=True))
+    rank = {block: place for place, block in enumerate(cached, 1)} if live else {}
+    free = sorted((rank.get(block, 0), block) for block in range(capacity) if block not in taken)
+    if len(free) < len(live):
+        raise OutOfBlocks(len(live), len(free), capacity)
+    return {block: target for block, (_, target) in zip(live, free, strict=False)}
 
 
 def in_parts(moves: Mapping[int, int], most: int) -> Iterator[dict[int, int]]:

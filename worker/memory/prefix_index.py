@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -116,6 +116,11 @@ class PrefixIndex:
         looked_at = islice(reversed(self._blocks.items()), 4 * most)
         published = (key for key, block in looked_at if is_published(self._contents[block].depth))
         return list(islice(published, most))
+
+    @property
+    def oldest_first(self) -> Iterator[int]:
+        """The blocks indexed, the least recently used first."""
+        return iter(self._blocks.values())
 
     @property
     def blocks(self) -> set[int]:

@@ -131,10 +131,13 @@ class Members:
         yield from self.settle()
 
     def plan_shrink(self, pages: int, used: Sequence[int], purpose: KVPurpose) -> ShrinkKV:
-        """Return the action that takes pages from each layer; raises as `shrink` does. used: blocks."""
+        """Return the action that takes pages from each layer; raises as `shrink` does. used: blocks.
+
+        Moves spare what the prefix cache of the leader holds; it does not know the others'.
+        """
         blocks = self.blocks_after(-pages)
         try:
-            moves = plan_moves_below(used, blocks)
+            moves = plan_moves_below(used, blocks, self.target.instance.scheduler.blocks.index.oldest_first)
         except OutOfBlocks as error:
             raise self.in_use(len(used), blocks) from error
         return ShrinkKV(pages=pages, blocks=blocks, moves=moves, purpose=purpose)

@@ -132,7 +132,8 @@ class KVResizer:
 
     def vacate(self, capacity: int) -> None:
         """Move live blocks below `capacity`. Raises OutOfBlocks if they do not find room."""
-        moves = plan_moves_below(self.cache.allocator.live_from(0), capacity)
+        blocks = self.cache.allocator
+        moves = plan_moves_below(blocks.live_from(0), capacity, blocks.index.oldest_first)
         if moves:
             self._instance.executor.move_blocks(moves)
             self._move(moves)

@@ -15,7 +15,7 @@ from worker.engine.core import EngineCore
 from worker.engine.engine import Engine, instance_telemetry
 from worker.engine.scheduler import SchedulerOutput
 from worker.engine.sequence import own_request
-from worker.memory import BlockAllocator
+from worker.memory import BlockAllocator, plan_moves_below
 
 SYSTEM = [(i * 13 + 5) % VOCAB for i in range(40)]  # ten blocks of four tokens
 
@@ -134,6 +134,22 @@ def test_a_cache_that_shrinks_takes_cached_blocks_and_no_live_one() -> None:
     allocator.check_integrity()
     allocator.extend(32)
     assert serve(engine, "b", SYSTEM) == 6 * 4
+
+
+def test_a_shrink_moves_live_blocks_over_empty_ones_first_and_then_over_the_oldest() -> None:
+    blocks = BlockAllocator(12)
+    blocks.allocate(12)
+    keys = [next_key(first_key(""), [i]) for i in range(4)]
+    for block, key in zip((2, 0, 1, 3), keys, strict=True):
+        blocks.index.add(block, key, "full")
+    blocks.free([2, 0, 1, 3, 5])
+    assert plan_moves_below(blocks.used, 10, blocks.index.oldest_first) == {10: 5, 11: 2}
+    blocks.free([10])
+    blocks.relocate(plan_moves_below(blocks.used, 10, blocks.index.oldest_first))
+    blocks.truncate(10)
+    blocks.check_integrity()
+    assert [blocks.index.find([key], "full") for key in keys] == [[2], [0], [1], [3]]
+    assert blocks.used == [4, 5, 6, 7, 8, 9]
 
 
 def test_moved_blocks_are_found_at_their_new_place() -> None:

@@ -316,8 +316,8 @@ def test_nobody_takes_a_block_between_the_count_and_the_moves(
         leader.tokens["new"] = []
         planned: list[dict[int, int]] = []
 
-        def plan(used: Any, blocks: int) -> dict[int, int]:
-            moves = plan_moves_below(used, blocks)
+        def plan(used: Any, blocks: int, cached: Any) -> dict[int, int]:
+            moves = plan_moves_below(used, blocks, cached)
             if moves and not any(planned):
                 sampling = SamplingParams(max_tokens=20, seed=0, temperature=0.0)
                 leader.engine.submit(
