@@ -20,6 +20,7 @@ from instar.simulate.shape import SimulatedShape
 from instar.simulate.steps import StepModel
 from worker.engine.admission import refusal, why_finished
 from worker.engine.core import RESIDENCE_WEIGHT
+from worker.engine.prompt_rate import PromptRate
 from worker.engine.scheduler import TOKENS_A_LOOK, ScheduledChunk, Scheduler
 from worker.engine.sequence import Limits
 from worker.engine.sequence import Sequence as EngineSequence
@@ -90,6 +91,7 @@ class SimulatedInstance:
         self.ends: list[float] = []  # ends of the steps in progress
         self.version = 0  # version of `ends`: an event for another one is void
         self.below_s = 0.0  # time with a layer below full precision
+        self.prompt_rate = PromptRate()
         self.residence_s = 0.0  # mean time that a request runs here; 0.0: none has ended yet
         self._model = StepModel(calibration.step, 2 * calibration.num_layers)
         self._chunks: list[ScheduledChunk] = []
@@ -172,6 +174,7 @@ class SimulatedInstance:
         is_steady = decodes == len(chunks) == len(self.scheduler.running) and not self.scheduler.waiting
         count = self._num_alike(chunks, is_quiet) if is_steady and not self._is_stepwise else 1
         self.ends = self._model.ends(now_s, output.num_tokens - decodes, decodes, kv_tokens, count)
+        self.prompt_rate.add(output.num_tokens - decodes, self.ends[0] - now_s)
         self.version += 1
         self._tally.most_running = max(self._tally.most_running, len(chunks))
 

@@ -66,6 +66,8 @@ class SimulatedTarget:
             wanting_s=instance.wanting_s(self._clock()) if scheduler.num_blocks_wanted else 0.0,
             residence_s=instance.residence_s,
             preemptions=scheduler.num_preemptions,
+            prompt_tokens=scheduler.num_prompt_tokens_due,
+            prompt_rate=instance.prompt_rate.per_s,
             floor_refused=LOWEST,
         )
         return [load]

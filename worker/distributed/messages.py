@@ -235,6 +235,8 @@ class MemberLoad(msgspec.Struct, frozen=True, kw_only=True):
     wanting_s: float  # how long the oldest sequence that misses blocks has been here
     residence_s: float  # mean time that a sequence runs; 0: none has ended yet
     preemptions: int  # since the start
+    prompt_tokens: int  # to compute before a prompt that comes now has its turn
+    prompt_rate: float  # prompt tokens per second of the last steps; 0: unknown
     floor_refused: Precision  # highest floor of recently refused requests; the lowest: none
 
 

@@ -26,6 +26,7 @@ from bus.precisions import LOWEST, PRECISIONS, Precision
 from worker.engine.admission import refusal, why_finished
 from worker.engine.executor import Executor, ExecutorLost, FinishedBatch, LocalExecutor, RunnableModel
 from worker.engine.input_batch import InputBatch, ScheduledBatch
+from worker.engine.prompt_rate import PromptRate
 from worker.engine.sampler import Sampled, Sampler
 from worker.engine.sampling import token_logprobs
 from worker.engine.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
@@ -86,6 +87,7 @@ class EngineCore:
         self.stats = Stats()
         self.num_steps = 0
         self.step_s = 0.0  # duration of the last step
+        self.prompt_rate = PromptRate()
         self.residence_s = 0.0  # mean time that a request runs here; 0.0: none has ended yet
         self.lost = ""  # why this instance serves no more
         self.on_lost: Callable[[str], None] = lambda reason: None  # called once, between two steps
@@ -186,6 +188,9 @@ class EngineCore:
         self.num_steps += 1
         self.step_s = self._clock() - batch.began
         self.stats.step.observe(self.step_s)
+        self.prompt_rate.add(
+            sum(chunk.num_tokens for chunk in batch.chunks if chunk.num_tokens > 1), self.step_s
+        )
 
     def take_outputs(self) -> list[Output]:
         """Return what was made since the last call."""

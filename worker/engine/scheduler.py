@@ -26,7 +26,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 
@@ -181,6 +181,12 @@ class Scheduler:
             coming = [(seq, self._cached(seq)) for seq in islice(self.waiting, num_slots)]
             self._needed_at, self._needed = counts, self._peak(coming) + self.num_blocks_aside
         return self._needed
+
+    @property
+    def num_prompt_tokens_due(self) -> int:
+        """Tokens to compute before a prompt that comes now has its turn."""
+        prefills = (seq.num_uncomputed_tokens for seq in chain(self.running, self.waiting))
+        return sum(count for count in prefills if count > 1)
 
     def _num_missing(self, seq: Sequence, cached: list[int]) -> int:
         """Return the blocks that are missing to admit `seq`, now or at the peak of what then runs."""

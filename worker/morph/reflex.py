@@ -22,9 +22,11 @@ Lever = Literal["resize", "swap_down", "swap_up"]
 
 REGRET_S: Final = 30.0  # layers that are swapped again within this time went back too early
 FIRST_PAUSE_S, FIRST_REGRET_S, LONGEST_PAUSE_S = 0.1, 1.0, 8.0  # after a refusal, a regret; doubled each time
+LATE: Final = 0.5  # share of the objective; a prediction above it is acted on
 URGENT: Final = 0.25  # share of the objective; after this wait morphs take all of the time
 HOLD_TIMES: Final = 10  # a return waits for so many times the duration of the last relief
 PRESSED_S: Final = 0.2  # pressure that lasts so long is acted on, however few steps it has been
+BURST_S: Final = 10.0  # what is withheld again within this time belongs to the same burst
 PREEMPTED_S: Final = 1.0  # a preemption counts as pressure for so long
 
 
@@ -42,6 +44,8 @@ class Load:
     residence_s: float = 0.0  # mean time that a sequence runs; 0: none has ended yet
     preemptions: int = 0  # since the start
     floor_refused: Precision = LOWEST  # highest floor of recently refused requests
+    prompt_tokens: int = 0  # to compute before a prompt that comes now has its turn
+    prompt_rate: float = 0.0  # prompt tokens per second of the last steps; 0: unknown
     kv_expected: int = 0  # blocks needed by the controller's forecast; 0: no forecast
 
     @property
@@ -53,14 +57,23 @@ class Load:
         return self.kv_used / self.kv_blocks if self.kv_blocks else 1.0
 
     @property
+    def misses_blocks(self) -> bool:
+        return self.waiting > 0 and self.kv_needed > self.kv_blocks
+
+    @property
+    def predicted_compute_s(self) -> float:
+        """The time until a prompt that comes now has its turn, if blocks are no obstacle."""
+        return self.prompt_tokens / self.prompt_rate if self.prompt_rate else 0.0
+
+    @property
     def predicted_wait_s(self) -> float:
         """The wait for blocks of a request that comes now.
 
         Blocks come free at kv_used / residence_s (Little's law). Without a history the wait so far counts.
         """
-        missing = self.kv_needed - self.kv_blocks
-        if missing <= 0 or not self.waiting:
+        if not self.misses_blocks:
             return 0.0
+        missing = self.kv_needed - self.kv_blocks
         return self.wanting_s + missing * self.residence_s / max(1, self.kv_used)
 
 
@@ -82,7 +95,7 @@ class ReflexState:
     """The memory of the reflex about an instance.
 
     `pressure`, `ease`: steps in a row. `pauses`: by lever, after refusals and regrets. `is_by_hand`: layers
-    were swapped by hand, and nothing has run since.
+    were swapped by hand, and nothing has run since. `withheld`: by code, when relief was withheld last.
     """
 
     pressure: int = 0
@@ -94,6 +107,7 @@ class ReflexState:
     returned_s: float = float("-inf")  # the last return was decided
     relief_took_s: float = 0.0
     is_by_hand: bool = False
+    withheld: Mapping[str, float] = field(default_factory=dict)
     pauses: Mapping[Lever, LeverPause] = field(default_factory=dict)
 
     def is_paused(self, lever: Lever, at_s: float) -> bool:
@@ -119,6 +133,14 @@ class Need:
     goal: Literal["relief", "return"]
     cause: Cause
     words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Withheld:
+    """Why no morph is decided where requests wait; `reason` is for people."""
+
+    code: str
+    reason: str
 
 
 # ----------------------------------------------------------------------------- is a morph due?
@@ -159,6 +181,8 @@ def _pressure(state: ReflexState, load: Load, policy: Policy) -> tuple[Cause, st
             f"{load.waiting} requests wait, the next for {wait_s:.2f} s by prediction, above "
             f"{policy.queue_delay_high_s:g} s: {load.kv_needed} KV blocks are needed of {load.kv_blocks}"
         )
+    if load.misses_blocks and load.predicted_compute_s > LATE * policy.ttft_slo_s:
+        return "queue_delay", f"{_compute_words(load, policy)}, and KV blocks are missing too"
     if load.kv_usage > policy.kv_usage_high:
         return "kv_usage", f"KV use {load.kv_usage:.2f} is above {policy.kv_usage_high:g}"
     if load.at_s < state.preempted_s + PREEMPTED_S and load.kv_usage >= policy.kv_usage_low:
@@ -182,6 +206,23 @@ def _ease(state: ReflexState, load: Load, policy: Policy) -> tuple[Cause, str] |
     return None
 
 
+def _compute_words(load: Load, policy: Policy) -> str:
+    return (
+        f"{load.prompt_tokens} prompt tokens are due at {load.prompt_rate:.0f} a second, so the next request "
+        f"waits for {load.predicted_compute_s:.2f} s, above half of the objective of {policy.ttft_slo_s:g} s"
+    )
+
+
+def waits_for_compute(load: Load, envelope: Envelope) -> Withheld | None:
+    """Return why no morph helps requests whose first token will be late; None if that is not so."""
+    policy = envelope.policy
+    is_late = load.predicted_compute_s > LATE * policy.ttft_slo_s
+    if policy.mode == "manual" or not is_late or load.misses_blocks:
+        return None
+    words = f"requests wait for compute, not for KV blocks: {_compute_words(load, policy)}"
+    return Withheld("compute", f"{words}; {load.kv_needed} KV blocks are needed of {load.kv_blocks}")
+
+
 def is_stale(envelope: Envelope, granted_s: float, at_s: float) -> bool:
     """Return True if an envelope that came at `granted_s` allows no further loss."""
     return at_s >= granted_s + envelope.valid_s
@@ -193,8 +234,12 @@ def is_at_rest(precision: Precision, resting: Precision) -> bool:
 
 
 def urgency(load: Load, policy: Policy) -> float:
-    """Return the share of the time (0..1) that morphs may take: all of it at URGENT of the TTFT objective."""
-    return min(1.0, max(load.predicted_wait_s, load.wanting_s) / (policy.ttft_slo_s * URGENT))
+    """Return the share of the time (0..1) that morphs may take: all of it at URGENT of the TTFT objective.
+
+    A queue for compute alone counts for nothing: copies would only hold it up.
+    """
+    compute_s = load.predicted_compute_s if load.misses_blocks else 0.0
+    return min(1.0, max(load.predicted_wait_s, load.wanting_s, compute_s) / (policy.ttft_slo_s * URGENT))
 
 
 # ----------------------------------------------------------------------------- what became of it
@@ -219,6 +264,12 @@ def ended(state: ReflexState, lever: Lever, is_applied: bool, seconds: float, at
     if not is_applied or lever == "resize":
         return state.paused(lever, at_s)
     return state
+
+
+def withhold(state: ReflexState, why: Withheld, at_s: float) -> tuple[ReflexState, bool]:
+    """Note that relief is withheld. Returns also whether to tell: once in a burst."""
+    is_new = at_s >= state.withheld.get(why.code, float("-inf")) + BURST_S
+    return replace(state, withheld={**state.withheld, why.code: at_s}), is_new
 
 
 def ordered(state: ReflexState) -> ReflexState:

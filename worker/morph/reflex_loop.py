@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from bus.messages import Event
+from bus.messages import Event, Number
 from bus.morphs import HalfOrder, Morph, MorphReport, Resize, Swap
 from bus.policy import NEWS_S, Envelope, Policy
 from bus.precisions import LOWEST, PRECISIONS, Precision
@@ -21,7 +21,7 @@ from worker.distributed.messages import MemberLoad
 from worker.morph import reflex, sizing
 from worker.morph.losses import Losses
 from worker.morph.plan import Half
-from worker.morph.reflex import Lever, Load, Need
+from worker.morph.reflex import Lever, Load, Need, Withheld
 from worker.morph.sizing import Decision, Shape
 
 WAIT_S = 1.0  # wait for pages before a swap is deferred: a running step may free some
@@ -133,14 +133,14 @@ class ReflexLoop:
 
     def act(self) -> list[Event]:
         """Decide at a step boundary. Returns the events of the decisions; their morphs have begun."""
-        events, most_urgent = [], 0.0
+        events, most_urgent = list[Event](), 0.0
         for name, target in self._morphs.targets.items():
             found = self._reflexes.get(name)
             load = self.load(target, found)
             policy = found.envelope.policy if found else NO_ENVELOPE
             most_urgent = max(most_urgent, reflex.urgency(load, policy))
-            if found and (event := self._consider(name, found, target, load)):
-                events.append(event)
+            if found:
+                events += self._consider(name, found, target, load)
         self._morphs.urgency = most_urgent
         for name in self._reflexes.keys() - self._morphs.targets.keys():
             del self._reflexes[name]
@@ -171,39 +171,61 @@ class ReflexLoop:
             return None
         return max(LOOK_S, found.state.return_due_s(envelope.policy) - self._clock())
 
-    def _consider(self, name: str, found: Reflex, target: ReflexTarget, load: Load) -> Event | None:
+    def _consider(self, name: str, found: Reflex, target: ReflexTarget, load: Load) -> list[Event]:
         found.state, needs = reflex.judge(found.state, load, found.envelope)
+        events = self._withhold(name, found, load, reflex.waits_for_compute(load, found.envelope))
         if not needs or not target.knows_members:
-            return None
+            return events
         if self._morphs.is_morphing(name) or self._morphs.obstacle(Swap):
             if found.morph_id and found.lever == "swap_up" and any(need.goal == "relief" for need in needs):
                 self._morphs.cancel(found.morph_id)  # the half-done part is undone, and relief comes next
-            return None
+            return events
         shape = self._shape(target, load)
-        decision = next(filter(None, (self._decide(found, load, shape, need) for need in needs)), None)
-        return self._begin(name, found, decision, load.at_s) if decision else None
+        may_lose = not reflex.is_stale(found.envelope, found.granted_s, load.at_s)
+        for need in needs:
+            about = found.state, load, shape, found.envelope
+            if need.goal == "return":
+                decision = sizing.restore(*about, need)
+            else:
+                decision = sizing.relieve(*about, need, may_lose=may_lose)
+            if decision:
+                return [*events, self._begin(name, found, decision, load.at_s)]
+            if need.goal == "relief" and need.cause != "forecast":
+                events += self._withhold(
+                    name, found, load, sizing.why_nothing(*about, may_lose=may_lose), need
+                )
+        return events
 
-    def _decide(self, found: Reflex, load: Load, shape: Shape, need: Need) -> Decision | None:
-        envelope = found.envelope
-        if need.goal == "return":
-            return sizing.restore(found.state, load, shape, envelope, need)
-        may_lose = not reflex.is_stale(envelope, found.granted_s, load.at_s)
-        return sizing.relieve(found.state, load, shape, envelope, need, may_lose=may_lose)
+    def _withhold(
+        self, name: str, found: Reflex, load: Load, why: Withheld | None, need: Need | None = None
+    ) -> list[Event]:
+        """Tell once in a burst why nothing is done."""
+        if why is None:
+            return []
+        found.state, is_new = reflex.withhold(found.state, why, load.at_s)
+        if not is_new:
+            return []
+        reason = f"{need.words}: {why.reason}" if need else why.reason
+        return [self._event("relief_withheld", name, reason, sizing.seen(found.state, load, found.envelope))]
 
     def _begin(self, name: str, found: Reflex, decision: Decision, at_s: float) -> Event:
         morph_id = self._new_id()
         found.morph_id, found.lever, found.began_s = morph_id, decision.lever, at_s
         found.state = reflex.decided(found.state, decision.lever, at_s)
         self._morphs.begin(self._command(name, morph_id, decision), reason=decision.reason)
+        return self._event(
+            "morph_decided", name, decision.reason, decision.numbers, morph_id=morph_id, cause=decision.cause
+        )
+
+    def _event(self, kind: str, name: str, reason: str, numbers: Mapping[str, Number], **about: str) -> Event:
         return Event(
-            kind="morph_decided",
+            kind=kind,
             source=self._morphs.worker,
             subject=name,
-            reason=decision.reason,
+            reason=reason,
             at_ms=time.time_ns() // 1_000_000,
-            numbers=dict(decision.numbers),
-            morph_id=morph_id,
-            cause=decision.cause,
+            numbers=dict(numbers),
+            **about,
         )
 
     def _command(self, name: str, morph_id: str, decision: Decision) -> Morph:
@@ -233,6 +255,8 @@ class ReflexLoop:
             wanting_s=max(each.wanting_s for each in members),
             residence_s=max(each.residence_s for each in members),
             preemptions=sum(each.preemptions for each in members),
+            prompt_tokens=sum(each.prompt_tokens for each in members),
+            prompt_rate=sum(each.prompt_rate for each in members),
             floor_refused=min(refused, key=PRECISIONS.index),
             kv_expected=expected,
         )

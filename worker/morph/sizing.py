@@ -11,10 +11,10 @@ from typing import Any, Final
 from bus.messages import Number
 from bus.morphs import Cause
 from bus.policy import Envelope
-from bus.precisions import LOWEST, PRECISIONS, Precision, is_below
+from bus.precisions import LOWEST, PRECISIONS, Precision, is_below, lowest
 from worker.morph.losses import Choice, Halves, Losses, MayTouch, Pages, choose_relief, choose_return
 from worker.morph.plan import Half
-from worker.morph.reflex import Lever, Load, Need, ReflexState
+from worker.morph.reflex import Lever, Load, Need, ReflexState, Withheld
 
 RETURN_MARGIN: Final = 4  # this part of the dead zone stays free after a return, or noise would undo it
 FORECAST_SHARE: Final = 0.25  # of the budget of loss may be taken for what is only expected
@@ -87,11 +87,7 @@ def relieve(
         shape.halves,
         shape.losses,
         shape.pages,
-        allowed=[
-            one
-            for one in shape.losses.precisions
-            if one in envelope.precisions and not is_below(one, shape.floor)
-        ],
+        allowed=_allowed(shape, envelope),
         order=shape.order,
         wanted_pages=shape.pages_of(missing),
         budget=budget - lost + RESERVE,
@@ -112,6 +108,33 @@ def relieve(
         "loss_budget": budget,
     }
     return _decide("swap_down", need, reason, state, load, envelope, numbers, halves=choice.halves)
+
+
+def why_nothing(
+    state: ReflexState, load: Load, shape: Shape, envelope: Envelope, *, may_lose: bool
+) -> Withheld | None:
+    """Return why `relieve` found no morph; None where it only pauses after a refusal."""
+    policy, allowed = envelope.policy, _allowed(shape, envelope)
+    if state.is_paused("swap_down", load.at_s):
+        return None
+    if not may_lose:
+        return Withheld("stale", f"the controller has been silent for {envelope.valid_s:g} s: no more loss")
+    if not set(envelope.precisions) & set(shape.losses.precisions):
+        has, down_to = ", ".join(shape.losses.precisions), policy.precision
+        return Withheld("precisions", f"layers may be in {has} here, and by the policy down to {down_to}")
+    if not allowed:
+        return Withheld("floor", f"a request takes no layer below {shape.floor}")
+    if not any(is_below(lowest(allowed), one) for one in shape.halves.values()):
+        return Withheld("lowest", f"all layers are in {lowest(allowed)} or below")
+    below = {half.layer for half, one in shape.halves.items() if is_below(one, envelope.resting)}
+    if policy.max_layers and len(below) >= policy.max_layers:
+        return Withheld("max_layers", f"{len(below)} layers are below {envelope.resting}: max_layers")
+    lost = shape.losses.total(shape.halves, envelope.resting)
+    return Withheld(
+        "loss_budget",
+        f"the loss by the profile is {lost:.3%} of at most {policy.most_loss:.3%}, and no half is left that "
+        "fits into the rest",
+    )
 
 
 def restore(state: ReflexState, load: Load, shape: Shape, envelope: Envelope, need: Need) -> Decision | None:
@@ -151,6 +174,12 @@ def restore(state: ReflexState, load: Load, shape: Shape, envelope: Envelope, ne
     return _decide("swap_up", need, reason, state, load, envelope, numbers, halves=choice.halves)
 
 
+def _allowed(shape: Shape, envelope: Envelope) -> list[Precision]:
+    """Return the precisions that halves may go down to."""
+    there = [one for one in shape.losses.precisions if one in envelope.precisions]
+    return [one for one in there if not is_below(one, shape.floor)]
+
+
 def _within(max_layers: int, resting: Precision) -> MayTouch:
     """Return a test that keeps the number of layers below `resting` at `max_layers`; 0: any number."""
 
@@ -178,7 +207,18 @@ def _decide(
     numbers: Mapping[str, Number],
     **what: Any,
 ) -> Decision:
-    seen: dict[str, Number] = {
+    return Decision(
+        lever=lever,
+        cause=need.cause,
+        reason=f"{need.words}: {reason}",
+        numbers=seen(state, load, envelope) | dict(numbers),
+        **what,
+    )
+
+
+def seen(state: ReflexState, load: Load, envelope: Envelope) -> dict[str, Number]:
+    """Return the numbers behind a decision."""
+    return {
         "kv_usage": round(load.kv_usage, 4),
         "kv_blocks": load.kv_blocks,
         "kv_used": load.kv_used,
@@ -187,9 +227,7 @@ def _decide(
         "waiting": load.waiting,
         "waited_s": round(load.wanting_s, 4),
         "predicted_wait_s": round(load.predicted_wait_s, 4),
+        "predicted_compute_s": round(load.predicted_compute_s, 4),
         "steps": max(state.pressure, state.ease),
         "policy_revision": envelope.policy.revision,
     }
-    return Decision(
-        lever=lever, cause=need.cause, reason=f"{need.words}: {reason}", numbers=seen | dict(numbers), **what
-    )

@@ -134,6 +134,8 @@ class Target:
             wanting_s=instance.wanting_seconds() if scheduler.num_blocks_wanted else 0.0,
             residence_s=instance.residence_s,
             preemptions=scheduler.num_preemptions,
+            prompt_tokens=scheduler.num_prompt_tokens_due,
+            prompt_rate=instance.prompt_rate.per_s,
             floor_refused=instance.floor_refused(),
         )
 

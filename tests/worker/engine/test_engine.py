@@ -30,6 +30,26 @@ def test_one_request_gives_the_models_own_continuation() -> None:
     assert client.ends == {"a": "length"}
 
 
+def test_the_rate_of_prompts_is_that_of_the_steps_that_had_some() -> None:
+    engine, instance = toy_engine(tokens=10)
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.5
+        return now[0]
+
+    instance._clock = clock
+    assert instance.prompt_rate.per_s == 0.0
+    engine.submit("toy@w0", request("a", list(range(1, 31)), 20))
+    for _ in range(3):
+        engine.step()
+    rate = instance.prompt_rate.per_s
+    assert rate == pytest.approx(10 / instance.step_s)
+    for _ in range(5):
+        engine.step()
+    assert instance.prompt_rate.per_s == rate  # decodes alone say nothing
+
+
 def test_mixed_arrivals_in_chunks_give_what_each_would_get_alone() -> None:
     engine, _ = toy_engine(tokens=7, num_seqs=3)
     client = Client()

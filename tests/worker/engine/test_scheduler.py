@@ -71,6 +71,17 @@ def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
     ]
 
 
+def test_the_prompt_tokens_that_are_due_are_those_before_a_new_prompts_turn() -> None:
+    scheduler = make(capacity=100)
+    scheduler.add(sequence("long", 40))
+    scheduler.add(sequence("next", 10))
+    due = [scheduler.num_prompt_tokens_due]
+    for _ in range(5):
+        step(scheduler)
+        due.append(scheduler.num_prompt_tokens_due)
+    assert due == [50, 34, 18, 2, 0, 0]  # 16 tokens a step; decodes come first
+
+
 def test_nobody_overtakes_a_head_that_does_not_fit() -> None:
     scheduler = make(capacity=8)
     for seq in (sequence("first", 15), sequence("big", 20), sequence("small", 1)):

@@ -103,6 +103,24 @@ def test_the_wait_is_predicted_from_what_is_missing_and_how_fast_blocks_come_fre
     assert "3.42 s by prediction, above 0.1 s: 180 KV blocks are needed of 100" in need.words
 
 
+def test_a_queue_for_compute_is_pressure_only_where_blocks_are_missing_too() -> None:
+    late = replace(CALM, waiting=3, prompt_tokens=1200, prompt_rate=1000.0)
+    assert late.predicted_compute_s == pytest.approx(1.2)  # above half of 2 s
+    assert due(late) == [] and reflex.urgency(late, policy()) == 0.0
+    why = reflex.waits_for_compute(late, envelope())
+    assert why and why.reason == (
+        "requests wait for compute, not for KV blocks: 1200 prompt tokens are due at 1000 a second, so the "
+        "next request waits for 1.20 s, above half of the objective of 2 s; 70 KV blocks are needed of 100"
+    )
+    assert reflex.waits_for_compute(replace(late, prompt_tokens=900), envelope()) is None
+    assert reflex.waits_for_compute(late, envelope("manual")) is None
+    both = replace(late, kv_needed=101, residence_s=0.01)
+    assert both.predicted_wait_s < 0.1 and reflex.waits_for_compute(both, envelope()) is None
+    (need,) = due(both)
+    assert need.cause == "queue_delay" and need.words.endswith("and KV blocks are missing too")
+    assert reflex.urgency(both, policy()) == 1.0
+
+
 def test_a_full_cache_is_pressure_before_anybody_waits() -> None:
     (need,) = due(replace(CALM, kv_used=86))
     assert need.cause == "kv_usage"
@@ -203,6 +221,43 @@ def test_an_envelope_without_precisions_allows_nothing() -> None:
     nothing = replace(envelope(), precisions=[])
     need = Need("relief", "queue_delay", "words")
     assert sizing.relieve(ReflexState(), BURST, shape(), nothing, need, may_lose=True) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "fields", "of"),
+    [
+        ("precisions", {"precisions": []}, {}),
+        ("precisions", {}, {"losses": losses_of(LAYERS, ["full"], {})}),
+        ("floor", {}, {"floor": "full"}),
+        ("lowest", {}, {"halves": dict.fromkeys(HALVES, "int4")}),
+        (
+            "max_layers",
+            {"policy": policy(max_layers=1)},
+            {"halves": FULL | dict.fromkeys(HALVES[:2], "int4")},
+        ),
+        ("loss_budget", {"policy": policy(loss_budget=0.0)}, {}),
+    ],
+)
+def test_why_nothing_is_done_under_pressure_is_told(
+    code: str, fields: dict[str, Any], of: dict[str, Any]
+) -> None:
+    about = ReflexState(), BURST, shape(**of), replace(envelope(), **fields)
+    need = Need("relief", "queue_delay", "words")
+    assert sizing.relieve(*about, need, may_lose=True) is None
+    why = sizing.why_nothing(*about, may_lose=True)
+    assert why and why.code == code
+    stale = sizing.why_nothing(*about, may_lose=False)
+    assert stale and stale.code == "stale"
+
+
+def test_what_is_withheld_is_told_once_in_a_burst() -> None:
+    state, told = ReflexState(), list[float]()
+    for at_s in (0.0, 0.1, 5.0, 14.0, 24.0):
+        state, is_new = reflex.withhold(state, reflex.Withheld("floor", ""), at_s)
+        told += [at_s] * is_new
+    assert told == [0.0, 24.0]
+    _, is_new = reflex.withhold(state, reflex.Withheld("loss_budget", ""), 24.0)
+    assert is_new
 
 
 # ------------------------------------------------------------------------------------- the way back

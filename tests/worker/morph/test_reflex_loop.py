@@ -118,7 +118,41 @@ def test_without_leave_nothing_is_done(clocked: Clocked, envelope: str) -> None:
         clocked.grant(precisions=[])
     clocked.flood()
     clocked.finish()
-    assert clocked.events == [] and clocked.rig.reports == []
+    assert clocked.rig.reports == []
+    if envelope != "of nothing":
+        assert clocked.events == []
+        return
+    (event,) = clocked.events  # once, however many steps
+    assert (event.kind, event.subject, event.cause) == ("relief_withheld", "toy@w0", "")
+    assert event.reason.endswith(
+        ": layers may be in full, int8, int4, int3 here, and by the policy down to int4"
+    )
+    assert event.numbers["kv_needed"] > event.numbers["kv_blocks"]
+
+
+def test_a_budget_that_is_used_up_is_told_once_in_a_burst(clocked: Clocked) -> None:
+    clocked.grant(policy=replace(Policy(), loss_budget=0.0002))
+    for burst in (1, 2):
+        clocked.flood(count=8)
+        clocked.finish()
+        told = [one.reason for one in clocked.events if one.kind == "relief_withheld"]
+        assert len(told) == burst and "% of at most 0.020%, and no half is left" in told[-1]
+        clocked.at_s += 20.0
+        clocked.tokens.clear()
+
+
+def test_a_queue_for_compute_is_told_once_and_no_layer_pays_for_it(clocked: Clocked) -> None:
+    clocked.grant()
+    clocked.rig.instance.prompt_rate.add(10, 1.0)  # as measured: 10 tokens in a second
+    clocked.flood(count=2, max_tokens=2)
+    clocked.boundary()
+    clocked.boundary()
+    (event,) = clocked.events
+    assert event.kind == "relief_withheld" and event.numbers["predicted_compute_s"] == 3.2
+    assert event.reason.startswith("requests wait for compute, not for KV blocks: 32 prompt tokens are due")
+    assert clocked.rig.executor.urgency == 0.0
+    clocked.finish()
+    assert clocked.rig.reports == []
 
 
 def test_a_stale_envelope_allows_the_way_back_alone(clocked: Clocked) -> None:
@@ -134,7 +168,8 @@ def test_a_stale_envelope_allows_the_way_back_alone(clocked: Clocked) -> None:
     clocked.rig.reports.clear()
     clocked.flood()
     clocked.finish()
-    assert {event.cause for event in clocked.events[num_events:]} <= {"ease"}
+    (withheld,) = (one for one in clocked.events[num_events:] if one.cause != "ease")
+    assert withheld.kind == "relief_withheld" and "silent for 60 s: no more loss" in withheld.reason
     assert clocked.shape == [FULL] * 4
 
 

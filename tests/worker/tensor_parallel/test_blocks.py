@@ -57,6 +57,8 @@ def ready(rank: int, step: int, *, num_used: int = 0) -> Ready:
                 wanting_s=0.0,
                 residence_s=0.0,
                 preemptions=0,
+                prompt_tokens=0,
+                prompt_rate=0.0,
                 floor_refused="int3",
             ),
             headroom=0,
