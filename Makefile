@@ -52,11 +52,13 @@ bench-quality: $(VENV)/.dev ## perplexity of the demo model against the number o
 bench-morph: $(VENV)/.dev ## a burst with and without morphs, and what swaps cost; a quarter of an hour
 	@status=0; for part in burst cost; do $(BIN)/python -m bench.morph $$part || status=1; done; exit $$status
 
-bench-paper: $(VENV)/.dev ## the paper's evaluation at this size; TRACES=dir with Azure's traces; half an hour
-	@$(BIN)/python -m bench.paper $(if $(TRACES),--traces '$(TRACES)')
+PAPER = $(if $(TRACES),--traces '$(TRACES)') $(if $(SIZE),--size '$(SIZE)') $(if $(MINUTES),--minutes '$(MINUTES)')
 
-bench-windows: $(VENV)/.dev ## ten windows of Azure's traces at their own speed; TRACES=dir; an hour
-	@$(BIN)/python -m bench.paper windows --traces '$(TRACES)'
+bench-paper: $(VENV)/.dev ## the paper's evaluation; TRACES=dir of Azure's traces; hours, MINUTES=60 at a time; SIZE=100M
+	@$(BIN)/python -m bench.paper $(PAPER)
+
+bench-windows: $(VENV)/.dev ## ten windows of Azure's traces at their own speed; TRACES, MINUTES and SIZE as above; hours
+	@$(BIN)/python -m bench.paper windows $(PAPER)
 
 bench-transform: $(VENV)/.dev ## what a change of tensor parallelism costs, and padding for it; some minutes
 	@status=0; for part in padding costs; do $(BIN)/python -m bench.transform $$part || status=1; done; exit $$status

@@ -116,6 +116,10 @@ class MorphService(Service):
         instance = self.instance()
         return not (instance["running"] or instance["waiting"] or instance["kv"]["used"])
 
+    def wait_at_rest(self, blocks: int) -> None:
+        """Wait until nothing runs and the KV cache has so many blocks: nothing is morphed."""
+        wait_for("a service at rest", lambda: self._is_idle() and self.instance()["kv"]["blocks"] == blocks)
+
     def block_mb(self) -> float:
         """Return the memory that a KV block takes in all layers, in MiB."""
         worker = self.state()["workers"][0]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import fmean
 
+from bench.paper.ladder import middle
 from bench.paper.service import ACCURACY, DEFAULT, FULL, INT4, PERFORMANCE, PLAN, PYRAMID
 from bench.paper.tables import Result, by_load_and_way, judged, listed, names_of, table
 
@@ -23,6 +25,8 @@ def headline(result: Result) -> str:
         return [*found[f"f1_{what}"], *found[f"rouge_l_{what}"]]
 
     def faster(way: str) -> list[float | None]:
+        if "times_rate" in result["headlines"]:
+            return [middle(result["headlines"]["times_rate"].get(way, []))]
         return [rates[way] / rates[FULL] if rates[way] and rates[FULL] else None]
 
     fewer = default["fewer_violations"]
@@ -43,8 +47,8 @@ def headline(result: Result) -> str:
         [
             "requests over 2 s TTFT, default mode",
             "-92.45 %",
-            f"{'-' if fewer is None else f'{-100 * fewer:+.1f} %'} ({full['violations']} to "
-            f"{default['violations']} of {full['requests']})",
+            f"{'-' if fewer is None else f'{-100 * fewer:+.1f} %'} ({full['violations']:g} to "
+            f"{default['violations']:g} of {full['requests']})",
             judged([fewer], lambda x: x >= 0.9245),
         ],
         *(
@@ -121,3 +125,55 @@ def headline(result: Result) -> str:
         ],
     ]
     return table(["", "the paper", f"here: {', '.join(load_names)}", "result"], rows)
+
+
+def summary(result: Result) -> str:
+    """Return what came in a sentence or two."""
+    ways, names = result["headlines"]["ways"], result["headlines"]["loads"]
+    failed = sum(not one["holds"] for one in result["premises"])
+    how = (
+        ""
+        if "size" in result["settings"]
+        else " These runs are older than the rules above: one of each, right after an order by hand."
+    )
+    return (
+        f"In short: in default mode {_fewer(result)}, and P95 TTFT was "
+        f"{_listed(ways[DEFAULT]['times_lower_ttft_p95'])} times lower ({', '.join(names)}); the paper has "
+        f"2.9 to 15.7. {failed} of {len(result['premises'])} premises did not hold (see below).{how}"
+    )
+
+
+def replayed(result: Result) -> str:
+    """Return the same for README.md."""
+    ways, names = result["headlines"]["ways"], result["headlines"]["loads"]
+    fewer = ways[DEFAULT]["fewer_violations"]
+    share = "" if fewer is None else f". MorphServe's paper has -92 % where this is {-100 * fewer:.0f} %"
+    return (
+        f"{_fewer(result)}; P95 TTFT {_listed(ways[DEFAULT]['times_lower_ttft_p95'])} times lower on "
+        f"{len(names)} loads{share}"
+    )
+
+
+def static_weights(result: Result) -> str:
+    """Return what all layers in INT4 give and cost, for README.md."""
+    over = result["headlines"]["ways"][INT4]["violations"]
+    by, (names, _) = by_load_and_way(result), names_of(result)
+    f1 = {way: [by[name, way]["quality"]["against_full"]["f1"] for name in names] for way in (INT4, DEFAULT)}
+    ranges = {way: f"{min(of):.0f} to {max(of):.0f} %" for way, of in f1.items()}
+    return (
+        f"with all layers in int4 {over or 'no'} request{'s were' if over > 1 else ' was'} over 2 s, with F1 "
+        f"against full precision at {ranges[INT4]}; in default mode F1 was {ranges[DEFAULT]}"
+    )
+
+
+def _fewer(result: Result) -> str:
+    full, default = (result["headlines"]["ways"][way] for way in (FULL, DEFAULT))
+    return (
+        f"{default['violations']:g} of {full['requests']} requests over 2 s TTFT instead of "
+        f"{full['violations']:g}"
+    )
+
+
+def _listed(values: Sequence[float]) -> str:
+    *first, last = (f"{value:.1f}" for value in values)
+    return f"{', '.join(first)} and {last}" if first else last

@@ -1,8 +1,8 @@
 """The loads of the paper's evaluation: windows of traces, a synthetic burst, a ladder of rates.
 
 As in MorphServe (§5) a trace gives the times, and all requests have one length of prompt and of output. Its
-windows last 72 s; here they are sent faster, and thinned until their busiest part asks for what the machine's
-own speed says. Thinning keeps every n-th request, so that calm and burst stay in proportion.
+windows last 72 s; here they are thinned until their busiest part asks for what the machine's own speed says.
+Thinning keeps every n-th request, so that calm and burst stay in proportion.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Window:
 
 
 WINDOWS: Final = (
-    # Two bursts with a pause: up to eleven times the trace's mean rate.
+    # Two bursts with a pause, up to eleven times the trace's mean rate; and the fullest 72 s.
     Window("Azure code", ("AzureLLMInferenceTrace_code.csv", "azure-llm-2023-code.csv"), 556.0),
-    Window("Azure conversation", ("AzureLLMInferenceTrace_conv.csv", "azure-llm-2023-conv.csv"), 504.0),
+    Window("Azure conversation", ("AzureLLMInferenceTrace_conv.csv", "azure-llm-2023-conv.csv"), 1636.0),
 )
 GAMMA_NAME: Final = "Gamma burst"
 

@@ -16,7 +16,7 @@ from bench.paper.service import (
     STATIC_2,
     STATIC_4,
 )
-from bench.paper.tables import Result, by_load_and_way, listed, names_of, number, table
+from bench.paper.tables import Result, by_load_and_way, listed, merged, names_of, number, spread, table
 
 # --------------------------------------------------------------------------- premises
 
@@ -33,7 +33,7 @@ def setup(result: Result) -> str:
         [
             "model",
             "Vicuna 7B, Llama 2 7B, Llama 3 8B (32 layers), CodeLlama 34B (48), FP16",
-            f"models/demo, {of['num_layers']} layers, float32",
+            f"{_model(of)}, {of['num_layers']} layers, float32",
         ],
         [
             "device",
@@ -43,7 +43,7 @@ def setup(result: Result) -> str:
         [
             "loads",
             "72 s of the Azure and BurstGPT traces, rates 1.75 and 4.75 times lower",
-            f"72 s of two Azure traces and a Gamma burst, sent {of['speed']:g} times faster, thinned (below)",
+            f"72 s of two Azure traces and a Gamma burst, {_speed(of['speed'])}, thinned (below)",
         ],
         [
             "prompt, output",
@@ -65,6 +65,15 @@ def setup(result: Result) -> str:
         ["limit of TTFT", "2 s", f"{of['ttft_limit_s']:g} s"],
     ]
     return table(["", "the paper", "here"], rows)
+
+
+def _model(of: Result) -> str:
+    size = of.get("size", "demo")
+    return "models/demo" if size == "demo" else f"random weights, {size} parameters"
+
+
+def _speed(speed: float) -> str:
+    return "at their own speed" if speed == 1 else f"sent {speed:g} times faster than recorded"
 
 
 def loads(result: Result) -> str:
@@ -110,17 +119,44 @@ def figure4(result: Result) -> str:
             rows.append(
                 [
                     way,
-                    f"{one['ttft_s']['p95']:.2f}",
-                    f"{one['violations']} of {one['requests']}",
+                    _p95(one),
+                    _over(one),
                     f"{ours['f1']:.1f} ± {ours['f1_error']:.1f}",
                     f"{ours['rouge_l']:.1f} ± {ours['rouge_l_error']:.1f}",
                     f"{text['f1']:.1f} ± {text['f1_error']:.1f}",
-                    f"{100 * (quality['perplexity'] / full - 1):+.2f} ± {100 * quality['nats_error']:.2f}",
+                    _rise(quality, full),
                 ]
             )
         head = [load, "P95 TTFT, s", "over 2 s", "F1", "ROUGE-L", "F1 against the text", "perplexity, %"]
         parts.append(table(head, rows))
-    return "\n\n".join(parts)
+    modes = (
+        "predicted by the profile of halves"
+        if "size" in result["settings"]
+        else "the mean over the numbers of swapped layers, weighted by the tokens that were decoded with each"
+    )
+    return "\n\n".join([*parts, f"The perplexity of the modes is {modes}."])
+
+
+def _p95(one: Result) -> str:
+    return spread([each["ttft_s"]["p95"] for each in one["repeats"]], _seconds)
+
+
+def _over(one: Result) -> str:
+    return f"{spread([each['violations'] for each in one['repeats']], _whole)} of {one['requests']}"
+
+
+def _seconds(value: float | None) -> str:
+    return f"{value:.2f}"
+
+
+def _whole(value: float | None) -> str:
+    return f"{value:g}"
+
+
+def _rise(quality: Result, full: float) -> str:
+    """Write how far the perplexity is above that of full precision, and the error if it was measured."""
+    rise, error = 100 * (quality["perplexity"] / full - 1), quality["nats_error"]
+    return f"{rise:+.2f}" if error is None else f"{rise:+.2f} ± {100 * error:.2f}"
 
 
 def plans(result: Result) -> str:
@@ -171,14 +207,15 @@ def figure5(result: Result) -> str:
         [
             load if way == FULL else "",
             way,
-            f"{one['kv_blocks_before']}, {number(one['kv_blocks_mean'])}, {one['kv_blocks_peak']}",
-            f"{one['kv_used_peak']}",
+            f"{one['kv_blocks_before']:g}, {number(one['kv_blocks_mean'])}, {one['kv_blocks_peak']:g}",
+            f"{one['kv_used_peak']:g}",
             f"{100 * one['kv_usage_mean']:.0f} %",
             f"{100 * one['share_of_time_waiting']:.0f} %",
-            f"{one['preemptions']}",
+            f"{one['preemptions']:g}",
         ]
         for load in load_names
         for way in (FULL, INT4, PYRAMID, *MODES)
+        if (load, way) in by
         for one in [by[load, way]]
     ]
     head = [
@@ -194,20 +231,25 @@ def figure5(result: Result) -> str:
 
 
 def figure6(result: Result) -> str:
-    ladder = result["ladder"]
+    if not result["ladder"]:
+        return "No ladder was climbed yet."
+    ladder = merged(result["ladder"], "rate", "way")
     ways = list(dict.fromkeys(one["way"] for one in ladder))
     by = {(one["rate"], one["way"]): one for one in ladder}
     rows = []
     for rate in sorted({one["rate"] for one in ladder}):
-        cells = [by[rate, way] for way in ways]
-        texts = [
-            f"{one['ttft_s']['p95']:.2f} s, {one['tokens_per_s']:.0f}" if one["ttft_s"] else "-"
-            for one in cells
-        ]
-        rows.append([number(rate), *texts])
+        cells = [by.get((rate, way)) for way in ways]
+        rows.append([number(rate), *map(_rung, cells)])
     highest = result["headlines"]["highest_rate_within_slo"]
-    rows.append(["P95 crosses 2 s at", *(_crossing_text(highest[way], ladder) for way in ways)])
+    rows.append(["P95 crosses 2 s at", *(_crossing_text(highest.get(way), ladder) for way in ways)])
+    if times := result["headlines"].get("times_rate"):
+        rows.append(["times full precision's rate", *(spread(times.get(way, [])) for way in ways)])
     return table(["requests/s", *(f"{way}: P95 TTFT, tokens/s" for way in ways)], rows)
+
+
+def _rung(one: Result | None) -> str:
+    """Write a rung; a way does not climb beyond the rung where its P95 exceeds the limit."""
+    return f"{one['ttft_s']['p95']:.2f} s, {one['tokens_per_s']:.0f}" if one and one["ttft_s"] else "-"
 
 
 def _crossing_text(rate: float | None, ladder: Sequence[dict[str, Any]]) -> str:
@@ -240,3 +282,31 @@ def figure7(result: Result) -> str:
     others = ["the paper: performance, accuracy mode", "", "", "1.11 to 1.17, down to 1/1.06", "", ""]
     head = ["", "mean TPOT, ms", "P99, ms", "mean: times lower", "P95", "P99"]
     return table(head, [*rows, paper, others])
+
+
+# --------------------------------------------------------------------------- a larger model
+
+
+def larger(result: Result) -> str:
+    """Return the loads and latencies of a model of random weights, whose texts have no quality."""
+    by, (load_names, ways) = by_load_and_way(result), names_of(result)
+    rows = []
+    for way in ways:
+        found = [by[load, way] for load in load_names if (load, way) in by]
+        rows.append(
+            [
+                way,
+                ", ".join(f"{_p95(one)} s" for one in found),
+                ", ".join(map(_over, found)),
+                ", ".join(f"{one['kv_blocks_peak']:g}" for one in found),
+                ", ".join(f"{one['preemptions']:g}" for one in found),
+            ]
+        )
+    of = result["settings"]
+    text = (
+        f"The model has {_model(of)}, {of['num_layers']} layers, and {of['kv_blocks']['full']} KV blocks at "
+        f"full precision. Its losses are {of['losses_by']}. Lists are in the order of the loads: "
+        f"{', '.join(load_names)}."
+    )
+    head = ["", "P95 TTFT", "over 2 s", "most KV blocks", "preempted"]
+    return "\n\n".join([text, loads(result), table(head, rows), figure6(result)])

@@ -31,6 +31,7 @@ from bench.paper.service import (
     STATIC_2,
     STATIC_4,
 )
+from bench.paper.tables import merged
 
 # Colour and marker; the colours are those of the paper's figures where it has the same.
 STYLES: Final = {
@@ -62,7 +63,7 @@ def draw_all(result: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def _of_load(result: dict[str, Any], load: str) -> list[dict[str, Any]]:
-    return [one for one in result["runs"] if one["load"] == load]
+    return [one for one in merged(result["runs"], "load", "way") if one["load"] == load]
 
 
 def _loads(result: dict[str, Any]) -> list[str]:
@@ -86,7 +87,7 @@ def trade_off(result: dict[str, Any]) -> Any:
             f1, error = quality["against_full"]["f1"], quality["against_full"]["f1_error"]
             _point(panels[0][column], one, f1, error)
             rise = 100 * (quality["perplexity"] / full - 1)
-            _point(panels[1][column], one, rise, 100 * quality["nats_error"])
+            _point(panels[1][column], one, rise, 100 * (quality["nats_error"] or 0.0))
         panels[0][column].set_title(load)
         panels[1][column].set_xlabel("P95 TTFT, seconds")
         for axes in panels[:, column]:
@@ -178,7 +179,7 @@ def kv_over_time(result: dict[str, Any]) -> Any:
 
 def against_rate(result: dict[str, Any]) -> Any:
     figure, (waits, rates) = plt.subplots(1, 2, figsize=(11, 4.6))
-    ladder = result["ladder"]
+    ladder = merged(result["ladder"], "rate", "way")
     for way in dict.fromkeys(one["way"] for one in ladder):
         steps = sorted((one for one in ladder if one["way"] == way), key=lambda one: one["rate"])
         colour, marker = STYLES[way]

@@ -11,14 +11,17 @@ from typing import Any, Final
 from bench.common.results import digits
 from bench.morph.report import mixed_perplexity
 from bench.morph.service import Way
+from bench.paper.ladder import highest_rates, middle, times_full
 from bench.paper.loads import OUTPUT_TOKENS, PROMPT_TOKENS, Load
 from bench.paper.plan import BITS, Plan, bits_of, in_words
 from bench.paper.pyramid import memory_share
 from bench.paper.quality import LOW, Offline, likeness
 from bench.paper.run import SLO, PaperRun
 from bench.paper.service import FULL, PERFORMANCE, PYRAMID
+from bench.paper.tables import merged
 from bench.quality.perplexity import difference, perplexity, swapped
 
+SESSIONS_DIFFER: Final = 0.15  # of the rate of full precision
 SATURATED: Final = 0.9  # of the KV blocks in use: what is left is less than a request needs
 
 
@@ -94,22 +97,29 @@ def kv_numbers(run: PaperRun) -> dict[str, Any]:
 # --------------------------------------------------------------------------- quality
 
 
-def quality(run: PaperRun, way: Way, offline: Offline, order: Sequence[int]) -> dict[str, Any]:
+def quality(
+    run: PaperRun, way: Way, offline: Offline, order: Sequence[int], predicted_loss: float
+) -> dict[str, Any]:
     """Return the quality of what a run served.
 
-    For PyramidKV, which the engine does not run, the offline one.
+    For PyramidKV, which the engine does not run, the offline one. The perplexity of a mode, which swaps
+    halves to several precisions, is that of full precision with the loss that the profile predicts.
     """
+    error: float | None
+    texts = run.texts
     if way.name == PYRAMID:
         texts = {number: offline.pyramid_texts[number % len(offline.pyramid_texts)] for number in run.texts}
         above, error = difference(offline.pyramid_losses, offline.losses[swapped(order, 0, LOW)])
         found = perplexity(offline.pyramid_losses)
+    elif way.mode != "manual":
+        above, error = math.log1p(predicted_loss), None
+        found = offline.perplexity_of(swapped(order, 0, LOW)) * (1 + predicted_loss)
     else:
-        texts = run.texts
         found, above, error = _of_mix(run, way, offline, order)
     return {
         "perplexity": round(found, 5),
         "nats_above_full": round(above, 6),
-        "nats_error": round(error, 6),
+        "nats_error": None if error is None else round(error, 6),
         "against_full": likeness(texts, offline.references),
         "against_text": likeness(texts, offline.truths),
     }
@@ -171,13 +181,17 @@ def load_numbers(load: Load, full_rate: float) -> dict[str, Any]:
 # --------------------------------------------------------------------------- what it comes to
 
 
-def headlines(rows: Sequence[dict[str, Any]], ladder: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the paper's headline numbers of our runs; ratios are to full precision on the same load."""
-    by = {(one["load"], one["way"]): one for one in rows}
+def headlines(rows: Sequence[dict[str, Any]], ladder: Sequence[dict[str, Any]], top: float) -> dict[str, Any]:
+    """Return the paper's headline numbers of our runs, of the medians of repeats.
+
+    Ratios are to full precision on the same load. top: the highest rate of the ladder.
+    """
+    by = {(one["load"], one["way"]): one for one in merged(rows, "load", "way")}
+    climbs = highest_rates(ladder, top)
     loads = list(dict.fromkeys(one["load"] for one in rows))
     found = {}
     for way in dict.fromkeys(one["way"] for one in rows):
-        pairs = [(by[load, FULL], by[load, way]) for load in loads]
+        pairs = [(by[load, FULL], by[load, way]) for load in loads if (load, way) in by]
         found[way] = {
             "violations": sum(ours["violations"] for _, ours in pairs),
             "requests": sum(ours["requests"] for _, ours in pairs),
@@ -195,7 +209,8 @@ def headlines(rows: Sequence[dict[str, Any]], ladder: Sequence[dict[str, Any]]) 
     return {
         "loads": loads,
         "ways": found,
-        "highest_rate_within_slo": highest_rates(ladder),
+        "highest_rate_within_slo": {way: digits(middle(list(of.values()))) for way, of in climbs.items()},
+        "times_rate": {way: list(map(digits, times_full(climbs, way, FULL))) for way in climbs},
     }
 
 
@@ -209,7 +224,9 @@ def _fewer(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> float | No
 
 
 def _losses(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, list[Any]]:
-    """Per cent lost of what full precision has in the same load."""
+    """Return per cent lost of what full precision has in the same load; nothing if quality is unknown."""
+    if "quality" not in pairs[0][0]:
+        return {}
 
     def lost(full: float, ours: float) -> float | None:
         return digits(100 * (1 - ours / full)) if full else None
@@ -227,42 +244,13 @@ def _losses(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str,
     return found
 
 
-def highest_rates(ladder: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """Return the rate of each way at which P95 TTFT crosses its limit, interpolated in the logarithm.
+def premises(rows: Sequence[dict[str, Any]], sessions: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+    """Return what must be true for the runs to mean anything, and whether it was.
 
-    It is the last step if no step exceeds the limit, and None if the first does.
+    sessions: with the "full_requests_per_s" that full precision served at the beginning of each.
     """
-    found: dict[str, float | None] = {}
-    for way in dict.fromkeys(one["way"] for one in ladder):
-        found[way], before = None, None
-        for one in sorted((one for one in ladder if one["way"] == way), key=lambda one: one["rate"]):
-            if not _keeps_limit(one):
-                found[way] = digits(_crossing(before, one)) if before else None
-                break
-            found[way], before = one["rate"], one
-    return found
-
-
-def _keeps_limit(one: dict[str, Any]) -> bool:
-    return bool(one["served"] == one["requests"] and one["ttft_s"]["p95"] <= SLO.ttft_s)
-
-
-def _crossing(before: dict[str, Any], beyond: dict[str, Any]) -> float:
-    """Interpolate between two steps.
-
-    Take the step before if requests were not served, whose wait is unknown.
-    """
-    if not beyond["ttft_s"] or beyond["ttft_s"]["p95"] <= SLO.ttft_s:
-        return float(before["rate"])
-    low, high = math.log(before["ttft_s"]["p95"]), math.log(beyond["ttft_s"]["p95"])
-    share = (math.log(SLO.ttft_s) - low) / (high - low)
-    return float(before["rate"] + share * (beyond["rate"] - before["rate"]))
-
-
-def premises(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what must be true for the runs to mean anything, and whether it was."""
     found = []
-    for one in rows:
+    for one in merged(rows, "load", "way"):
         if one["way"] == FULL:
             share = one["kv_used_peak"] / one["kv_blocks_before"]
             holds = share >= SATURATED and one["share_of_time_waiting"] > 0
@@ -274,13 +262,25 @@ def premises(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             found.append(_premise(f"performance mode holds the load: {one['load']}", was, p95 <= SLO.ttft_s))
     late = max(one["lateness_p99_s"] for one in rows)
     others = max(one["others_cores"] for one in rows)
+    busy = sum(one["others_cores"] > 0.3 for one in rows)
     unserved = sum(one["requests"] - one["served"] for one in rows)
+    rates = [one["full_requests_per_s"] for one in sessions]
+    if len(rates) > 1:
+        was = f"full precision served {min(rates):.3g} to {max(rates):.3g} requests/s at first"
+        same = max(rates) <= (1 + SESSIONS_DIFFER) * min(rates)
+        found.append(_premise(f"the machine was as fast in all {len(rates)} sessions", was, same))
     return [
         *found,
         _premise("requests were sent when due", f"P99 lateness at most {1e3 * late:.1f} ms", late <= 0.005),
-        _premise("the machine was quiet", f"others took at most {others:.2f} cores", others <= 0.3),
+        _premise(
+            "the machine was quiet", f"others took at most {others:.2f} cores{_in(busy, rows)}", not busy
+        ),
         _premise("every request was served", f"{unserved} were not", unserved == 0),
     ]
+
+
+def _in(num: int, rows: Sequence[dict[str, Any]]) -> str:
+    return f", more than 0.3 in {num} of {len(rows)} runs" if num and "repeat" in rows[0] else ""
 
 
 def _premise(what: str, was: str, holds: bool) -> dict[str, Any]:

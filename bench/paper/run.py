@@ -51,10 +51,21 @@ class PaperRun:
 
 
 def run_one(
-    service: MorphService, way: Way, name: str, source: str, arrivals: Sequence[Arrival], drain_s: float
+    service: MorphService,
+    way: Way,
+    name: str,
+    source: str,
+    arrivals: Sequence[Arrival],
+    drain_s: float,
+    cool_s: float = 0.0,
 ) -> PaperRun:
-    """Send the load to a service that serves in one way, and return what came of it."""
+    """Send the load to a service that serves in one way, and return what came of it.
+
+    The service rests for `cool_s` after the last order, and is idle at the first request.
+    """
     blocks = service.use(way)
+    time.sleep(cool_s)
+    service.wait_at_rest(blocks)
     facts = facts_of(service.state())
     ordered_s, others = time.time(), OtherPrograms(service)
     recorder = play(service.url(), arrivals, drain_s=drain_s)

@@ -15,7 +15,7 @@ from typing import Final
 from bench.morph.service import BUDGET_MB, MorphService, Way
 from bench.paper.plan import Plan
 
-FULL, INT4 = "full precision", "static INT4"
+FULL, INT4, INT8 = "full precision", "static INT4", "static INT8"
 STATIC_4, STATIC_2 = "static 1/4", "static 1/2"
 PLAN, PLAN_ANY = "LLM-PQ plan", "LLM-PQ plan, any bits"
 PYRAMID: Final = "PyramidKV"

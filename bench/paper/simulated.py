@@ -1,7 +1,7 @@
 """Windows of real traces simulated with the code that serves, beside the runs that `windows` kept.
 
-    python -m bench.paper windows --traces DIR --keep RUNS
-    python -m bench.paper simulated --runs RUNS [--out FILE]     (seconds; needs no service)
+    python -m bench.paper windows --traces DIR
+    python -m bench.paper simulated [--runs build/windows-30M] [--out FILE]     (seconds; needs no service)
 
 The calibration is fitted to the runs at full precision, INT8 and INT4 that `windows` makes before its
 windows. Then every run of full precision and of a mode is simulated, and its P95 TTFT and its number of swaps
@@ -11,6 +11,7 @@ are held against those that were measured.
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,12 +42,17 @@ Pair = dict[str, float]
 
 def runs_of(folder: Path) -> tuple[list[RunFile], list[RunFile]]:
     """Return the runs to calibrate with, full precision first, and the others. Raises InputError."""
-    found = [files.read(path) for path in sorted(folder.iterdir()) if path.is_dir()]
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    found = [files.read(path) for path in paths if path.is_dir()]
     calibrations = [run for run in found if str(run.about["source"]).startswith("calibration")]
-    if not calibrations:
-        raise InputError(f"--runs {folder}: holds no runs that `bench.paper windows --keep` made")
+    windows = [run for run in found if str(run.about["source"]).startswith(("code:", "conv:"))]
+    if not calibrations or not windows:
+        raise InputError(
+            f"--runs {folder}: holds {len(calibrations)} runs to calibrate with, and {len(windows)} of "
+            "windows; `python -m bench.paper windows` makes both"
+        )
     calibrations.sort(key=lambda run: run.name != FULL)
-    return calibrations, [run for run in found if run not in calibrations]
+    return calibrations, windows
 
 
 def simulated(run: RunFile, calibration: EngineCalibration) -> RunFile:
@@ -102,8 +108,10 @@ def judge(rows: Sequence[Mapping[str, Any]], way: str) -> list[tuple[str, str, b
 
 
 def _error(pairs: Sequence[Pair]) -> float:
-    measured = fmean(pair["measured"] for pair in pairs)
-    return fmean(pair["simulated"] for pair in pairs) / max(measured, 1e-9) - 1
+    measured, simulated = (fmean(pair[name] for pair in pairs) for name in ("measured", "simulated"))
+    if not measured:
+        return math.inf if simulated else 0.0
+    return simulated / measured - 1
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -123,7 +131,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--runs", type=Path, required=True, help="folder that `windows --keep` filled")
+    options.add_argument("--runs", type=Path, default=Path("build/windows-30M"), help="folder of the windows")
     options.add_argument("--profiles", type=Path, help="the model's folder, if it has profiles")
     options.add_argument("--out", type=Path, default=RESULTS / "simulated.json")
     args = options.parse_args()
@@ -143,6 +151,10 @@ def main() -> int:
     }
     args.out.write_text(json.dumps(result) + "\n")
     draw(rows, args.out.with_suffix(".png"))
+    if args.out.parent == RESULTS:
+        from bench.paper.page import write_pages
+
+        write_pages()
     for bar, found, is_met in judged:
         say(f"{'met   ' if is_met else 'missed'}  {bar}: {found}")
     return 0 if all(is_met for _, _, is_met in judged) else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from statistics import median
 from typing import Any
 
 Result = dict[str, Any]
@@ -32,8 +33,47 @@ def judged(values: Sequence[float | None], is_met: Callable[[float], bool]) -> s
     return f"in {sum(met)} of {len(met)}" if any(met) else "missed"
 
 
+def spread(values: Sequence[float], write: Callable[[float | None], str] = number) -> str:
+    """Write the median of repeats, and the least and the greatest if they differ; "" for none."""
+    if not values:
+        return ""
+    middle, least, most = (write(of(values)) for of in (median, min, max))
+    return middle if least == most else f"{middle} ({least} to {most})"
+
+
+def middles(values: Sequence[Any]) -> Any:
+    """Return the medians of all numbers in rows that are alike; the first of what is no number.
+
+    Numbers that are None in some rows count where they are not.
+    """
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    if all(isinstance(value, dict) for value in known):
+        return {name: middles([value.get(name) for value in known]) for name in known[0]}
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in known):
+        middle = median(known)
+        return (
+            int(middle)
+            if middle == int(middle) and all(isinstance(value, int) for value in known)
+            else middle
+        )
+    return known[0]
+
+
+def merged(rows: Sequence[Result], *names: str) -> list[Result]:
+    """Return one row for those that have equal values of `names`: medians, and `repeats`, the rows."""
+    by: dict[tuple[Any, ...], list[Result]] = {}
+    for row in rows:
+        by.setdefault(tuple(row[name] for name in names), []).append(row)
+    for alike in by.values():
+        alike.sort(key=lambda row: row.get("repeat", 0))
+    return [{**middles(alike), "repeats": alike} for alike in by.values()]
+
+
 def by_load_and_way(result: Result) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(one["load"], one["way"]): one for one in result["runs"]}
+    """Return one row for each load and way, of medians over repeats."""
+    return {(one["load"], one["way"]): one for one in merged(result["runs"], "load", "way")}
 
 
 def names_of(result: Result) -> tuple[list[str], list[str]]:

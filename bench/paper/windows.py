@@ -1,116 +1,67 @@
-"""Ten windows of 60 s of real traces, at their own speed, against four ways of serving.
+"""Ten windows of 60 s of real traces, at their own speed, against four ways of serving; a ladder of rates.
 
-    python -m bench.paper windows --traces DIR [--size 30M] [--only N] [--windows code:792,conv:504]
-                                                           (make bench-windows TRACES=DIR)
+    python -m bench.paper windows --traces DIR [--minutes N] [--size 30M] [--only N]
+                                  [--windows code:792,conv:504]      (make bench-windows TRACES=DIR)
 
 The windows are chosen before any run, by `choose`: of the code trace the burstiest, of the conversation trace
 the fullest. Requests per second of full precision and of all layers in INT4 are measured first. Each window
 is thinned until nobody would wait for more than a second at the rate of INT4. If then nobody would wait for
 3 s at the rate of full precision, the next window takes its place. All requests have 128 tokens and are asked
-for 64. Before each run the service is idle, at full precision, and has been so for COOL_S.
+for 64. Each repeat is a pass over all windows, every window sent to all ways in turn, then a ladder of steady
+rates of 60 s each, which a way climbs until its P95 TTFT exceeds the limit. Before each run the service is
+idle, at full precision, and has been so for COOL_S.
 
 The service has one worker. The model `demo` is trained; those of other sizes have random weights: the step of
-a larger model is bound by memory, so that more KV blocks mean more tokens a second. The loss of a run is that
-which the model's profile predicts for its shapes (or what is assumed without one), weighted by the tokens.
+a larger model is bound by memory, so that more KV blocks mean more tokens a second. The loss of a run is
+predicted for its shapes, weighted by the tokens; --out says by which profile, or that it is assumed.
 
-Every run is added to --out when it ends. At the end a table judges the runs against bars.
+Every run is added to --out when it ends. The same command goes on with what is missing, also with more
+windows or repeats. At the end of each session the bars are judged by the runs so far, and the page written.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import random
+import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from statistics import fmean
-from typing import Any, Final
+from typing import Final
 
-from bench.common.dummy_model import CONFIGS, model_folder
+from bench.common.dummy_model import model_folder
 from bench.common.load import VOCABULARY
 from bench.common.results import DEMO, RESULTS, digits, parser, say
 from bench.morph.service import BUDGET_MB, MorphService, Way
-from bench.paper.choice import SECONDS, TraceWindow, choose, is_fit, thinned_for, windows_of
-from bench.paper.evaluation import EVENTS, Clock
-from bench.paper.loads import WINDOWS, find_trace, requests
-from bench.paper.report import kv_numbers, row
-from bench.paper.run import PaperRun, run_one
-from bench.paper.service import DEFAULT, FULL, INT4, PERFORMANCE
-from bench.paper.verdict import BACK_S, judge
+from bench.paper.campaign import Campaign, Clock
+from bench.paper.choice import (
+    NUM_CODE,
+    NUM_CONVERSATION,
+    SECONDS,
+    TraceWindow,
+    choose,
+    is_fit,
+    thinned_for,
+    windows_of,
+)
+from bench.paper.kept import Job, Kept, Row, turned
+from bench.paper.ladder import rates_of, rung_numbers, rungs_of
+from bench.paper.loads import OUTPUT_TOKENS, PROMPT_TOKENS, WINDOWS, find_trace
+from bench.paper.reflex import LossTables, loss_tables, observed
+from bench.paper.report import row
+from bench.paper.service import DEFAULT, FULL, INT4, INT8, PERFORMANCE, STATIC_2
+from bench.paper.verdict import BACK_S, Verdict, judge
 from bench.paper.windows_plot import draw
-from bus.messages import PARTS, Event, InstanceTelemetry, WorkerTelemetry
-from bus.names import Names
-from bus.precisions import DEFAULT_SWAP, QUANTIZED, Precision
 from instar.errors import InputError
-from instar.replay import files
 from instar.replay.traces import Shaping, load
-from worker.engine.shape import precision_of
-from worker.model.config import read_config
-from worker.morph.losses import Losses, losses_of
-from worker.morph.plan import Half
-from worker.shape.layer_order import half_losses
 
-COOL_S: Final = 6.0
 DRAIN_S: Final = 60.0
-AT_ONCE: Final = 64  # requests, to see what a shape can do
 STEADY_SHARE, STEADY_S = 0.7, 25.0  # of what it can do, for so long: a load for the simulator's calibration
+NUM_WINDOWS: Final = NUM_CODE + NUM_CONVERSATION
+NUM_PROMPTS: Final = 1024  # more than any window has requests, so that none finds another's prefix
 # Memory for 50 to 70 KV blocks beside full weights, in MiB.
 BUDGETS: Final = {"demo": BUDGET_MB, "30M": 125, "100M": 410}
-
-
-# --------------------------------------------------------------------------- one run
-
-
-def observed(service: MorphService, run: PaperRun, losses: Losses, since_s: float) -> dict[str, Any]:
-    """Return what the reflex did in a run, from the bus: its decisions, the loss, and the way back."""
-    began_s = run.file.about["began_at"]
-    reports = [
-        (report.at_ms / 1e3, report.instances[0])
-        for report in service.messages(Names().telemetry, WorkerTelemetry, since_s)
-    ]
-    decided = [
-        event
-        for event in service.messages(Names().events, Event, since_s)
-        if event.kind == "morph_decided" and event.morph_id.startswith("reflex-")
-    ]
-    numbers = {report.id: report.numbers for report in service.morphs(since_s)}
-    is_first, first_blocks = True, []
-    for event in decided:
-        if event.cause == "ease":
-            is_first = True
-        elif is_first and event.morph_id in numbers:
-            is_first = False
-            took_s = numbers[event.morph_id].get("blocks_seconds", 0.0)
-            first_blocks.append(event.numbers["waited_s"] + took_s)
-    pressed = [event.at_ms / 1e3 for event in decided if event.cause != "ease"]
-    pressed += [at_s for at_s, one in reports if one.kv_used > 0.85 * one.kv_blocks]
-    below = [at_s for at_s, one in reports if losses.total(_halves(one)) > 0]
-    return {
-        "loss": digits(mean_loss([one for _, one in reports], losses)),
-        "first_blocks_s": [round(value, 3) for value in first_blocks],
-        "back_after_s": round(max(below) - max(pressed), 2) if below and pressed else 0.0,
-        "is_back": losses.total(_halves(reports[-1][1])) == 0,
-        "decisions": [
-            {"at_s": round(event.at_ms / 1e3 - began_s, 2), "cause": event.cause, "reason": event.reason}
-            for event in decided
-        ],
-    }
-
-
-def mean_loss(reports: Sequence[InstanceTelemetry], losses: Losses) -> float:
-    """Return the predicted loss of the shapes, weighted by the tokens that were generated in each."""
-    total, tokens = 0.0, 0
-    for before, after in itertools.pairwise(reports):
-        made = max(0, after.generation_tokens - before.generation_tokens)
-        total += made * losses.total(_halves(after))
-        tokens += made
-    return total / tokens if tokens else 0.0
-
-
-def _halves(one: InstanceTelemetry) -> dict[Half, Precision]:
-    return {Half(i, part): precision_of(layer, part) for i, layer in enumerate(one.layers) for part in PARTS}
 
 
 # --------------------------------------------------------------------------- the bench
@@ -126,64 +77,19 @@ def service_of(size: str) -> Iterator[MorphService]:
         yield stack.enter_context(service)
 
 
-class Bench:
-    """The service, what it can do, and the runs so far."""
+def ways_of(num_layers: int) -> list[Way]:
+    return [
+        Way(FULL),
+        Way(INT4, below=num_layers),
+        Way(STATIC_2, below=num_layers // 2),
+        Way(DEFAULT, mode="default"),
+        Way(PERFORMANCE, mode="performance"),
+    ]
 
-    def __init__(self, service: MorphService, clock: Clock, out: Path, keep: Path | None = None) -> None:
-        """keep: a folder for the runs, as `instar bench replay --out` writes them."""
-        self._service, self._clock, self._out, self._keep = service, clock, out, keep
-        rng = random.Random(0)
-        self._prompts = [rng.choices(VOCABULARY, k=128) for _ in range(64)]
-        measured = half_losses(read_config(service.model), QUANTIZED) if service.model == DEMO else {}
-        self.losses = losses_of(service.num_layers, QUANTIZED, measured)
-        self.rows: list[dict[str, Any]] = []
-        everything: dict[Half, Precision] = dict.fromkeys(self.losses.shares, DEFAULT_SWAP)
-        self.loss_of_int4 = self.losses.total(everything)
 
-    def calibrate(self) -> tuple[float, float]:
-        """Return the requests per second of full precision and of all layers in INT4.
-
-        If the runs are kept, those of INT8 and of a load below saturation are made too, for the simulator.
-        """
-        num_layers = self._service.num_layers
-        ways = [Way(FULL), Way(INT4, below=num_layers)]
-        if self._keep:
-            ways.insert(1, Way("static INT8", plan=("int8",) * num_layers))
-        found = []
-        for way in ways:
-            run = self._send([0.0] * AT_ONCE, way, f"calibration {way.name} at once", 90.0)
-            whole = run.file.events_per_s[1:-1] or run.file.events_per_s
-            found.append(fmean(whole) / EVENTS)
-            if self._keep:
-                times = poisson(STEADY_SHARE * found[-1], STEADY_S)
-                self._send(times, way, f"calibration {way.name} steady", 90.0)
-        self._clock.say(
-            f"requests/s: full precision can do {found[0]:.2f}, all layers in INT4 {found[-1]:.2f}"
-        )
-        return found[0], found[-1]
-
-    def _send(self, times: Sequence[float], way: Way, name: str, drain_s: float) -> PaperRun:
-        run = run_one(self._service, way, name, "", requests(times, self._prompts), drain_s)
-        if self._keep:
-            folder = self._keep / name.replace(" ", "-").replace(":", "-")
-            folder.mkdir(parents=True, exist_ok=True)
-            files.write(folder, run.file)
-        return run
-
-    def run(self, window: TraceWindow, times: list[float], way: Way, repeat: int) -> None:
-        """Send a window to one way and keep what came of it."""
-        service = self._service
-        service.use(Way(FULL))
-        time.sleep(COOL_S)
-        since_s = time.time()
-        run = self._send(times, way, f"{window.name} {way.name} {repeat}", DRAIN_S)
-        time.sleep(BACK_S if way.mode != "manual" else 0.0)
-        found = row(run) | kv_numbers(run) | {"load": window.name, "repeat": repeat, "mode": way.mode}
-        found.pop("series")
-        found |= observed(service, run, self.losses, since_s)
-        self.rows.append(found)
-        self._out.write_text(json.dumps({"bench": "windows", "rows": self.rows}) + "\n")
-        self._clock.say(in_a_line(found), SECONDS + COOL_S + 15)
+def random_prompts(num: int) -> list[list[int]]:
+    rng = random.Random(0)
+    return [rng.choices(VOCABULARY, k=PROMPT_TOKENS) for _ in range(num)]
 
 
 def poisson(rate: float, seconds: float) -> list[float]:
@@ -194,72 +100,145 @@ def poisson(rate: float, seconds: float) -> list[float]:
     return times
 
 
-def in_a_line(one: dict[str, Any]) -> str:
-    ttft = one["ttft_s"] or {"p50": 0, "p95": 0, "max": 0}
-    return (
-        f"{one['load']:<10} {one['way']:<17} P50 {ttft['p50']:.2f} P95 {ttft['p95']:6.2f} s, "
-        f"{one['violations']:>3} of {one['requests']:<3} over 2 s, {one['preemptions']} preemptions, "
-        f"KV at most {one['kv_blocks_peak']}, loss {one['loss']:.3%}, {len(one['decisions'])} decisions"
+class WindowRuns:
+    """The windows that fit what the service can do, and their runs."""
+
+    def __init__(self, campaign: Campaign, ways: Sequence[Way], losses: LossTables) -> None:
+        self.campaign, self.ways, self.losses = campaign, ways, losses
+        self.chosen: list[tuple[TraceWindow, list[float]]] = []
+
+    def choose(self, candidates: Sequence[TraceWindow], num: int, *, are_named: bool) -> None:
+        """Take the first windows that fit, or that the caller named. Raises InputError if there are none."""
+        full, int4 = self.campaign.rates
+        loads = [(one, thinned_for(one.times, int4)) for one in candidates]
+        fit = loads if are_named else [one for one in loads if is_fit(one[1], full)]
+        self.chosen = fit[:num]
+        if not self.chosen:
+            raise InputError(
+                f"none of {len(loads)} windows saturates full precision, which serves {full:.2f} requests/s; "
+                f"all layers in INT4 serve {int4:.2f}, and windows are thinned to that: with these traces "
+                "the model is too fast or gains too little; take a larger --size"
+            )
+        if len(self.chosen) < num:
+            say(f"only {len(self.chosen)} of the {num} windows that were asked for are fit")
+        told = ", ".join(f"{one.name} ({len(times)} of {len(one.times)})" for one, times in self.chosen)
+        say(f"windows: {told}")
+
+    def jobs(self, parts: Sequence[str], repeats: int) -> list[Job]:
+        """Return all runs, repeat by repeat: each window to all ways, every time from another one; rungs."""
+        senders = [way for way in self.ways if way.name != STATIC_2]
+        rates, found = rates_of(*self.campaign.rates), list[Job]()
+        for repeat in range(repeats):
+            if "loads" in parts:
+                found += [
+                    Job("loads", window.name, way, repeat, times, SECONDS + BACK_S, DRAIN_S, window.name)
+                    for number, (window, times) in enumerate(self.chosen)
+                    for way in turned(senders, number + repeat)
+                ]
+            if "ladder" in parts:
+                found += rungs_of(self.ways, rates, repeat)
+        return found
+
+    def measured(self, job: Job) -> Row:
+        """Send a window to one way and return what came of it."""
+        service, since_s = self.campaign.service, time.time()
+        run = self.campaign.send(job.way, f"{job.load} {job.way.name} {job.repeat}", job.times, job.drain_s)
+        time.sleep(BACK_S if job.way.mode != "manual" else 0.0)
+        found = row(run) | {"mode": job.way.mode}
+        found.pop("series")
+        return found | observed(service, run, self.losses, since_s)
+
+    def climbed(self, job: Job) -> Row:
+        """Send one rung of the ladder to one way."""
+        name = f"ladder {job.rate:.2f} {job.way.name} {job.repeat}"
+        run = self.campaign.send(job.way, name, job.times, job.drain_s)
+        return rung_numbers(job, row(run), run.file.events_per_s)
+
+
+def options() -> Namespace:
+    found = parser(__doc__)
+    found.add_argument("--traces", type=Path, required=True, help="folder of the two Azure traces of 2023")
+    found.add_argument("--size", default="30M", choices=sorted(BUDGETS), help="of the model [30M]")
+    found.add_argument("--only", type=int, default=NUM_WINDOWS, help=f"so many windows [{NUM_WINDOWS}]")
+    found.add_argument("--repeats", type=int, default=3, help="of each run [3]")
+    found.add_argument("--ways", default="", help="these alone, as in 'full precision,default mode'")
+    found.add_argument("--windows", default="", help="these instead, as in code:792,conv:504")
+    found.add_argument("--parts", default="loads,ladder", help="loads or ladder alone [loads,ladder]")
+    found.add_argument("--minutes", type=float, default=0.0, help="no run begins after these [no end]")
+    found.add_argument(
+        "--redo-disturbed", action="store_true", help="repeat runs during which others took the machine"
     )
+    found.add_argument("--keep", type=Path, help="folder for all runs [build/windows-SIZE]")
+    found.add_argument("--out", type=Path, help="the results [bench/results/windows.json]")
+    return found.parse_args()
 
 
 def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--traces", type=Path, required=True, help="folder of the two Azure traces of 2023")
-    options.add_argument("--size", default="30M", choices=sorted(BUDGETS), help="of the model")
-    options.add_argument("--only", type=int, default=10, help="windows")
-    options.add_argument("--repeats", type=int, default=1)
-    options.add_argument("--ways", default="", help="of these alone, as in 'full precision,default mode'")
-    options.add_argument("--windows", default="", help="these instead, as in code:792,conv:504")
-    options.add_argument("--keep", type=Path, help="folder for all runs, for `bench.paper simulated`")
-    options.add_argument("--out", type=Path, default=RESULTS / "windows.json")
-    args = options.parse_args()
-    assert args.size == "demo" or args.size in CONFIGS
+    args = options()
     try:
-        candidates = _candidates(args.traces, args.windows)
+        return measure(args)
     except InputError as error:
-        say(str(error))
+        sys.stderr.write(f"bench.paper windows: {error}\n")
         return 2
-    num_ways = len(args.ways.split(",")) if args.ways else 4
+
+
+def measure(args: Namespace) -> int:
+    """Run what is missing, judge it, and write JSON, picture and page. Raises InputError."""
+    candidates = _candidates(args.traces, args.windows)
+    out = args.out or RESULTS / "windows.json"
+    plan = {"size": args.size, "windows": args.windows}
+    kept = Kept(out, plan, redo_disturbed=args.redo_disturbed)
+    clock = Clock(args.minutes)
     with service_of(args.size) as service:
-        clock = Clock(args.only * args.repeats * num_ways * (SECONDS + COOL_S + 15) + 60)
-        bench = Bench(service, clock, args.out, args.keep)
-        full, int4 = bench.calibrate()
-        loads = [(one, thinned_for(one.times, int4)) for one in candidates]
-        able = loads if args.windows else [one for one in loads if is_fit(one[1], full)]
-        chosen = able[: args.only]
-        say(
-            f"windows: {', '.join(f'{one.name} ({len(times)} of {len(one.times)})' for one, times in chosen)}"
+        ways = _chosen_ways(service.num_layers, args.ways)
+        losses = loss_tables(service.model, service.num_layers)
+        folder = args.keep or Path("build") / f"windows-{args.size}"
+        campaign = Campaign(service, random_prompts(NUM_PROMPTS), kept, folder, clock)
+        campaign.calibrate(
+            [Way(INT8, plan=("int8",) * service.num_layers)],
+            lambda rate: poisson(STEADY_SHARE * rate, STEADY_S),
         )
-        ways = [
-            Way(FULL),
-            Way(INT4, below=service.num_layers),
-            Way(DEFAULT, mode="default"),
-            Way(PERFORMANCE, mode="performance"),
-        ]
-        wanted = args.ways.split(",") if args.ways else [way.name for way in ways]
-        ways = [way for way in ways if way.name in wanted]
-        for repeat in range(args.repeats):
-            for number, (window, times) in enumerate(chosen):
-                turn = (number + repeat) % len(ways)
-                for way in ways[turn:] + ways[:turn]:
-                    bench.run(window, times, way, repeat)
-        judged = judge(bench.rows, bench.loss_of_int4)
-    result = {
-        "bench": "windows",
-        "size": args.size,
-        "requests_per_s": {"full": digits(full), "int4": digits(int4)},
-        "windows": {one.name: len(times) for one, times in chosen},
-        "kv_blocks_at_full": service.blocks_at_full,
-        "loss_of_int4": digits(bench.loss_of_int4),
-        "bars": [{"bar": bar, "found": found, "is_met": is_met} for bar, found, is_met in judged],
-        "rows": bench.rows,
-    }
-    args.out.write_text(json.dumps(result) + "\n")
-    draw(bench.rows, args.out.with_suffix(".png"))
-    for bar, found, is_met in judged:
-        say(f"{'met   ' if is_met else 'missed'}  {bar}: {found}")
-    return 0 if all(is_met for _, _, is_met in judged) else 1
+        runs = WindowRuns(campaign, ways, losses)
+        runs.choose(candidates, args.only, are_named=bool(args.windows))
+        kept.found |= {
+            "bench": "windows",
+            "wanted": args.only,
+            "windows": kept.found.get("windows", {})
+            | {one.name: [len(times), len(one.times)] for one, times in runs.chosen},
+            "kv_blocks_at_full": service.blocks_at_full,
+            "prompt_tokens": PROMPT_TOKENS,
+            "output_tokens": OUTPUT_TOKENS,
+            "losses": {"judged_by": losses.judged_by, "of_int4": digits(losses.of_int4)},
+        }
+        jobs = runs.jobs(args.parts.split(","), args.repeats)
+        is_done = campaign.do(jobs, {"loads": runs.measured, "ladder": runs.climbed})
+    verdicts = conclude(kept)
+    return 0 if is_done and all(one.is_met for one in verdicts) else 1
+
+
+def conclude(kept: Kept) -> list[Verdict]:
+    """Judge the runs so far, and write them, their picture and the page."""
+    verdicts = judge(kept.of("loads"), kept.of("ladder"), kept.found["losses"])
+    kept.found["bars"] = [one.as_json() for one in verdicts]
+    kept.write()
+    if kept.of("loads"):
+        draw(kept.of("loads"), kept.path.with_suffix(".png"))
+    if kept.path.parent == RESULTS:
+        from bench.paper.page import write_pages
+
+        write_pages()
+    for one in verdicts:
+        say(f"{one.word:<12}  {one.bar}: {one.found}")
+    return verdicts
+
+
+def _chosen_ways(num_layers: int, names: str) -> list[Way]:
+    """Return the ways of these names, or all. Raises InputError."""
+    ways = {way.name: way for way in ways_of(num_layers)}
+    wanted = names.split(",") if names else list(ways)
+    if unknown := [name for name in wanted if name not in ways]:
+        raise InputError(f"--ways {unknown[0]}: there are {', '.join(ways)}")
+    return [ways[name] for name in wanted]
 
 
 def _candidates(folder: Path, wanted: str) -> list[TraceWindow]:

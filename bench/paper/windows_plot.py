@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any, Final
 
 from bench.common.plots import picture
@@ -18,7 +18,7 @@ PANELS: Final[tuple[tuple[str, Callable[[Mapping[str, Any]], float], str], ...]]
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the means of repeats."""
+    """Draw the medians of repeats, with lines from the least to the greatest."""
     names = list(dict.fromkeys(row["load"] for row in rows))
     ways = list(dict.fromkeys(row["way"] for row in rows))
     width = 0.8 / len(ways)
@@ -26,11 +26,14 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         for panel, (title, number, scale) in zip(panels, PANELS, strict=True):
             for place, way in enumerate(ways):
                 values = [
-                    fmean([number(row) for row in rows if (row["load"], row["way"]) == (name, way)] or [0.0])
+                    [number(row) for row in rows if (row["load"], row["way"]) == (name, way)]
                     for name in names
                 ]
                 at = [index + (place - (len(ways) - 1) / 2) * width for index in range(len(names))]
-                panel.bar(at, values, width, label=way, color=STYLES[way][0])
+                points = [(x, median(of), min(of), max(of)) for x, of in zip(at, values, strict=True) if of]
+                xs, middles, least, most = zip(*points, strict=True)
+                panel.bar(xs, middles, width, label=way, color=STYLES[way][0])
+                panel.vlines(xs, least, most, color="black", lw=1)
             panel.set_yscale(scale)
             panel.set_ylabel(title)
         panels[0].axhline(2.0, color="grey", lw=0.8)

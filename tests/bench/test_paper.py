@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.morph.service import Way
 from bench.paper import evaluate as paper
-from bench.paper import evaluation as paper_evaluation
 from bench.paper import loads as paper_loads
+from bench.paper.campaign import expected_s
+from bench.paper.kept import Kept
+from bench.paper.ladder import is_needed, rates_of, rungs_of
 from bench.paper.loads import BUSIEST_S, Window, all_loads, busiest, find_trace, fitted, gamma_load, thinned
 from bench.paper.plan import BITS, bits_of, ceiling_bits, in_words, plan
 from bench.paper.text import f1, longest_common, mean_and_error, rouge_l, words
@@ -135,7 +138,7 @@ def test_a_mean_comes_with_its_standard_error() -> None:
 
 
 def test_the_ladder_climbs_from_below_full_precision_to_above_int4() -> None:
-    rates = paper.ladder_rates(4.0, 8.0, 4)
+    rates = rates_of(4.0, 8.0, 4)
     assert rates[0] == pytest.approx(2.8) and rates[-1] == pytest.approx(9.2)
     assert rates[1] / rates[0] == pytest.approx(rates[3] / rates[2])
 
@@ -148,5 +151,13 @@ def test_without_its_traces_the_command_ends_at_once_and_says_what_it_wants(
     assert "make bench-paper TRACES=" in capsys.readouterr().err
 
 
-def test_a_run_of_the_whole_evaluation_is_expected_to_take_no_more_than_35_minutes() -> None:
-    assert paper.expected_s(paper_evaluation.Size(), num_loads=3) < 35 * 60
+def test_a_way_climbs_until_its_limit_and_all_ways_get_the_same_arrivals(tmp_path: Path) -> None:
+    jobs = rungs_of([Way("a"), Way("b")], [1.0, 2.0, 4.0], repeat=1)
+    assert [job.way.name for job in jobs] == ["b", "a", "a", "b", "b", "a"], "by turns"
+    assert jobs[0].times == jobs[1].times and len(jobs[0].times) == 60
+    assert jobs[0].times != rungs_of([Way("a")], [1.0], repeat=0)[0].times
+    assert expected_s(jobs) == 6 * 74.0
+    kept = Kept(tmp_path / "runs.json", {})
+    for job, p95_s in zip(jobs[:3], (1.0, 3.0, 1.0), strict=True):
+        kept.add(job, {"ttft_s": {"p95": p95_s}, "served": 1, "requests": 1, "rate": job.rate})
+    assert [is_needed(job, kept) for job in jobs] == [True, True, False, True, True, False]

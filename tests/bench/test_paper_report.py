@@ -11,14 +11,17 @@ import pytest
 
 from bench.common.load import text_of
 from bench.morph.service import Way
-from bench.paper import evaluation as paper_evaluation
+from bench.paper import campaign as paper_campaign
+from bench.paper.campaign import Campaign, Clock
+from bench.paper.headline import replayed, static_weights
+from bench.paper.ladder import Climbs, highest_rates, middle, times_full
 from bench.paper.loads import Load
-from bench.paper.page import BLOCKS, PAGE, UNMEASURED, read_result, regenerated
+from bench.paper.page import BLOCKS, COMMANDS, PAGE, README, Block, read_results, regenerated
 from bench.paper.plot import draw_all
-from bench.paper.report import headlines, highest_rates, load_numbers, premises, row
+from bench.paper.report import headlines, load_numbers, premises, quality, row
 from bench.paper.run import SLO, PaperRun
 from bench.paper.service import DEFAULT, FULL, INT4, PERFORMANCE, PLAN, PLAN_ANY, ways
-from bench.paper.tables import judged, number
+from bench.paper.tables import judged, merged, middles, number, spread
 from instar.errors import InputError
 from instar.replay.files import RunFile
 from instar.replay.outcomes import RequestOutcome
@@ -80,6 +83,10 @@ def run_of(load: str, way: str, ttft_s: float, blocks: tuple[int, int] = (47, 47
     return PaperRun(load, way, file, dict.fromkeys(range(4), "x"), blocks[0], 0.1)
 
 
+def results_of(found: dict[str, Any] | None) -> dict[str, dict[str, Any] | None]:
+    return dict.fromkeys(COMMANDS) | {"paper": found}
+
+
 def result() -> dict[str, Any]:
     rows = []
     for load in ("Azure code", "Gamma burst"):
@@ -96,6 +103,10 @@ def result() -> dict[str, Any]:
             }
             found = row(run_of(load, way.name, TTFT_S.get(way.name, 1.0), blocks))
             rows.append(found | {"quality": quality})
+    return made_of(rows)
+
+
+def made_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     ladder = [
         {"rate": rate, "way": way, "tokens_per_s": 100 * rate, **_ends(p95)}
         for rate in (2.0, 3.0, 4.0)
@@ -128,7 +139,7 @@ def result() -> dict[str, Any]:
         },
         "runs": rows,
         "ladder": ladder,
-        "headlines": headlines(rows, ladder),
+        "headlines": headlines(rows, ladder, 4.0),
         "premises": premises(rows),
     }
     return dict(json.loads(json.dumps(made)))
@@ -160,10 +171,54 @@ def test_the_highest_rate_is_where_the_limit_is_crossed_first() -> None:
     def at(rate: float, p95: float, served: int = 9) -> dict[str, Any]:
         return {"way": "w", "rate": rate} | _ends(p95) | {"served": served}
 
-    assert highest_rates([at(1, 1.0), at(2, 4.0), at(3, 0.2)]) == {"w": 1.5}
-    assert highest_rates([at(1, 0.1), at(2, 0.2, served=8)]) == {"w": 1}
-    assert highest_rates([at(1, 0.1), at(2, 0.2)]) == {"w": 2}
-    assert highest_rates([at(1, 3.0)]) == {"w": None}
+    assert highest_rates([at(1, 1.0), at(2, 4.0), at(3, 0.2)]) == {"w": {"0": 1.5}}
+    assert highest_rates([at(1, 0.1), at(2, 0.2, served=8)]) == {"w": {"0": 1}}
+    assert highest_rates([at(1, 0.1), at(2, 0.2)]) == {"w": {"0": 2}}
+    assert highest_rates([at(1, 3.0)]) == {"w": {"0": None}}
+    assert highest_rates([at(1, 0.1), at(2, 0.2)], top=3) == {"w": {}}, "the climb is not over"
+
+
+def test_rates_are_compared_within_a_repeat_and_their_median_counts_none_as_the_least() -> None:
+    climbs: Climbs = {"full": {"0": 2.0, "1": 4.0, "2": None}, "w": {"0": 3.0, "1": 8.0, "2": 9.0, "3": 9.0}}
+    assert times_full(climbs, "w", "full") == [1.5, 2.0]
+    assert middle([3.0, None, 2.0]) == 2.0 and middle([None, None, 2.0]) is None and middle([]) is None
+
+
+def test_repeats_are_merged_into_medians_and_told_with_their_spread() -> None:
+    rows: list[dict[str, Any]] = [
+        {"way": "a", "repeat": 1, "n": 5, "of": {"p95": 1.0, "none": None}},
+        {"way": "b", "repeat": 0, "n": 1, "of": None},
+        {"way": "a", "repeat": 0, "n": 1, "of": {"p95": 3.0, "none": None}, "series": [1, 2]},
+        {"way": "a", "repeat": 2, "n": 2, "of": None},
+    ]
+    a, b = merged(rows, "way")
+    assert (a["n"], a["of"], a["series"]) == (2, {"p95": 2.0, "none": None}, [1, 2])
+    assert [one["repeat"] for one in a["repeats"]] == [0, 1, 2] and b["of"] is None
+    assert middles([True, False]) is True
+    assert [spread(values) for values in ([], [1.5], [3.0, 1.0, 2.0])] == ["", "1.50", "2.00 (1.00 to 3.00)"]
+
+
+def test_the_page_tells_of_repeats(tmp_path: Path) -> None:
+    rows = result()["runs"]
+    again = json.loads(json.dumps([one | {"repeat": 1} for one in rows]))
+    for one in again:
+        del one["series"]
+        one["ttft_s"]["p95"] += 2.0
+        if one["quality"]["perplexity"] == 30.02:
+            one["quality"]["nats_error"] = None
+    found = made_of([one | {"repeat": 0} for one in rows] + again)
+    page = regenerated(PAGE.read_text(), BLOCKS[PAGE], results_of(found))
+    assert "| 7.00 (6.00 to 8.00) | 4 of 4 |" in page
+    assert draw_all(found, tmp_path)
+
+
+def test_the_perplexity_of_a_mode_is_that_which_its_profile_predicts() -> None:
+    full: Any = ("full", "full")
+    offline: Any = SimpleNamespace(perplexity_of={full: 30.0}.__getitem__, references=["x"], truths=["y"])
+    way = Way(DEFAULT, mode="default")
+    found = quality(run_of("a", DEFAULT, 1.0), way, offline, [1, 0], predicted_loss=0.02)
+    assert (found["perplexity"], found["nats_error"]) == (30.6, None)
+    assert found["against_full"]["f1"] == 100 and found["against_text"]["f1"] == 0
 
 
 def test_a_premise_that_failed_is_told() -> None:
@@ -171,28 +226,58 @@ def test_a_premise_that_failed_is_told() -> None:
     found = {one["what"]: one["holds"] for one in premises(rows)}
     assert found["full precision saturates: code"] is True
     assert found["performance mode holds the load: code"] is False
+    assert premises(rows, [{"full_requests_per_s": rate} for rate in (2.0, 2.5)])[2]["holds"] is False
 
 
 def test_the_page_holds_what_the_result_in_the_repository_says() -> None:
-    page = PAGE.read_text()
-    assert page == regenerated(page, read_result()), "run python -m bench.paper page"
+    for path, blocks in BLOCKS.items():
+        page = path.read_text()
+        assert page == regenerated(page, blocks, read_results()), "run python -m bench.paper page"
 
 
 def test_every_block_and_figure_comes_from_the_json_alone(tmp_path: Path) -> None:
     found = result()
-    page = regenerated(PAGE.read_text(), found)
-    assert UNMEASURED not in page and page == regenerated(page, found)
+    page = regenerated(PAGE.read_text(), BLOCKS[PAGE], results_of(found))
+    assert COMMANDS["paper"] + "`" not in page
+    assert page == regenerated(page, BLOCKS[PAGE], results_of(found))
     assert "A pilot" in page and "| 6.00 | 4 of 4 |" in page
-    assert UNMEASURED in regenerated(page, None)
+    assert COMMANDS["paper"] + "` writes this" in regenerated(page, BLOCKS[PAGE], results_of(None))
     paths = draw_all(found, tmp_path)
     assert [path.name for path in paths] == [f"paper-figure{i}.png" for i in (4, 5, 6, 7)]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
 def test_a_page_that_lost_a_block_is_refused() -> None:
-    with pytest.raises(ValueError, match="headline"):
-        regenerated(PAGE.read_text().replace("<!-- numbers: headline -->", ""), None)
-    assert len(BLOCKS) == PAGE.read_text().count("<!-- end -->")
+    with pytest.raises(ValueError, match="'headline' once"):
+        regenerated(PAGE.read_text().replace("numbers: headline", ""), BLOCKS[PAGE], results_of(None))
+    assert len(BLOCKS[PAGE]) == PAGE.read_text().count("<!-- end -->")
+
+
+def test_a_block_within_a_line_stays_in_its_line() -> None:
+    blocks = {"a": Block("paper", lambda result: str(result["b"]))}
+    page = "| x | <!-- numbers: a -->old<!-- end --> |\n| y | <!-- end --> |\n"
+    assert regenerated(page, blocks, {"paper": {"b": "new"}}) == page.replace("old", "new")
+
+
+def test_the_readme_tells_of_the_same_result() -> None:
+    found = result()
+    assert replayed(found) == (
+        "0 of 8 requests over 2 s TTFT instead of 8; P95 TTFT 4.0 and 4.0 times lower on 2 loads. "
+        "MorphServe's paper has -92 % where this is -100 %"
+    )
+    assert "no request was over 2 s, with F1 against full precision at 90 to 90 %" in static_weights(found)
+    assert "<!-- numbers: replayed -->" in README.read_text()
+
+
+def test_a_larger_model_is_told_of_without_quality() -> None:
+    found = result() | {"offline": None}
+    for one in found["runs"]:
+        del one["quality"]
+    found["settings"] |= {"size": "100M", "losses_by": "assumed"}
+    found["headlines"] = headlines(found["runs"], found["ladder"], 4.0)
+    page = regenerated(PAGE.read_text(), BLOCKS[PAGE], results_of(None) | {"paper-100M": found})
+    assert "The model has random weights, 100M parameters" in page
+    assert "| full precision | 6.00 s, 6.00 s | 4 of 4, 4 of 4 |" in page
 
 
 def test_numbers_are_told_with_three_digits_and_verdicts_count_loads() -> None:
@@ -213,10 +298,9 @@ def test_a_run_of_which_nothing_was_served_ends_the_evaluation_in_a_line(
     run = run_of("Azure code", FULL, 1.0)
     for one in run.file.outcomes:
         one.error = "503 server_overloaded"
-    monkeypatch.setattr(paper_evaluation, "run_one", lambda *_: run)
-    none: Any = SimpleNamespace(prompts=[[1]])
-    size, clock = paper_evaluation.QUICK, paper_evaluation.Clock(1.0)
-    evaluation = paper_evaluation.Evaluation(none, none, none, size, clock, tmp_path)
-    with pytest.raises(InputError, match=r"Azure code, full precision: no request was served \(4 x 503"):
-        evaluation._run(Way(FULL), "Azure code", "", [0.0], 1.0)
+    monkeypatch.setattr(paper_campaign, "run_one", lambda *_: run)
+    none: Any = None
+    campaign = Campaign(none, [[1]], none, tmp_path, Clock())
+    with pytest.raises(InputError, match=r"Azure code full precision: no request was served \(4 x 503"):
+        campaign.send(Way(FULL), "Azure code full precision", [0.0], 1.0)
     assert (tmp_path / "azure-code-full-precision" / "run.json").exists()

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from bench.common.dummy_model import config_folder
+from bench.common.results import DEMO
+from bench.morph.service import Way
+from bench.paper.campaign import Campaign, Clock
 from bench.paper.choice import (
     SECONDS,
     TraceWindow,
@@ -16,13 +23,18 @@ from bench.paper.choice import (
     thinned_for,
     windows_of,
 )
+from bench.paper.kept import Job, Kept
 from bench.paper.loads import thinned
+from bench.paper.page import BLOCKS, PAGE, regenerated
+from bench.paper.reflex import first_blocks, loss_tables
 from bench.paper.service import DEFAULT, FULL, INT4, PERFORMANCE
 from bench.paper.simulated import judge as judge_simulated
 from bench.paper.simulated import runs_of
 from bench.paper.verdict import judge
-from bench.paper.windows import poisson
+from bench.paper.windows import WindowRuns, poisson
 from bench.paper.windows_plot import draw
+from bus.messages import Event, Histogram, InstanceTelemetry
+from bus.morphs import MorphReport
 from instar.errors import InputError
 
 
@@ -58,38 +70,247 @@ def test_a_window_is_thinned_until_static_int4_holds_it_and_is_fit_if_full_preci
     assert is_fit(left, full=4.0) and not is_fit(left, full=7.0)
 
 
+# ------------------------------------------------------------------------------------- the verdict
+
+LOSSES = {"judged_by": "the profile of models/demo", "of_int4": 0.03}
+
+
 def row(load: str, way: str, violations: int, p95_s: float, **fields: Any) -> dict[str, Any]:
     return {
+        "part": "loads",
         "load": load,
         "way": way,
+        "repeat": 0,
         "mode": "default" if way in (DEFAULT, PERFORMANCE) else "manual",
+        "requests": 200,
         "violations": violations,
         "ttft_s": {"p95": p95_s},
         "loss": 0.001,
         "preemptions": 0,
-        "first_blocks_s": [0.1],
+        "first_blocks": {"seconds": [0.1], "unqueued": 0, "without_blocks": 0},
         "back_after_s": 3.0,
         "is_back": True,
+        "decisions": [{"at_s": 1.0}],
+        "others_cores": 0.0,
     } | fields
 
 
-def verdict(*rows: dict[str, Any]) -> list[bool]:
-    return [is_met for _, _, is_met in judge(rows, loss_of_int4=0.03)]
+def rung(way: str, rate: float, p95_s: float, repeat: int = 0, served: int = 9) -> dict[str, Any]:
+    found = {"part": "ladder", "way": way, "rate": rate, "repeat": repeat, "ttft_s": {"p95": p95_s}}
+    return found | {"served": served, "requests": 9, "others_cores": 0.0}
+
+
+def verdict(*rows: dict[str, Any], ladder: Sequence[dict[str, Any]] = ()) -> list[bool | None]:
+    return [one.is_met for one in judge(rows, ladder, LOSSES)]
+
+
+GOOD = [
+    row("a", FULL, 100, 5.0),
+    row("a", INT4, 0, 0.5),
+    row("a", DEFAULT, 10, 1.0),
+    row("a", PERFORMANCE, 0, 0.6),
+]
 
 
 def test_the_verdict_is_over_all_windows() -> None:
-    good = [
-        row("a", FULL, 100, 5.0),
-        row("a", INT4, 0, 0.5),
-        row("a", DEFAULT, 10, 1.0),
-        row("a", PERFORMANCE, 0, 0.6),
-    ]
-    assert all(verdict(*good))
+    assert verdict(*GOOD) == [True, True, True, True, None, None, True, True, True, True]
     bad = row("a", DEFAULT, 11, 2.0, loss=0.01, preemptions=1), row("a", PERFORMANCE, 1, 0.6)
-    assert verdict(*good[:2], *bad) == [False, False, False, False, True, True, False]
-    late = row("a", DEFAULT, 10, 1.0, first_blocks_s=[0.5], back_after_s=11.0)
-    assert verdict(*good[:2], late, good[3])[4:6] == [False, False]
-    assert not verdict(*good[:2], row("a", DEFAULT, 10, 1.0, is_back=False), good[3])[5]
+    assert verdict(*GOOD[:2], *bad) == [False, False, False, False, None, None, True, True, False, True]
+    late = {"seconds": [0.5], "unqueued": 0, "without_blocks": 0}
+    slow = row("a", DEFAULT, 10, 1.0, first_blocks=late, back_after_s=11.0, others_cores=0.5)
+    assert verdict(*GOOD[:2], slow, GOOD[3])[6:] == [False, False, True, False]
+    assert not verdict(*GOOD[:2], row("a", DEFAULT, 10, 1.0, is_back=False), GOOD[3])[7]
+
+
+def test_what_has_no_runs_is_not_judged() -> None:
+    assert verdict() == [None] * 10
+    assert verdict(GOOD[0]) == [None] * 9 + [True]
+    none = {"seconds": [], "unqueued": 1, "without_blocks": 1}
+    found = judge([*GOOD[:2], row("a", DEFAULT, 10, 1.0, first_blocks=none)], [], LOSSES)
+    assert found[6].is_met is None and "1 with nobody queued yet, and 1 that added no block" in found[6].found
+
+
+def test_repeats_count_by_their_median_but_performance_mode_by_its_worst() -> None:
+    again = [row("a", DEFAULT, count, 1.0, repeat=count) for count in (0, 90)]
+    assert verdict(*GOOD, *again)[:2] == [True, True]
+    assert verdict(*GOOD, row("a", PERFORMANCE, 1, 0.6, repeat=1))[3] is False
+    assert verdict(*GOOD, row("b", FULL, 100, 5.0)) == verdict(*GOOD), "b has no run of default mode"
+
+
+def test_the_rate_within_the_limit_is_compared_in_each_repeat() -> None:
+    ways = {FULL: 2.0, DEFAULT: 3.2, PERFORMANCE: 3.4}
+    ladder = [
+        rung(way, rate, 0.5, repeat, served=9 if rate <= limit else 8)
+        for repeat in (0, 1)
+        for way, limit in ways.items()
+        for rate in (2.0, 3.2, 3.4, 4.0)
+    ]
+    assert verdict(*GOOD, ladder=ladder)[4:6] == [True, False]
+    unfinished = [rung(FULL, 2.0, 0.5, 2), rung(DEFAULT, 2.0, 0.5, 2)]
+    assert verdict(*GOOD, ladder=[*ladder, *unfinished])[4:6] == [True, False]
+
+
+def test_random_weights_are_judged_by_measured_losses_where_layers_are_as_many() -> None:
+    own = loss_tables(DEMO, 8)
+    assert own.judged_by == "its own profile" and own.own is own.judged and own.of_int4 > 0
+    with config_folder("30M") as folder:
+        dummy = loss_tables(folder, 8)
+    assert dummy.judged_by == "the profile of models/demo" and dummy.judged == own.judged
+    assert dummy.own.assumed == ("int8", "int4", "int3")
+    with config_folder("100M") as folder:
+        assert loss_tables(folder, 12).judged_by == "assumed"
+
+
+# ------------------------------------------------------------------------------------- first blocks
+
+
+def decision(at_s: float, waited_s: float, cause: str = "queue_delay") -> Event:
+    numbers = {"waited_s": waited_s}
+    return Event(
+        kind="morph_decided",
+        source="w0",
+        subject="i",
+        reason="",
+        at_ms=round(1000 * at_s),
+        numbers=dict(numbers),
+        morph_id=f"reflex-{at_s}",
+        cause=cause,
+    )
+
+
+def ended(event: Event, blocks: int, ended_s: float = 0.0, **numbers: float) -> MorphReport:
+    return MorphReport(
+        id=event.morph_id,
+        kind="swap" if numbers else "resize",
+        target="i",
+        worker="w0",
+        epoch=1,
+        state="applied",
+        reason="",
+        started_ms=event.at_ms,
+        ended_ms=round(1000 * ended_s),
+        numbers={"blocks_before": 10, "blocks_after": 10 + blocks} | numbers,
+    )
+
+
+def report(at_s: float, oldest_wait_s: float) -> tuple[float, InstanceTelemetry]:
+    empty = Histogram()
+    one = InstanceTelemetry(
+        id="i",
+        running=1,
+        waiting=1,
+        waiting_tokens=1,
+        kv_blocks=10,
+        kv_used=10,
+        layers=[],
+        prompt_tokens=0,
+        generation_tokens=0,
+        preemptions=0,
+        finished={},
+        queue_seconds=empty,
+        step_seconds=empty,
+        time_to_first_token=empty,
+        time_per_output_token=empty,
+        oldest_wait_seconds=oldest_wait_s,
+    )
+    return at_s, one
+
+
+def test_first_blocks_count_from_the_first_in_the_queue_to_the_first_morph_that_added_some() -> None:
+    first, second = decision(10.0, 0.1), decision(10.4, 0.5)
+    morphs = [ended(first, 0, 10.3, blocks_seconds=0.0), ended(second, 5, 11.0, blocks_seconds=0.2)]
+    assert first_blocks([first, second], morphs, [])["seconds"] == [0.7]
+    ahead = [report(8.0, 0.5), report(9.95, 0.25)]
+    assert first_blocks([first, second], morphs, ahead)["seconds"] == [0.9], (
+        "one stood before it in the queue"
+    )
+
+
+def test_a_resize_counts_with_its_time_and_reliefs_without_queue_or_blocks_are_counted_apart() -> None:
+    resize, back = decision(10.0, 0.2), decision(12.0, 0.0, "ease")
+    early, none = decision(13.0, 0.0, "kv_usage"), decision(16.0, 1.0)
+    morphs = [ended(resize, 3, 10.1), ended(early, 3, 13.1, blocks_seconds=0.1), ended(none, 0, 16.1)]
+    found = first_blocks([resize, back, early, decision(15.0, 0.0, "ease"), none], morphs, [])
+    assert found == {"seconds": [0.3], "unqueued": 1, "without_blocks": 1}
+
+
+# ------------------------------------------------------------------------------------- runs that are kept
+
+
+def job(way: str, repeat: int = 0, load: str = "code:1") -> Job:
+    return Job("loads", load, Way(way), repeat, [0.0], 60.0, 60.0)
+
+
+def test_a_second_session_goes_on_where_the_first_one_stopped(tmp_path: Path) -> None:
+    jobs = [job(way, repeat) for repeat in (0, 1) for way in (FULL, DEFAULT)]
+    done: list[Job] = []
+
+    def measured(one: Job) -> dict[str, Any]:
+        done.append(one)
+        return row(one.load, one.way.name, len(done), 1.0)
+
+    def session(minutes: float, **options: Any) -> bool:
+        kept = Kept(tmp_path / "runs.json", {"size": "30M"}, **options)
+        service: Any = None
+        return Campaign(service, [], kept, tmp_path, Clock(minutes)).do(jobs[:limit], {"loads": measured})
+
+    limit = 3
+    assert session(0.0) and [one.key for one in done] == [one.key for one in jobs[:3]]
+    limit = 4
+    assert not session(0.5), "a run takes longer than the session has"
+    assert len(done) == 3
+    assert session(0.0) and done[3:] == jobs[3:]
+    rows = json.loads((tmp_path / "runs.json").read_text())["rows"]
+    assert [one["violations"] for one in rows] == [1, 2, 3, 4]
+    rows[1]["others_cores"] = 1.5
+    (tmp_path / "runs.json").write_text(json.dumps({"plan": {"size": "30M"}, "rows": rows}))
+    assert session(0.0, redo_disturbed=True) and done[4:] == [jobs[1]]
+    with pytest.raises(InputError, match="holds runs with size 30M, asked for is demo"):
+        Kept(tmp_path / "runs.json", {"size": "demo"})
+
+
+def test_windows_that_do_not_fit_are_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    def choose_of(full: float, int4: float, num: int) -> WindowRuns:
+        campaign: Any = SimpleNamespace(rates=(full, int4))
+        losses: Any = None
+        runs = WindowRuns(campaign, [], losses)
+        runs.choose(
+            [TraceWindow("code", 0.0, evenly(600)), TraceWindow("code", 60.0, evenly(60))],
+            num,
+            are_named=False,
+        )
+        return runs
+
+    with pytest.raises(InputError, match=r"none of 2 windows saturates full precision, which serves 20.00"):
+        choose_of(20.0, 40.0, 2)
+    assert [window.name for window, _ in choose_of(5.0, 8.0, 2).chosen] == ["code:0"]
+    assert "only 1 of the 2 windows that were asked for are fit" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------- pages and pictures
+
+
+def test_the_page_has_every_window_and_says_whose_losses_they_are() -> None:
+    rows = [*GOOD, row("a", DEFAULT, 20, 3.0, repeat=1), rung(FULL, 2.0, 9.0)]
+    losses = {"judged_by": "assumed", "of_int4": 0.03}
+    found = {
+        "plan": {"size": "100M"},
+        "wanted": 10,
+        "sessions": [{"commit": "abc", "full_requests_per_s": rate} for rate in (2.0, 2.2)],
+        "windows": {"a": [200, 800]},
+        "kv_blocks_at_full": 55,
+        "requests_per_s": {FULL: 2.0, INT4: 4.0},
+        "losses": losses,
+        "bars": [one.as_json() for one in judge(rows[:-1], rows[-1:], losses)],
+        "rows": rows,
+    }
+    none = dict.fromkeys(("paper", "paper-100M", "windows", "simulated"))
+    page = regenerated(PAGE.read_text(), BLOCKS[PAGE], none | {"windows": found})
+    assert "sessions 2.10 (2.00 to 2.20) at full precision)" in page and "Measured at abc." in page
+    assert "Only 1 of 10 windows have runs" in page and "losses that are assumed" in page
+    assert "| a | 200 of 800 | 5.00 s; 100" in page
+    assert "2.00 (1.00 to 3.00) s; 15 (10 to 20)" in page
+    assert "| full precision | below the first rung |" in page
 
 
 def test_the_picture_has_every_window_and_way(tmp_path: Path) -> None:
@@ -110,10 +331,12 @@ def test_a_simulation_is_held_against_the_mean_of_the_repeats() -> None:
     rows = [compared("a", 0.8, 10.0), compared("a", 1.2, 10.0), compared("b", 1.1, 12.0)]
     assert [is_met for _, _, is_met in judge_simulated(rows, DEFAULT)] == [True, False]
     assert [is_met for _, _, is_met in judge_simulated(rows, FULL)] == [False, False], "there are no runs"
+    calm = compared("c", 1.0, 0.0) | {"swaps": {"simulated": 0.0, "measured": 0.0}}
+    assert [is_met for _, _, is_met in judge_simulated([calm], DEFAULT)] == [True, True]
 
 
 def test_runs_without_calibrations_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="holds no runs that"):
+    with pytest.raises(InputError, match="holds 0 runs to calibrate with, and 0 of windows"):
         runs_of(tmp_path)
 
 
