@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from kernels import calls
-from kernels.cpu.choice import TABLE, Form, describe
+from kernels.cpu.choice import TABLE, Product, describe
 from kernels.packing import TILE, packed_size
 from kernels.plan import AttentionPlan
 from kernels.quantized import GROUP_STEP, QuantizedWeight
@@ -19,9 +19,9 @@ from kernels.quantized import GROUP_STEP, QuantizedWeight
 def configure(threads: int = 0, product_kernel: str = "") -> int:
     """Let products and kernels use `threads` threads; 0: as many as this process has cores.
 
-    Both run on torch's OpenMP team, so one number sizes both. Returns it. product_kernel: the kernel of dense
-    products on a CPU, wherever it can run; empty: the fastest (`choose_products`). Raises ValueError for a
-    number below 0 and for a kernel that there is not.
+    Both run on torch's OpenMP team, so one number sizes both. Returns it. product_kernel: the kernels of
+    products on a CPU, wherever they can run; empty: the fastest (`choose_products`). Raises ValueError for a
+    number below 0 and for a kernel that this processor does not have.
     """
     TABLE.fix(product_kernel)
     if threads < 0:
@@ -31,21 +31,22 @@ def configure(threads: int = 0, product_kernel: str = "") -> int:
     return threads
 
 
-def choose_products(weights: Iterable[tuple[Form, torch.Tensor]], model: str) -> list[str]:
-    """Find the fastest kernels for products with these weights on this machine, and put them into force.
+def choose_products(products: Iterable[Product], model: str) -> list[str]:
+    """Find the fastest kernels for these products on this machine's CPU, and put them into force.
 
-    weights: a model's dense matrices, [N, K] for "linear" and [K, N] for "linear_t". model: what the choices
-    are kept under in the user's cache folder. The first time on a machine it takes 1.5 s at most. Returns the
-    choices as text. On a GPU, or with a kernel fixed, there is nothing to choose.
+    The first products are measured first. model: what the choices are kept under in the user's cache folder.
+    The first time on a machine it takes 2 s at most. Returns the choices as text. Where a kernel is fixed
+    there is nothing to choose.
     """
-    if TABLE.fixed:
-        return [f"all products: {TABLE.fixed}, as the settings say"]
-    of_cpu = [(form, weight) for form, weight in weights if weight.device.type == "cpu"]
-    if not of_cpu:
-        return []
+    wanted = list(dict.fromkeys(products))
+    fixed = {product: name for product in wanted if (name := TABLE.fixed(product))}
+    free = [product for product in wanted if product not in fixed]
+    told = [f"{product}: {name}, as the settings say" for product, name in sorted(fixed.items())]
+    if not free:
+        return told
     from kernels.cpu import timing  # numba compiles on import
 
-    return describe(timing.choose(timing.products_of(of_cpu), model))
+    return [*told, *describe(timing.choose(free, model))]
 
 
 def warm_up(

@@ -27,6 +27,9 @@ from bus.service import run
 PARTS_OF_KERNELS: Final = {
     "_dot": "products",
     "_add_up": "products",
+    "_multiply_t": "products",
+    "_prepare": "products",
+    "_multiply_bytes": "products",
     "_reduce": "products",
     "_multiply_few": "products",
     "_multiply_many": "products",

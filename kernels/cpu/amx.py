@@ -6,7 +6,7 @@ row i are its inputs 4 i to 4 i + 3. (Intel, Architecture Instruction Set Extens
 chapter 3.)
 
 A thread calls `configure` before the first product and `release` behind the last one: Linux saves 8 KB more
-for a thread whose tile registers are in use.
+for a thread whose tile registers are in use. On a processor without AMX these compile to nothing.
 """
 
 # mypy: allow-untyped-decorators
@@ -18,11 +18,11 @@ import platform
 import sys
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
-from numba import config, types
+from numba import types
 from numba.extending import intrinsic
 
+from kernels.cpu.processor import has_all
 from kernels.cpu.simd import I8, I64, call
 
 TILE_ROWS = 16
@@ -33,12 +33,9 @@ _SYS_ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM o
 
 def _can_use() -> bool:
     """Return True if the processor has AMX, numba compiles for it and Linux lets this process use it."""
-    if config.CPU_NAME is not None or config.CPU_FEATURES is not None or config.DISABLE_JIT:
-        return False
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
-    features = llvm.get_host_cpu_features()
-    if not all(features.get(name) for name in ("amx-tile", "amx-int8", "avx512f", "avx512bw")):
+    if not has_all("amx-tile", "amx-int8", "avx512f", "avx512bw"):
         return False
     return bool(ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0)
 
@@ -55,6 +52,8 @@ def configure(typingctx: Any, address: Any) -> Any:
     """Make all eight registers 16 rows of 64 bytes; 64 bytes at `address` are overwritten."""
 
     def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
+        if not CAN_USE:
+            return context.get_dummy_value()
         bytes_of_row = [byte for _ in range(8) for byte in (ROW_BYTES, 0)]
         words = [1, *[0] * 15, *bytes_of_row, *[0] * 16, *[TILE_ROWS] * 8, *[0] * 8]
         block = ir.Constant(ir.VectorType(I8, CONFIG_BYTES), words)
@@ -70,7 +69,8 @@ def release(typingctx: Any) -> Any:
     """Give the registers up."""
 
     def emit(context: Any, builder: Any, _s: Any, _args: Any) -> Any:
-        call(builder, "llvm.x86.tilerelease", ir.VoidType())
+        if CAN_USE:
+            call(builder, "llvm.x86.tilerelease", ir.VoidType())
         return context.get_dummy_value()
 
     return types.void(), emit

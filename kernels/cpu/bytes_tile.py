@@ -11,16 +11,17 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kernels.cpu import amx
 from kernels.cpu.amx import ROW_BYTES, TILE_ROWS, emit_product
 from kernels.cpu.codes import lanes_below, masked, plus, times
 from kernels.cpu.few_tile import emit_prefetch
+from kernels.cpu.processor import has_all
 from kernels.cpu.quantized_call import Weight
 from kernels.cpu.simd import (
     F16,
     F32,
     I1,
     I8,
-    I16,
     I32,
     I64,
     LANES,
@@ -37,7 +38,11 @@ from kernels.packing import CODE_BITS, TILE, planes
 
 ROWS = TILE_ROWS  # outputs worked on together
 TILE_BYTES = ROWS * ROW_BYTES
-TO_NEAREST = 4  # the rounding mode of the processor's state
+FOUR = 4  # rows, and digits, that a vector without AMX works on together
+FOUR_BYTES = FOUR * TILE  # of a tile's digits
+IS_WIDE = has_all("avx512f", "avx512bw", "avx512vnni")
+MOST = 127.0 * (1 + 2**8 + 2**16)  # that three digits hold
+CAN_DOT = IS_WIDE or has_all("avx2", "avxvnni")  # products of bytes in vectors, without AMX
 
 
 def _vector(element: Any, values: list[int]) -> Any:
@@ -63,37 +68,37 @@ def largest(typingctx: Any, most: Any, x: Any) -> Any:
 
 
 @intrinsic
-def write_digits(typingctx: Any, place: Any, x: Any, factor: Any, address: Any) -> Any:
+def write_digits(typingctx: Any, place: Any, x: Any, factor: Any, address: Any, step: Any) -> Any:
     """Round a tile of x times factor to whole numbers; write the digits of one place in base 256.
 
     place is a literal, 0 the lowest. x is the byte address of 64 float32, factor a vector. A digit is in
-    [-128, 127]. Four digits fill a word; words are 64 bytes apart. Returns the digits' sums, lane by lane.
+    [-128, 127]. Sixteen digits lie together; `step` bytes on lie the next ones. Returns the digits' sums,
+    lane by lane.
     """
     if not isinstance(place, types.IntegerLiteral):
         return None
     shift = 8 * place.literal_value
 
     def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
-        _, x, factor, address = args
-        mask, mode = ir.Constant(I16, -1), ir.Constant(I32, TO_NEAREST)
+        _, x, factor, address, step = args
         sums = constant(I32, 0)
         for vector in range(TILE // LANES):
             values = load(builder, types.float32, plus(builder, x, vector * LANES * 4))
-            # Unlike `fptosi` this is defined for numbers too large.
-            name, scaled = "llvm.x86.avx512.mask.cvtps2dq.512", builder.fmul(values, factor)
-            whole = call(builder, name, wide(I32), scaled, constant(I32, 0), mask, mode)
+            whole = call(builder, "llvm.rint.v16f32", wide(F32), builder.fmul(values, factor))
+            # What is out of range and what is none have no int32; their token's scale is a NaN.
+            for sign, bound in (("<", MOST), (">", -MOST)):
+                is_inside = builder.fcmp_ordered(sign, whole, constant(F32, bound))
+                whole = builder.select(is_inside, whole, constant(F32, bound))
+            whole = builder.fptosi(whole, wide(I32))
             half = 0x8080 & (1 << shift) - 1  # borrow of lower digits below 0
             moved = builder.ashr(builder.add(whole, constant(I32, half)), constant(I32, shift))
             digits = builder.trunc(moved, wide(I8))
             sums = builder.add(sums, builder.sext(digits, wide(I32)))
-            words = builder.bitcast(digits, ir.VectorType(I32, 4))
-            for i in range(4):
-                word = builder.extract_element(words, ir.Constant(I32, i))
-                to = plus(builder, address, (vector * 4 + i) * TILE)
-                builder.store(word, builder.inttoptr(to, I32.as_pointer()), align=4)
+            to = builder.add(address, times(builder, step, vector))
+            builder.store(digits, builder.inttoptr(to, digits.type.as_pointer()), align=1)
         return builder.sitofp(sums, wide(F32))
 
-    return vec(place, types.int64, vec, types.int64), emit
+    return vec(place, types.int64, vec, types.int64, types.int64), emit
 
 
 # --------------------------------------------------------------------------- from codes to bytes
@@ -116,10 +121,7 @@ def spread(typingctx: Any, w: Any, codes: Any, ahead: Any, lines: Any, target: A
                 builder.if_then(builder.icmp_signed("==", found, ir.Constant(I64, bits))),
                 cgutils.for_range(builder, tiles) as loop,
             ):
-                line = builder.mul(loop.index, lines)
-                with cgutils.for_range(builder, lines) as of_line:
-                    at = builder.add(line, of_line.index)
-                    emit_prefetch(builder, builder.add(ahead, times(builder, at, 64)))
+                _prefetch_lines(builder, ahead, lines, loop.index)
                 tile = builder.add(codes, times(builder, loop.index, 8 * bits))
                 place = builder.add(target, times(builder, loop.index, TILE_BYTES))
                 for r in range(ROWS):
@@ -160,19 +162,16 @@ def _plane(builder: Any, address: Any, width: int, lowest: int) -> Any:
 
 
 @intrinsic
-def widen_levels(typingctx: Any, scales: Any, zeros: Any, count: Any, target: Any, width: Any) -> Any:
-    """Write `count` scales and, `width` bytes on, zeros as float32, in whole vectors."""
+def widen_levels(typingctx: Any, scales: Any, zeros: Any, count: Any, target: Any, step: Any) -> Any:
+    """Write up to 16 scales and, behind `step` bytes, zeros as float32, each a whole vector."""
 
     def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
-        scales, zeros, count, target, width = args
-        step = ir.Constant(I64, LANES)
-        with cgutils.for_range_slice(builder, ir.Constant(I64, 0), count, step) as (at, _):
-            inside = lanes_below(builder, builder.sub(count, at))
-            scale = masked(builder, F16, builder.add(scales, times(builder, at, 2)), inside)
-            zero = builder.uitofp(masked(builder, I8, builder.add(zeros, at), inside), wide(F32))
-            place = builder.add(target, times(builder, at, 4))
-            store(builder, types.float32, place, builder.fpext(scale, wide(F32)))
-            store(builder, types.float32, builder.add(place, width), zero)
+        scales, zeros, count, target, step = args
+        inside = lanes_below(builder, count)
+        scale = builder.fpext(masked(builder, F16, scales, inside), wide(F32))
+        zero = builder.uitofp(masked(builder, I8, zeros, inside), wide(F32))
+        store(builder, types.float32, target, scale)
+        store(builder, types.float32, builder.add(target, step), zero)
         return context.get_dummy_value()
 
     return types.void(*(types.int64,) * 5), emit
@@ -194,7 +193,6 @@ def add_tiles(
     sums: Any,
     sums_tile: Any,
     levels: Any,
-    levels_row: Any,
     ahead: Any,
     lines: Any,
     scratch: Any,
@@ -204,17 +202,18 @@ def add_tiles(
     """Compute totals[r] += sum over tiles of scale[r] * (codes[r] . digits - zero[r] * sums) for ROWS rows.
 
     Byte addresses and strides: codes uint8 [tiles, ROWS, 64]; digits int8 [tiles, 16, 16, 4]; sums float32
-    [tiles, 16]; scales and, half a row on, zeros as `widen_levels` writes them; totals float32 [ROWS, 16],
-    which stay in registers. For each tile `lines` lines are prefetched, from `ahead` on. The products of a
+    [tiles, 16]; levels float32 [groups, 2, ROWS], scales and zeros; totals float32 [ROWS, 16], which stay in
+    registers. For each tile `lines` lines are prefetched, from `ahead` on. The products of a
     tile are made while those of the tile before, in the other half of scratch, are added up: it takes a
     hundred cycles until they can be read.
     """
 
     def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
+        if not amx.CAN_USE:
+            return context.get_dummy_value()
         tiles, tiles_of_group, codes, codes_tile, codes_row, digits, digits_tile = args[:7]
-        sums, sums_tile, levels, levels_row, ahead, lines, scratch, totals, totals_row = args[7:]
+        sums, sums_tile, levels, ahead, lines, scratch, totals, totals_row = args[7:]
         last = builder.sub(tiles, ir.Constant(I64, 1))
-        half = builder.lshr(levels_row, ir.Constant(I64, 1))
         rows = [builder.add(totals, times(builder, totals_row, r)) for r in range(ROWS)]
         registers = [cgutils.alloca_once(builder, wide(F32)) for _ in range(ROWS)]
         for register, place in zip(registers, rows, strict=True):
@@ -231,23 +230,17 @@ def add_tiles(
 
         multiply(ir.Constant(I64, 0))
         with cgutils.for_range(builder, tiles) as loop:
-            line = builder.mul(loop.index, lines)
-            with cgutils.for_range(builder, lines) as of_line:
-                at = builder.add(line, of_line.index)
-                emit_prefetch(builder, builder.add(ahead, times(builder, at, 64)))
+            _prefetch_lines(builder, ahead, lines, loop.index)
             following = builder.add(loop.index, ir.Constant(I64, 1))
             is_inside = builder.icmp_signed("<", following, tiles)
             multiply(builder.select(is_inside, following, last))
-            # In 32 bits: a division of 64 takes three times as long.
-            group = builder.udiv(builder.trunc(loop.index, I32), builder.trunc(tiles_of_group, I32))
-            level = builder.add(levels, times(builder, builder.zext(group, I64), 4))
+            level = _level(builder, levels, loop.index, tiles_of_group)
             products = half_of_scratch(loop.index)
             of_digits = load(builder, types.float32, builder.add(sums, builder.mul(loop.index, sums_tile)))
             of_digits = builder.fsub(constant(F32, 0.0), of_digits)
             for r, register in enumerate(registers):
-                place = builder.add(level, times(builder, levels_row, r))
-                scale = load_splat(builder, types.float32, place)
-                zero = load_splat(builder, types.float32, builder.add(place, half))
+                scale = load_splat(builder, types.float32, plus(builder, level, 4 * r))
+                zero = load_splat(builder, types.float32, plus(builder, level, 4 * (ROWS + r)))
                 product = _load_as(builder, wide(I32), plus(builder, products, r * LANES * 4))
                 term = fused_multiply_add(builder, zero, of_digits, builder.sitofp(product, wide(F32)))
                 builder.store(fused_multiply_add(builder, scale, term, builder.load(register)), register)
@@ -255,7 +248,160 @@ def add_tiles(
             store(builder, types.float32, place, builder.load(register))
         return context.get_dummy_value()
 
-    return types.void(*(types.int64,) * 16), emit
+    return types.void(*(types.int64,) * 15), emit
+
+
+def _level(builder: Any, levels: Any, tile: Any, tiles_of_group: Any) -> Any:
+    """Return the address of the levels [2, ROWS] of a tile's group."""
+    # In 32 bits: a division of 64 takes three times as long.
+    group = builder.udiv(builder.trunc(tile, I32), builder.trunc(tiles_of_group, I32))
+    return builder.add(levels, times(builder, builder.zext(group, I64), 2 * ROWS * 4))
+
+
+def _prefetch_lines(builder: Any, ahead: Any, lines: Any, tile: Any) -> None:
+    """Prefetch the `lines` lines of a tile, from `ahead` on."""
+    line = builder.mul(tile, lines)
+    with cgutils.for_range(builder, lines) as of_line:
+        at = builder.add(line, of_line.index)
+        emit_prefetch(builder, builder.add(ahead, times(builder, at, 64)))
+
+
+@intrinsic
+def dot_tiles(
+    typingctx: Any,
+    num_columns: Any,
+    tiles: Any,
+    tiles_of_group: Any,
+    codes: Any,
+    codes_tile: Any,
+    codes_row: Any,
+    digits: Any,
+    digits_tile: Any,
+    sums: Any,
+    sums_tile: Any,
+    levels: Any,
+    ahead: Any,
+    lines: Any,
+    totals: Any,
+) -> Any:
+    """Compute what `add_tiles` does, in vectors: FOUR rows by FOUR * num_columns digits.
+
+    num_columns is a literal. A vector multiplies four quads of one row by those of four digits, which lie as
+    int8 [tiles, num_columns, 4, FOUR, 16]: for each 16 inputs, those of each digit. sums float32
+    [tiles, num_columns, FOUR, 4], each digit's four times; totals float32 [num_columns, FOUR, 4], the four
+    rows of each digit; levels [groups, 2, ROWS] from the first row on.
+    """
+    if not isinstance(num_columns, types.IntegerLiteral):
+        return None  # numba asks a second time with the literals forgotten
+    columns = num_columns.literal_value
+    places = [(r, c) for r in range(FOUR) for c in range(columns)]
+
+    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
+        if not CAN_DOT:
+            return context.get_dummy_value()
+        tiles, tiles_of_group, codes, codes_tile, codes_row, digits, digits_tile = args[1:8]
+        sums, sums_tile, levels, ahead, lines, totals = args[8:]
+        totals_at = [plus(builder, totals, c * LANES * 4) for c in range(columns)]
+        registers = [cgutils.alloca_once(builder, wide(F32)) for _ in range(columns)]
+        products = {place: cgutils.alloca_once(builder, wide(I32)) for place in places}
+        for register, at in zip(registers, totals_at, strict=True):
+            builder.store(load(builder, types.float32, at), register)
+
+        def multiply(inputs: Any, rows_at: list[Any]) -> None:
+            """Add the products of 16 inputs."""
+            some = [_load_as(builder, wide(I32), plus(builder, inputs, 256 * c)) for c in range(columns)]
+            for r, row in enumerate(rows_at):
+                sixteen = _repeated(builder, row, 4)
+                for c in range(columns):
+                    total = builder.load(products[r, c])
+                    builder.store(_dot_bytes(builder, total, sixteen, some[c]), products[r, c])
+
+        with cgutils.for_range(builder, tiles) as loop:
+            _prefetch_lines(builder, ahead, lines, loop.index)
+            tile = builder.add(codes, builder.mul(loop.index, codes_tile))
+            inputs = builder.add(digits, builder.mul(loop.index, digits_tile))
+            rows_at = [builder.add(tile, times(builder, codes_row, r)) for r in range(FOUR)]
+            for product in products.values():
+                builder.store(constant(I32, 0), product)
+            if columns <= 2:
+                for i in range(4):
+                    multiply(plus(builder, inputs, 64 * i), [plus(builder, row, 16 * i) for row in rows_at])
+            else:  # of a whole tile, LLVM makes an order for which the registers do not suffice
+                with cgutils.for_range(builder, ir.Constant(I64, 4)) as some:
+                    at = times(builder, some.index, 16)
+                    inputs = builder.add(inputs, times(builder, some.index, 64))
+                    multiply(inputs, [builder.add(row, at) for row in rows_at])
+            level = _level(builder, levels, loop.index, tiles_of_group)
+            scale = builder.bitcast(_repeated(builder, level, 4), wide(F32))
+            zero = builder.bitcast(_repeated(builder, plus(builder, level, 4 * ROWS), 4), wide(F32))
+            sums_at = builder.add(sums, builder.mul(loop.index, sums_tile))
+            for c, register in enumerate(registers):
+                of_digits = load(builder, types.float32, plus(builder, sums_at, c * LANES * 4))
+                of_digits = builder.fsub(constant(F32, 0.0), of_digits)
+                of_rows = _sums_of_fours(builder, [builder.load(products[r, c]) for r in range(FOUR)])
+                term = builder.sitofp(of_rows, wide(F32))
+                term = fused_multiply_add(builder, zero, of_digits, term)
+                builder.store(fused_multiply_add(builder, scale, term, builder.load(register)), register)
+        for register, at in zip(registers, totals_at, strict=True):
+            store(builder, types.float32, at, builder.load(register))
+        return context.get_dummy_value()
+
+    return types.void(num_columns, *(types.int64,) * 13), emit
+
+
+def _sums_of_fours(builder: Any, rows: list[Any]) -> Any:
+    """Return in lane 4 i + r the sum of lanes 4 i to 4 i + 3 of row r, of four rows."""
+    halves = [_added(builder, rows[r], rows[r + 1], 1) for r in (0, 2)]
+    return _added(builder, halves[0], halves[1], 2)
+
+
+def _added(builder: Any, one: Any, other: Any, size: int) -> Any:
+    """Add what lies two lanes apart in each four; the sums of `one` and `other` by turns, `size` lanes."""
+    even, odd = [], []
+    for four in range(0, LANES, 4):
+        if size == 1:
+            even += [four, LANES + four, four + 1, LANES + four + 1]
+            odd += [four + 2, LANES + four + 2, four + 3, LANES + four + 3]
+        else:
+            even += [four, four + 1, LANES + four, LANES + four + 1]
+            odd += [four + 2, four + 3, LANES + four + 2, LANES + four + 3]
+    return builder.add(*(builder.shuffle_vector(one, other, _vector(I32, order)) for order in (even, odd)))
+
+
+def _repeated(builder: Any, address: Any, words: int) -> Any:
+    """Load 1 or 4 words of 32 bits, repeated over the vector."""
+    some = _load_as(builder, ir.VectorType(I32, words), address)
+    return builder.shuffle_vector(some, some, _vector(I32, [i % words for i in range(LANES)]))
+
+
+def _dot_bytes(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
+    """Add to each of sixteen int32 the four products of its bytes."""
+    operands = total, unsigned, signed
+    if IS_WIDE:
+        return call(builder, "llvm.x86.avx512.vpdpbusd.512", wide(I32), *operands)
+    kind, halves = ir.VectorType(I32, 8), []
+    for first in (0, 8):
+        lanes = _vector(I32, list(range(first, first + 8)))
+        parts = (builder.shuffle_vector(one, one, lanes) for one in operands)
+        halves.append(call(builder, "llvm.x86.avx512.vpdpbusd.256", kind, *parts))
+    return builder.shuffle_vector(*halves, _vector(I32, list(range(LANES))))
+
+
+@intrinsic
+def turn_fours(typingctx: Any, address: Any, stride: Any) -> Any:
+    """Transpose float32 [4, 4, 4] in place, in its first two dimensions; the first has a stride in bytes."""
+
+    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
+        places = [builder.add(args[0], times(builder, args[1], i)) for i in range(4)]
+        old = [load(builder, types.float32, place) for place in places]
+        for i, place in enumerate(places):
+            both = [*range(4 * i, 4 * i + 4), *range(LANES + 4 * i, LANES + 4 * i + 4)]
+            halves = (builder.shuffle_vector(*old[j : j + 2], _vector(I32, both)) for j in (0, 2))
+            whole = builder.shuffle_vector(*halves, _vector(I32, list(range(LANES))))
+            store(builder, types.float32, place, whole)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
 
 
 @intrinsic

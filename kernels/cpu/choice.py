@@ -6,8 +6,14 @@ kernel   what it is                                            runs
 few      reads the weights once, four rows at a time           up to MOST_FEW tokens
 row      the same, row by row                                  2 to MOST_ROW tokens, weights [N, K]
 lanes    `kernels.cpu.products`: tiles of sums in registers    float32, from LEAST_LANES tokens on
-torch    MKL or oneDNN                                         always
+torch    MKL or oneDNN                                         dense weights
+vnni     whole numbers, four bytes to a lane                   quantised, up to MOST_FEW tokens
+amx      whole numbers, by tile registers                      quantised, up to MOST_FEW tokens
+decode   float32 out of codes                                  quantised weights
 =======  ====================================================  =====================
+
+A product with quantised weights has one kernel for all numbers of tokens up to MOST_FEW: kernels round
+differently, and what a token gets must not depend on how many run beside it.
 
 Without measurements a built-in rule holds. `kernels.cpu.timing` measures, and `adopt` puts the result into
 force for the sizes that it has. A choice made by hand (`fix`) goes before both.
@@ -16,19 +22,21 @@ force for the sizes that it has. A choice made by hand (`fix`) goes before both.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import groupby
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, get_args
 
-Form = Literal["linear", "linear_t"]
-KernelName = Literal["few", "row", "lanes", "torch"]
+Form = Literal["linear", "linear_t", "quantized"]
+KernelName = Literal["few", "row", "lanes", "torch", "vnni", "amx", "decode"]
 Seconds = Mapping[KernelName, Sequence[float]]  # seconds of the rounds in which all took turns
 
-KERNELS: Final[tuple[KernelName, ...]] = ("few", "row", "lanes", "torch")
+DENSE: Final[tuple[KernelName, ...]] = ("few", "row", "lanes", "torch")
 MOST_FEW: Final = 16
 MOST_ROW: Final = 4
 LEAST_LANES: Final = 9  # fewer would waste more than half of the lanes
 # Tokens that are measured. Others go by the next of them, those above the last by the last.
 COUNTS: Final = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256)
+OF_QUANTIZED: Final = (1, 4, 16)
 # A kernel replaces the built-in rule's if its best time is below this part of the other's, and if it was
 # faster in this part of the rounds: on a busy machine a single time says little.
 MARGIN: Final = 0.8
@@ -37,12 +45,25 @@ MAJORITY: Final = 0.75
 
 
 class Product(NamedTuple):
-    """A product with weights [N, K] ("linear") or [K, N] ("linear_t")."""
+    """A product with weights [N, K] ("linear"), [K, N] ("linear_t") or codes of [N, K] ("quantized").
+
+    The dtype of codes has their bits and the inputs of a group: int4/64.
+    """
 
     form: Form
     dtype: str
     outputs: int
     inputs: int
+
+    @classmethod
+    def quantized(cls, bits: int, group: int, outputs: int, inputs: int) -> Product:
+        return cls("quantized", f"int{bits}/{group}", outputs, inputs)
+
+    @property
+    def coding(self) -> tuple[int, int]:
+        """The bits of codes and the inputs of a group."""
+        bits, group = self.dtype.removeprefix("int").split("/")
+        return int(bits), int(group)
 
     def __str__(self) -> str:
         return " ".join((self.form, self.dtype, f"{self.outputs}x{self.inputs}"))
@@ -52,13 +73,24 @@ def parse_product(text: str) -> Product:
     """Return the product that `str` wrote. Raises ValueError."""
     form, dtype, sizes = text.split(" ")
     outputs, inputs = map(int, sizes.split("x"))
-    if form not in ("linear", "linear_t"):
+    if form not in get_args(Form):
         raise ValueError(f"{form!r} is no form of a product")
     return Product(form, dtype, outputs, inputs)  # type: ignore[arg-type]  # mypy does not narrow by `in`
 
 
+@cache
+def of_quantized() -> tuple[KernelName, ...]:
+    """Return the kernels of quantised products that this processor has."""
+    from kernels.cpu import amx, bytes_tile  # numba takes a while to import
+
+    found: list[KernelName] = ["vnni"] if bytes_tile.CAN_DOT else []
+    return (*found, "amx", "decode") if amx.CAN_USE else (*found, "decode")
+
+
 def candidates(product: Product, tokens: int) -> list[KernelName]:
     """Return the kernels that can multiply so many tokens."""
+    if product.form == "quantized":
+        return list(of_quantized()) if tokens <= MOST_FEW else ["decode"]
     found: list[KernelName] = []
     if tokens <= MOST_FEW:
         found.append("few")
@@ -67,6 +99,11 @@ def candidates(product: Product, tokens: int) -> list[KernelName]:
     if product.dtype == "float32" and tokens >= LEAST_LANES:
         found.append("lanes")
     return [*found, "torch"]
+
+
+def counts(product: Product) -> tuple[int, ...]:
+    """Return the numbers of tokens that are measured."""
+    return OF_QUANTIZED if product.form == "quantized" else COUNTS
 
 
 def built_in(product: Product, tokens: int) -> KernelName:
@@ -84,8 +121,9 @@ def decide(times: Mapping[Product, Mapping[int, Seconds]]) -> dict[Product, dict
     torch's, which saves more than torch does at one of them: torch's must save time in the step as a whole.
     """
     chosen: dict[Product, dict[int, KernelName]] = {product: {} for product in times}
-    for tokens in sorted({tokens for measured in times.values() for tokens in measured}):
-        rows = {product: measured[tokens] for product, measured in times.items() if tokens in measured}
+    dense = {product: measured for product, measured in times.items() if product.form != "quantized"}
+    for tokens in sorted({tokens for measured in dense.values() for tokens in measured}):
+        rows = {product: measured[tokens] for product, measured in dense.items() if tokens in measured}
         found = {product: _decide_one(product, tokens, seconds) for product, seconds in rows.items()}
         if tokens <= MOST_FEW and "torch" in found.values():
             without = {product: _without_torch(seconds) or seconds for product, seconds in rows.items()}
@@ -94,7 +132,19 @@ def decide(times: Mapping[Product, Mapping[int, Seconds]]) -> dict[Product, dict
                 found = own
         for product, name in found.items():
             chosen[product][tokens] = name
+    for product, measured in times.items():
+        if product.form == "quantized" and all(tokens in measured for tokens in OF_QUANTIZED):
+            chosen[product] = dict.fromkeys(OF_QUANTIZED, _decide_for_all(measured))
     return chosen
+
+
+def _decide_for_all(measured: Mapping[int, Seconds]) -> KernelName:
+    """Return the kernel that loses least to the best one of each number of tokens."""
+    names = set.intersection(*(set(seconds) for seconds in measured.values()))
+    best = {tokens: min(map(min, seconds.values())) for tokens, seconds in measured.items()}
+    return min(
+        sorted(names), key=lambda name: sum(min(measured[tokens][name]) / best[tokens] for tokens in best)
+    )
 
 
 def _decide_one(product: Product, tokens: int, seconds: Seconds) -> KernelName:
@@ -123,24 +173,29 @@ class Table:
     """The choices in force."""
 
     def __init__(self) -> None:
-        self._fixed: KernelName | None = None
+        self._fixed: tuple[KernelName, ...] = ()
         self._adopted: dict[Product, dict[int, KernelName]] = {}
         self._names: dict[tuple[Form, str, int, int], list[KernelName]] = {}
 
-    def fix(self, name: str) -> None:
-        """Run this kernel wherever it can run, or the choices if `name` is empty.
+    def fix(self, names: str) -> None:
+        """Run these kernels wherever they can run, or the choices if `names` is empty.
 
-        Raises ValueError for a kernel that there is not.
+        Several names, such as one for dense and one for quantised weights, have commas between them. Raises
+        ValueError for a kernel that there is not.
         """
-        if name and name not in KERNELS:
-            raise ValueError(f"no kernel {name!r} for products here; there are {', '.join(KERNELS)}")
-        self._fixed = next((known for known in KERNELS if known == name), None)
+        wanted = [name.strip() for name in names.split(",") if name.strip()]
+        there_are = (*DENSE, *of_quantized()) if wanted else ()
+        if unknown := [name for name in wanted if name not in there_are]:
+            raise ValueError(
+                f"no kernel {unknown[0]!r} for products on this processor; it has {', '.join(there_are)}"
+            )
+        self._fixed = tuple(known for known in there_are if known in wanted)
         self._names.clear()
 
-    @property
-    def fixed(self) -> KernelName | None:
-        """The kernel that was chosen by hand."""
-        return self._fixed
+    def fixed(self, product: Product) -> KernelName | None:
+        """Return the kernel that was chosen by hand for this product with few tokens."""
+        able = {name for tokens in counts(product) for name in candidates(product, tokens)}
+        return next((name for name in self._fixed if name in able), None)
 
     def adopt(self, choices: Choices) -> None:
         """Put choices into force, beside those for other products."""
@@ -149,7 +204,7 @@ class Table:
 
     def forget(self) -> None:
         """Go back to the built-in rule."""
-        self._fixed = None
+        self._fixed = ()
         self._adopted.clear()
         self._names.clear()
 
@@ -162,11 +217,12 @@ class Table:
 
     def _find(self, product: Product, tokens: int) -> KernelName:
         able = candidates(product, tokens)
-        if self._fixed in able:
-            return self._fixed
+        for name in self._fixed:
+            if name in able:
+                return name
         measured = self._adopted.get(product, {})
-        count = next(count for count in COUNTS if count >= tokens)
-        name = measured.get(count, built_in(product, tokens))
+        count = min((count for count in measured if count >= tokens), default=0)
+        name = measured.get(count, able[0])
         return name if name in able else able[0]
 
 
@@ -174,11 +230,11 @@ TABLE: Final = Table()
 
 
 def describe(choices: Choices) -> list[str]:
-    """Return a line for each product: `linear float32 1536x512: few to 16, lanes to 96` tokens."""
+    """Return a line for each product: `linear float32 1536x512: few to 16, lanes to 256` tokens."""
     return [f"{product}: {_ranges(product, names)}" for product, names in sorted(choices.items())]
 
 
 def _ranges(product: Product, measured: Mapping[int, KernelName]) -> str:
-    names = [(count, measured.get(count, built_in(product, count))) for count in COUNTS]
+    names = [(count, measured.get(count, built_in(product, count))) for count in counts(product)]
     runs = (list(run) for _, run in groupby(names, key=lambda one: one[1]))
     return ", ".join(f"{run[-1][1]} to {run[-1][0]}" for run in runs)

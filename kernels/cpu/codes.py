@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
-from numba import config, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kernels.cpu.processor import has_all
 from kernels.cpu.simd import (
     F16,
     F32,
@@ -38,13 +38,7 @@ from kernels.cpu.simd import (
 )
 from kernels.packing import planes
 
-
-def _can_permute() -> bool:
-    is_for_this_processor = config.CPU_NAME is None and config.CPU_FEATURES is None
-    return is_for_this_processor and bool(llvm.get_host_cpu_features().get("avx512f"))
-
-
-CAN_PERMUTE = _can_permute()
+CAN_PERMUTE = has_all("avx512f")
 
 
 def plus(builder: Any, address: Any, count: int) -> Any:

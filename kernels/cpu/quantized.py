@@ -7,7 +7,8 @@ are decoded in registers and multiplied by every token. With more tokens most ti
 piece of ITEM_OUTPUTS outputs by PIECE_TILES tiles is decoded into a core's cache and multiplied there by
 BLOCK_TOKENS tokens, as in `kernels.cpu.products`. Neither keeps an unpacked weight.
 
-On a processor with AMX, up to 16 tokens are multiplied in whole numbers (`kernels.cpu.quantized_bytes`).
+On a processor that multiplies bytes, up to 16 tokens may be multiplied in whole numbers
+(`kernels.cpu.quantized_bytes`), where the table of choices says so.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 # Functions of the compiler carry no annotations: numba infers their types, one compilation per dtype.
@@ -17,7 +18,9 @@ from __future__ import annotations
 import torch
 
 from kernels import calls
+from kernels.cpu import products
 from kernels.cpu.attention_call import aligned
+from kernels.cpu.choice import TABLE, Form, KernelName, Product
 from kernels.cpu.codes import make_levels
 from kernels.cpu.compiled import compiled
 from kernels.cpu.products import ITEM_OUTPUTS, clear, multiply_rows, turn_back, turn_in
@@ -173,9 +176,25 @@ def quantized_linear(
     weight.check_operands(x, bias)
     if weight.unit_outputs < ROWS or not x.shape[0]:
         return calls.quantized_linear.reference(x, weight, bias)
-    # Preparing the inputs takes longer than it saves where they are more than the outputs (results/few.json).
-    if weight.num_outputs > weight.num_inputs and can_multiply(x, weight):
-        return few_bytes(x, weight, bias)
+    name = TABLE.pick(*product_of(weight), x.shape[0]) if can_multiply(x, weight) else "decode"
+    return _multiply(name, x, weight, bias)
+
+
+def product_of(weight: QuantizedWeight) -> Product:
+    """Return the product that the weight is for."""
+    found: Product | None = weight.derived.get("product")
+    if found is None:
+        found = weight.derived["product"] = Product.quantized(
+            weight.bits, weight.group, weight.num_outputs, weight.num_inputs
+        )
+    return found
+
+
+def _multiply(
+    name: KernelName, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    if name != "decode":
+        return few_bytes(x, weight, bias, by_tiles=name == "amx")
     x32 = x.float() if weight.input_scale is None else x.float() * weight.input_scale
     x32 = x32 if x32.stride(1) == 1 else x32.contiguous()
     tokens, w = x.shape[0], words_of(weight)
@@ -189,3 +208,22 @@ def quantized_linear(
         MANY_TOKENS(torch.float32, blocks * w.out_units * -(-w.rows // ITEM_OUTPUTS), *words)
     out = out if bias is None else out.add_(bias)
     return out.to(x.dtype)
+
+
+# --------------------------------------------------------------------------- kernels by name
+
+
+def can_run(name: KernelName, form: Form, x: torch.Tensor, weight: torch.Tensor | QuantizedWeight) -> bool:
+    """Return True if the kernel takes x and the weight as they lie; the number of tokens is the table's."""
+    if isinstance(weight, torch.Tensor):
+        return products.can_run(name, form, x, weight)
+    return name == "decode" or can_multiply(x, weight)
+
+
+def multiply(
+    name: KernelName, form: Form, x: torch.Tensor, weight: torch.Tensor | QuantizedWeight
+) -> torch.Tensor:
+    """Multiply x by one weight with this kernel, which can run it."""
+    if isinstance(weight, torch.Tensor):
+        return products.multiply(name, form, x, weight)
+    return _multiply(name, x, weight)

@@ -1,8 +1,10 @@
 """Times the kernels of products on this machine and keeps the choices in a file, one per machine and model.
 
-What `kernels.cpu.choice` decides with is measured here: each kernel multiplies by the model's own weights, so
-that they come from memory as in a step. Workers of one machine that load the same model measure
-once: the others wait and read the file.
+What `kernels.cpu.choice` decides with is measured here: each kernel multiplies by weights of the model's
+shapes that come from memory, as in a step. They are not the model's own, so that the shapes of other
+tensor-parallel degrees and of precisions that no layer has yet are measured too. Workers of one machine that
+load the same model measure once: the others wait and read the file. What there was no time for is measured
+at the next start.
 """
 
 from __future__ import annotations
@@ -20,45 +22,43 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import llvmlite.binding as llvm
 import torch
 
 from kernels.cpu.choice import (
-    COUNTS,
     MOST_FEW,
     TABLE,
     Choices,
-    Form,
     KernelName,
     Product,
     candidates,
+    counts,
     decide,
     parse_product,
 )
 from kernels.cpu.compiled import SOURCES_DIGEST
-from kernels.cpu.products import can_run, multiply
 from kernels.cpu.program import KernelProgram
+from kernels.cpu.quantized import can_run, multiply
+from kernels.cpu.simd import LANES
+from kernels.packing import packed_size
+from kernels.quantized import QuantizedWeight
 
 log = logging.getLogger(__name__)
 
-Weights = Mapping[Product, Sequence[torch.Tensor]]
+Pair = tuple[Product, int]  # with a number of tokens
+Turns = dict[KernelName, Callable[[], object]]
+Weight: TypeAlias = torch.Tensor | QuantizedWeight
 
-VERSION = 1
-MOST_SECONDS = 1.5  # limit for one model
-ROUNDS = 8  # rounds of the candidates for one product and number of tokens
-TURN_BYTES = 16 << 20  # weights in one turn of one kernel
-
-
-def products_of(weights: Iterable[tuple[Form, torch.Tensor]]) -> dict[Product, list[torch.Tensor]]:
-    """Group weights by the product that they are for; [N, K] for "linear", [K, N] for "linear_t"."""
-    found: dict[Product, list[torch.Tensor]] = {}
-    for form, weight in weights:
-        outputs, inputs = weight.shape if form == "linear" else weight.t().shape
-        product = Product(form, str(weight.dtype).removeprefix("torch."), outputs, inputs)
-        found.setdefault(product, []).append(weight)
-    return found
+VERSION = 2
+MOST_SECONDS = 2.0  # limit for one model
+ROUNDS = 6  # rounds of the candidates for one product and number of tokens
+LEAST_ROUNDS = 3  # enough to decide, where time ends
+TURN_BYTES = 8 << 20  # weights in one turn of one kernel
+MOST_WEIGHTS = 32  # matrices in one turn
+MEMORY_BYTES = 64 << 20  # what a turn read has left the caches when its memory's turn comes again
+BY_IMPORTANCE = (1, 16, 4, 64, 256, 2, 8, 32, 12, 128)
 
 
 @dataclass(slots=True)
@@ -76,36 +76,53 @@ class Measured:
 
 
 def measure(
-    weights: Weights, seconds: float = MOST_SECONDS, clock: Callable[[], float] = time.perf_counter
+    pairs: Sequence[Pair], seconds: float = MOST_SECONDS, clock: Callable[[], float] = time.perf_counter
 ) -> Measured:
-    """Time all kernels that can multiply by these weights, few tokens first.
+    """Time all kernels that can multiply these products, in this order of numbers of tokens.
 
-    It takes `seconds` at most, and one turn more; numbers of tokens that it does not come to are missing.
+    Products of one number of tokens take turns, so each gets its share of the time. It takes `seconds` at
+    most, and one turn more; pairs that it does not come to are missing.
     """
+    memory = WeightMemory()
     end = clock() + seconds
-    measured = Measured({product: {} for product in weights})
-    for tokens in COUNTS:
-        turns = {product: _turns(product, same, tokens) for product, same in weights.items()}
+    measured = Measured({product: {} for product, _ in pairs})
+    for tokens in dict.fromkeys(tokens for _, tokens in pairs):
+        turns = {product: _turns(product, memory, tokens) for product, count in pairs if count == tokens}
         found = {product: {name: list[float]() for name in able} for product, able in turns.items()}
-        # Round by round: what a product reads is out of the caches again when its turn comes.
-        while left := [product for product in turns if _num_rounds(found[product]) < ROUNDS]:
-            for product in left:
-                before, seconds_of = _interruptions(), dict[KernelName, float]()
-                for name, turn in turns[product].items():
-                    if clock() > end:
-                        return measured
-                    began = clock()
-                    turn()
-                    seconds_of[name] = clock() - began
-                measured.num_rounds += 1
-                if _interruptions() > before:
-                    measured.num_interrupted += 1
-                    continue
-                for name, taken in seconds_of.items():
-                    found[product][name].append(taken)
+        is_over = not _take_turns(turns, found, measured, end, clock)
         for product, rounds in found.items():
-            measured.times[product][tokens] = rounds
+            if _num_rounds(rounds) >= (LEAST_ROUNDS if is_over else ROUNDS):
+                measured.times[product][tokens] = rounds
+        if is_over:
+            break
     return measured
+
+
+def _take_turns(
+    turns: Mapping[Product, Turns],
+    found: Mapping[Product, dict[KernelName, list[float]]],
+    measured: Measured,
+    end: float,
+    clock: Callable[[], float],
+) -> bool:
+    """Run all turns until each has its rounds; False: the time ended before."""
+    # Round by round: what a product reads is out of the caches again when its turn comes.
+    while left := [product for product in turns if _num_rounds(found[product]) < ROUNDS]:
+        for product in left:
+            before, seconds_of = _interruptions(), dict[KernelName, float]()
+            for name, turn in turns[product].items():
+                if clock() > end:
+                    return False
+                began = clock()
+                turn()
+                seconds_of[name] = clock() - began
+            measured.num_rounds += 1
+            if _interruptions() > before:
+                measured.num_interrupted += 1
+                continue
+            for name, taken in seconds_of.items():
+                found[product][name].append(taken)
+    return True
 
 
 def _num_rounds(rounds: Mapping[KernelName, list[float]]) -> int:
@@ -117,28 +134,77 @@ def _interruptions() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
-def _turns(
-    product: Product, same: Sequence[torch.Tensor], tokens: int
-) -> dict[KernelName, Callable[[], object]]:
-    """Return for each kernel a call that multiplies by some of the weights, as a step does.
+class WeightMemory:
+    """Memory that weights of any product are laid over, one after the other."""
+
+    def __init__(self) -> None:
+        # In each dtype these bytes are numbers around 1; pages that nobody wrote would be one page of zeros.
+        self._bytes = torch.full((MEMORY_BYTES,), 0x3F, dtype=torch.uint8)
+        self._used = 0
+
+    def take(self, product: Product) -> list[Weight]:
+        """Return weights of some TURN_BYTES; of a matrix that is larger, its first rows."""
+        row = self._row_bytes(product)
+        rows, columns = product.outputs, product.inputs
+        if product.form == "linear_t":
+            rows, columns = columns, rows
+        rows = max(LANES, min(rows, TURN_BYTES // row))
+        count = max(1, min(MOST_WEIGHTS, TURN_BYTES // (rows * row)))
+        return [self._one(product, rows, columns) for _ in range(count)]
+
+    @staticmethod
+    def _row_bytes(product: Product) -> int:
+        if product.form == "quantized":
+            bits, _ = product.coding
+            return packed_size(product.inputs, bits)
+        row = product.outputs if product.form == "linear_t" else product.inputs
+        return int(row * getattr(torch, product.dtype).itemsize)
+
+    def _one(self, product: Product, rows: int, columns: int) -> Weight:
+        if product.form != "quantized":
+            dtype = getattr(torch, product.dtype)
+            tensor: torch.Tensor = self._tensor(rows * columns * dtype.itemsize).view(dtype)
+            return tensor.view(rows, columns)
+        bits, group = product.coding
+        groups = columns // group
+        codes = self._tensor(rows * self._row_bytes(product)).view(1, rows, -1)
+        scales = self._tensor(rows * groups * 2).view(torch.float16).view(1, rows, groups)
+        zeros = self._tensor(rows * groups).view(1, rows, groups)
+        return QuantizedWeight(codes, scales, zeros, bits, group)
+
+    def _tensor(self, nbytes: int) -> torch.Tensor:
+        """Return the next bytes, from the beginning again where the end is too near."""
+        if self._used + nbytes > MEMORY_BYTES:
+            self._used = 0
+        begin, self._used = self._used, self._used + -(-nbytes // 64) * 64
+        if begin + nbytes > MEMORY_BYTES:  # one row of a huge matrix
+            self._bytes = torch.full((nbytes,), 0x3F, dtype=torch.uint8)
+        return self._bytes[begin : begin + nbytes]
+
+
+def _turns(product: Product, memory: WeightMemory, tokens: int) -> Turns:
+    """Return for each kernel a call that multiplies by weights of its own, as a step does.
 
     Steps of few tokens are recorded (`kernels.cpu.program`), as far as the kernels are our own: there a
     product does not wait for threads to wake up.
     """
-    x = torch.randn(tokens, product.inputs).to(same[0].dtype)
-    some = same[: max(1, TURN_BYTES // same[0].nbytes)]
-
-    def multiply_all(name: KernelName) -> torch.Tensor:
-        made = [multiply(name, product.form, x, weight) for weight in some]
-        return made[-1]
-
-    turns: dict[KernelName, Callable[[], object]] = {}
+    dtype = torch.float32 if product.form == "quantized" else getattr(torch, product.dtype)
+    turns: Turns = {}
     for name in candidates(product, tokens):
-        if can_run(name, product.form, x, same[0]):
-            call = partial(multiply_all, name)
+        some = memory.take(product)
+        first = some[0]
+        rows = first.shape[0] if isinstance(first, torch.Tensor) else 0
+        x = torch.ones(tokens, rows if product.form == "linear_t" else product.inputs, dtype=dtype)
+        if can_run(name, product.form, x, first):
+            call = partial(_multiply_all, name, product, x, some)
             is_recorded = tokens <= MOST_FEW and name != "torch"
             turns[name] = KernelProgram(call).run if is_recorded else call
     return turns
+
+
+def _multiply_all(name: KernelName, product: Product, x: torch.Tensor, some: list[Weight]) -> torch.Tensor:
+    made = [multiply(name, product.form, x, weight) for weight in some]
+    return made[-1]
 
 
 # --------------------------------------------------------------------------- the file
@@ -206,27 +272,49 @@ def _names(key: str, names: dict[str, KernelName]) -> dict[int, KernelName]:
 # --------------------------------------------------------------------------- both
 
 
-def choose(weights: Weights, model: str) -> Choices:
-    """Put the fastest kernels for these products into force, and return them.
+def choose(products: Sequence[Product], model: str) -> Choices:
+    """Put the fastest kernels for these products into force, the first ones first, and return them.
 
     They are read from the file of the model and this machine, or measured and written to it. A folder that
     cannot be written costs a warning, and a measurement at the next start.
     """
     path = choices_file(model)
     with _alone(path):
-        choices: Choices | None = load(path, model)
-        if choices is None or not choices.keys() >= weights.keys():
-            choices = _measured(weights, model, path)
-    TABLE.adopt(choices)
-    return choices
+        known = load(path, model) or {}
+        missing = missing_pairs(products, known)
+        if missing:
+            known = _measured(missing, known, model, path)
+    TABLE.adopt(known)
+    return {product: known.get(product, {}) for product in products}
 
 
-def _measured(weights: Weights, model: str, path: Path) -> Choices:
-    """Measure, and write the choices to `path`."""
+def missing_pairs(products: Iterable[Product], known: Choices) -> list[Pair]:
+    """Return what is to be measured, in order: usual numbers of tokens first, in each the first products."""
+    return [
+        (product, tokens)
+        for tokens in BY_IMPORTANCE
+        for product in dict.fromkeys(products)
+        if tokens in counts(product) and tokens not in known.get(product, {})
+    ]
+
+
+def _measured(
+    missing: Sequence[Pair], known: Choices, model: str, path: Path
+) -> dict[Product, dict[int, KernelName]]:
+    """Measure, and write what is known then to `path`."""
     began = time.perf_counter()
-    measured = measure(weights)
-    choices = decide(measured.times)
-    log.info("timed the kernels of %d products in %.2f s", len(choices), time.perf_counter() - began)
+    measured = measure(missing)
+    found = decide(measured.times)
+    choices = {
+        product: {**known.get(product, {}), **found.get(product, {})} for product in {**known, **found}
+    }
+    left = len(missing_pairs(dict(missing), choices))
+    log.info(
+        "timed the kernels of %d products in %.2f s%s",
+        len(found),
+        time.perf_counter() - began,
+        f"; {left} numbers of tokens are left for the next start" if left else "",
+    )
     if measured.was_busy:
         log.info("the machine was busy meanwhile: they are timed again at the next start")
         return choices

@@ -21,8 +21,10 @@ from kernels.cpu.choice import (
     Table,
     built_in,
     candidates,
+    counts,
     decide,
     describe,
+    of_quantized,
     parse_product,
 )
 from kernels.cpu.products import can_run, multiply
@@ -31,11 +33,12 @@ from kernels.cpu.products_few import few
 DENSE = Product("linear", "float32", 96, 64)
 TURNED = Product("linear_t", "float32", 64, 96)
 SHORT = Product("linear", "bfloat16", 96, 64)
+CODES = Product.quantized(4, 64, 96, 64)
+ALL = (DENSE, TURNED, CODES)
 
 
-def weights() -> timing.Weights:
-    dense = [torch.randn(96, 64) for _ in range(3)]
-    return timing.products_of([*(("linear", each) for each in dense), ("linear_t", torch.randn(96, 64))])
+def pairs() -> list[timing.Pair]:
+    return timing.missing_pairs(ALL, {})
 
 
 # --------------------------------------------------------------------------- the rule
@@ -59,6 +62,20 @@ def test_of_two_kernels_that_can_be_recorded_the_faster_is_chosen() -> None:
     assert decide({DENSE: times}) == {DENSE: {4: "row"}}  # type: ignore[dict-item]
 
 
+def test_a_quantised_product_has_one_kernel_for_all_numbers_of_tokens() -> None:
+    """The one that loses least beside the best of each number."""
+    times: Any = {
+        1: {"vnni": [1.0], "decode": [1.2]},
+        4: {"vnni": [3.0], "decode": [3.0]},
+        16: {"vnni": [6.0], "decode": [9.0]},
+    }
+    assert decide({CODES: times}) == {CODES: {1: "vnni", 4: "vnni", 16: "vnni"}}
+    times[1]["vnni"] = [2.0]
+    assert decide({CODES: times}) == {CODES: {1: "decode", 4: "decode", 16: "decode"}}
+    del times[16]
+    assert decide({CODES: times}) == {CODES: {}}  # the rest is measured first
+
+
 def test_torch_must_save_time_in_the_step_as_a_whole() -> None:
     """One product of torch's, and the step cannot be recorded."""
     small = {1: {"few": [2.0] * 4, "torch": [1.0] * 4}}
@@ -71,8 +88,8 @@ def test_torch_must_save_time_in_the_step_as_a_whole() -> None:
     assert decide({DENSE: small, TURNED: alone}) == {DENSE: {1: "torch"}, TURNED: {1: "torch"}}  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize("product", [DENSE, TURNED, SHORT])
-@pytest.mark.parametrize("fixed", ["", "few", "lanes", "torch"])
+@pytest.mark.parametrize("product", [DENSE, TURNED, SHORT, CODES])
+@pytest.mark.parametrize("fixed", ["", "few", "lanes", "torch", "decode"])
 def test_a_table_names_a_kernel_that_can_run_for_every_number_of_tokens(product: Product, fixed: str) -> None:
     table = Table()
     table.fix(fixed)
@@ -100,18 +117,27 @@ def test_numbers_of_tokens_between_two_measured_ones_go_by_the_larger() -> None:
     assert table.pick(*DENSE, 1) == "few"
 
 
-def test_a_kernel_that_there_is_not_is_refused_with_those_there_are() -> None:
-    with pytest.raises(
-        ValueError, match="no kernel 'amx' for products here; there are few, row, lanes, torch"
-    ):
-        kernels.configure(0, "amx")
+def test_a_kernel_that_the_processor_lacks_is_refused_with_those_it_has() -> None:
+    there_are = ", ".join(("few", "row", "lanes", "torch", *of_quantized()))
+    for name in ("mkl", *{"amx", "vnni"}.difference(of_quantized())):
+        with pytest.raises(ValueError, match=f"no kernel '{name}' .* on this processor; it has {there_are}"):
+            kernels.configure(0, f"few, {name}")
+
+
+def test_one_kernel_can_be_fixed_for_dense_weights_and_one_for_codes() -> None:
+    table = Table()
+    table.fix("few,decode")
+    assert [table.pick(*product, 2) for product in ALL] == ["few", "few", "decode"]
+    assert [table.fixed(product) for product in ALL] == ["few", "few", "decode"]
+    table.fix("decode")
+    assert [table.fixed(product) for product in ALL] == [None, None, "decode"]
 
 
 def test_choices_are_told_by_ranges_of_tokens() -> None:
     assert describe({DENSE: {}}) == ["linear float32 96x64: few to 16, lanes to 256"]
     told = "linear float32 96x64: few to 1, torch to 2, few to 16, lanes to 128, torch to 256"
     assert describe({DENSE: {1: "few", 2: "torch", 256: "torch"}}) == [told]
-    assert parse_product(str(DENSE)) == DENSE
+    assert all(parse_product(str(product)) == product for product in ALL)
 
 
 # --------------------------------------------------------------------------- the kernels
@@ -150,9 +176,7 @@ def test_a_fixed_kernel_runs_all_that_it_can(fixed: str) -> None:
     for tokens in (1, 12, 40, 120):
         x, weight = torch.randn(tokens, 64), torch.randn(96, 64)
         torch.testing.assert_close(kernels.linear(x, weight), x @ weight.t(), rtol=1e-4, atol=1e-4)
-    assert kernels.choose_products([("linear", weight)], "m") == [
-        f"all products: {fixed}, as the settings say"
-    ]
+    assert kernels.choose_products([DENSE], "m") == [f"{DENSE}: {fixed}, as the settings say"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -171,24 +195,68 @@ def quiet_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No other process takes a processor, and there is time for all."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(timing, "_interruptions", lambda: 0)
+    monkeypatch.setattr(timing, "TURN_BYTES", 1 << 17)
     whole = timing.measure
-    monkeypatch.setattr(timing, "measure", lambda weights: whole(weights, 100.0))
+    monkeypatch.setattr(timing, "measure", lambda pairs: whole(pairs, 100.0))
 
 
 @pytest.mark.usefixtures("quiet_machine")
-def test_every_candidate_is_timed_with_few_tokens_first() -> None:
-    for product, by_tokens in timing.measure(weights()).times.items():
-        assert list(by_tokens) == list(COUNTS)
+def test_every_candidate_is_timed_by_the_importance_of_the_number_of_tokens() -> None:
+    for product, by_tokens in timing.measure(pairs()).times.items():
+        assert list(by_tokens) == [n for n in timing.BY_IMPORTANCE if n in counts(product)]
+        assert set(by_tokens) == set(counts(product))
         for tokens, seconds in by_tokens.items():
             assert set(seconds) == set(candidates(product, tokens))
             assert all(len(rounds) == timing.ROUNDS and min(rounds) > 0 for rounds in seconds.values())
 
 
-def test_measuring_ends_in_time_and_leaves_the_rest_to_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "product",
+    [
+        Product("linear", "float32", 200_000, 1024),
+        Product("linear_t", "bfloat16", 1024, 50_000),
+        Product.quantized(3, 128, 400_000, 512),
+        Product("linear", "float32", 2816, 512),
+        Product.quantized(4, 64, 2816, 512),
+    ],
+)
+def test_a_turn_reads_the_same_bytes_whatever_the_product(product: Product) -> None:
+    """Or a matrix of many outputs would have the time of all others."""
+    memory = timing.WeightMemory()
+    for _ in range(12):  # more than the memory has: it begins again
+        some = memory.take(product)
+        read = sum(one.nbytes if isinstance(one, torch.Tensor) else one.codes.nbytes for one in some)
+        assert 0.6 * timing.TURN_BYTES <= read <= timing.TURN_BYTES
+
+
+def test_measuring_ends_in_time_and_the_next_start_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(timing, "_interruptions", lambda: 0)
-    now = iter(range(10_000))
-    measured = timing.measure(weights(), 260, lambda: float(next(now)))
-    assert list(measured.times[DENSE]) == [1, 2]
+    monkeypatch.setattr(timing, "TURN_BYTES", 1 << 17)
+    whole, asked = timing.measure, list[list[timing.Pair]]()
+
+    def some(pairs: Any) -> timing.Measured:
+        asked.append(list(pairs))
+        now = iter(range(100_000))
+        return whole(pairs, 300, lambda: float(next(now)))
+
+    monkeypatch.setattr(timing, "measure", some)
+    with caplog.at_level(logging.INFO):
+        first = timing.choose(ALL, "a model")
+    assert 1 in first[DENSE] and 128 not in first[DENSE]
+    assert "are left for the next start" in caplog.text
+    while asked[-1]:
+        known = timing.load(timing.choices_file("a model"), "a model")
+        if known and not timing.missing_pairs(ALL, known):
+            break
+        assert len(asked) < 10
+        timing.choose(ALL, "a model")
+    assert all(len(later) < len(before) for before, later in itertools.pairwise(asked))
+    last = timing.choose(ALL, "a model")
+    assert {product: set(names) for product, names in last.items()} == {p: set(counts(p)) for p in ALL}
+    assert last[DENSE][1] == first[DENSE][1]  # measured once
 
 
 def test_rounds_in_which_the_machine_was_busy_do_not_count(
@@ -199,9 +267,11 @@ def test_rounds_in_which_the_machine_was_busy_do_not_count(
     count = itertools.count()
     monkeypatch.setattr(timing, "_interruptions", lambda: next(count))
     whole = timing.measure
-    monkeypatch.setattr(timing, "measure", lambda weights: whole(weights, 0.1))
+    monkeypatch.setattr(timing, "TURN_BYTES", 1 << 17)
+    whole(pairs(), 0.0)  # compiles
+    monkeypatch.setattr(timing, "measure", lambda pairs: whole(pairs, 0.5))
     with caplog.at_level(logging.INFO):
-        assert timing.choose(weights(), "a model") == {DENSE: {}, TURNED: {}}
+        assert timing.choose(ALL, "a model") == {product: {} for product in ALL}
     assert "was busy" in caplog.text
     assert not list(tmp_path.glob("**/*.json"))
     assert TABLE.pick(*DENSE, 1) == "few"
@@ -209,10 +279,21 @@ def test_rounds_in_which_the_machine_was_busy_do_not_count(
 
 @pytest.mark.usefixtures("quiet_machine")
 def test_choices_are_measured_once_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = timing.choose(weights(), "a model")
-    monkeypatch.setattr(timing, "measure", lambda weights: pytest.fail("measured again"))
-    assert timing.choose(weights(), "a model") == first
+    first = timing.choose(ALL, "a model")
+    asked: list[timing.Pair] = []
+    whole: Any = timing.measure
+
+    def noted(pairs: Any) -> timing.Measured:
+        asked.extend(pairs)
+        measured: timing.Measured = whole(pairs)
+        return measured
+
+    monkeypatch.setattr(timing, "measure", noted)
+    assert timing.choose(ALL, "a model") == first
     assert {product: TABLE.pick(*product, 1) for product in first} == {p: n[1] for p, n in first.items()}
+    assert not asked
+    timing.choose((*ALL, SHORT), "a model")  # another shape: only that
+    assert {product for product, _ in asked} == {SHORT}
 
 
 @pytest.mark.parametrize(
@@ -225,7 +306,8 @@ def test_choices_are_measured_once_on_a_machine(monkeypatch: pytest.MonkeyPatch)
         ({"machine": {"processor": "another"}}, "is of another machine or model"),
         ({"model": "another"}, "is of another machine or model"),
         ({"version": 99}, "is of another machine or model"),
-        ({"choices": {"linear float32 96x64": {"1": "amx"}}}, "is damaged"),
+        ({"choices": {"linear float32 96x64": {"1": "decode"}}}, "is damaged"),
+        ({"choices": {"quantized int4/64 96x64": {"1": "few"}}}, "is damaged"),
         ({"choices": {"linear float32 96x64": {"64": "few"}}}, "is damaged"),
         ({"choices": {"matmul": {}}}, "is damaged"),
         ({"choices": []}, "is damaged"),
@@ -236,15 +318,15 @@ def test_a_damaged_or_foreign_file_is_ignored_with_a_warning(
     text: str | bytes | dict[str, object], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = timing.choices_file("a model")
-    timing.choose(weights(), "a model")
+    timing.choose(ALL, "a model")
     good = json.loads(path.read_text())
     if isinstance(text, dict):
         text = json.dumps(good | text)
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with caplog.at_level(logging.WARNING):
-        choices = timing.choose(weights(), "a model")
+        choices = timing.choose(ALL, "a model")
     assert why in caplog.text
-    assert choices.keys() == {DENSE, TURNED}
+    assert choices.keys() == set(ALL)
     assert json.loads(path.read_text())["model"] == "a model"  # mended
 
 
@@ -255,5 +337,5 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING):
-        assert timing.choose(weights(), "a model").keys() == {DENSE, TURNED}
+        assert timing.choose(ALL, "a model").keys() == set(ALL)
     assert "cannot be" in caplog.text

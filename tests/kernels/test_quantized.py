@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
+import platform
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import llvmlite.binding as llvm
 import pytest
 import torch
 
@@ -14,9 +19,9 @@ import kernels
 from bench.kernels.checks import assert_close
 from bench.kernels.quantized_checks import quantized_checks
 from bench.kernels.quantized_weights import quantized
-from kernels.cpu import amx
 from kernels.cpu import quantized as cpu_quantized
-from kernels.cpu.quantized_bytes import can_multiply, few_bytes
+from kernels.cpu.choice import TABLE, Product, of_quantized
+from kernels.cpu.quantized_bytes import can_multiply
 from kernels.packing import CODE_BITS
 from kernels.quantized import QuantizedWeight
 
@@ -89,34 +94,57 @@ def test_units_are_put_together_in_order(split: Any) -> None:
     assert float((kernels.dequantize(run) - part).abs().max()) < 0.05  # a run of units is a shard
 
 
-def without_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amx, "CAN_USE", False)
+IN_BYTES = [name for name in of_quantized() if name != "decode"]
 
 
+@pytest.mark.parametrize("name", of_quantized())
 @pytest.mark.parametrize(
     "check", [pytest.param(check, id=name) for name, check in quantized_checks("cpu", "cpu", assert_close)]
 )
-def test_the_kernels_for_a_processor_without_amx_agree_with_their_oracle(
-    check: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+def test_each_kernel_of_quantised_products_agrees_with_the_oracle(
+    name: str, check: Callable[[], None]
 ) -> None:
-    without_amx(monkeypatch)
+    TABLE.fix(name)
     check()
 
 
-@pytest.mark.skipif(not amx.CAN_USE, reason="the processor has no AMX")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are processors of x86-64")
+@pytest.mark.parametrize("features", ["+avx2,+fma,+f16c", "+avx2,+fma,+f16c,+avxvnni"])
+def test_the_kernels_for_other_processors_agree_with_their_oracles(features: str) -> None:
+    """A processor with AVX2 alone, and one with products of bytes in vectors of 256 bits."""
+    has_dots = "avxvnni" in features
+    if has_dots and not llvm.get_host_cpu_features().get("avxvnni"):
+        pytest.skip("the processor has no AVX-VNNI")
+    code = f"""
+from bench.kernels.checks import assert_close, dense_checks
+from bench.kernels.quantized_checks import quantized_checks
+from kernels.cpu.choice import of_quantized
+assert of_quantized() == {("vnni", "decode") if has_dots else ("decode",)}, of_quantized()
+for name, check in quantized_checks("cpu", "cpu", assert_close):
+    check()
+for name, check in dense_checks("cpu", "cpu"):
+    if "product" in name:
+        check()
+"""
+    # The compiler takes its target when it is imported, so it needs a process of its own.
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.skipif(not IN_BYTES, reason="the processor has no products of bytes")
 @pytest.mark.parametrize("bits", CODE_BITS)
 @pytest.mark.parametrize(
     ("units", "unit_outputs", "unit_inputs", "group", "split"),
     [(1, 16, 64, 64, "outputs"), (3, 17, 192, 192, "outputs"), (2, 100, 1088, 64, "inputs")],
 )
-def test_a_product_with_amx_is_the_plain_one_whatever_the_number_of_tokens(
-    bits: int,
-    units: int,
-    unit_outputs: int,
-    unit_inputs: int,
-    group: int,
-    split: Any,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_product_of_bytes_is_the_plain_one_whatever_the_number_of_tokens(
+    bits: int, units: int, unit_outputs: int, unit_inputs: int, group: int, split: Any
 ) -> None:
     weight, _ = quantized(
         units=units,
@@ -129,29 +157,38 @@ def test_a_product_with_amx_is_the_plain_one_whatever_the_number_of_tokens(
     )
     x, bias = torch.randn(16, weight.num_inputs), torch.randn(weight.num_outputs)
     assert can_multiply(x, weight)
-    products = [few_bytes(x[:tokens], weight, bias) for tokens in range(1, 17)]
-    for tokens, product in enumerate(products, 1):
-        assert torch.equal(product, products[15][:tokens])
-    without_amx(monkeypatch)
-    plain = [kernels.quantized_linear(x[:tokens], weight, bias) for tokens in range(1, 17)]
-    for product, expected in zip(products, plain, strict=True):
+    made = {name: [_product(name, x[:tokens], weight, bias) for tokens in range(1, 17)] for name in IN_BYTES}
+    for products in made.values():
+        for tokens, product in enumerate(products, 1):
+            assert torch.equal(product, products[15][:tokens])
+            assert torch.equal(product, made[IN_BYTES[0]][tokens - 1])  # AMX and vectors agree
+    for tokens, product in enumerate(made[IN_BYTES[0]], 1):
+        expected = _product("decode", x[:tokens], weight, bias)
         size = expected.norm() / expected.numel() ** 0.5
         assert float((product - expected).abs().max() / size) < 1e-5
 
 
-@pytest.mark.skipif(not amx.CAN_USE, reason="the processor has no AMX")
-def test_amx_multiplies_where_there_are_more_outputs_than_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[tuple[int, int]] = []
+def _product(name: str, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor) -> torch.Tensor:
+    TABLE.fix(name)
+    return kernels.quantized_linear(x, weight, bias)
 
-    def noted(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        taken.append((weight.num_outputs, weight.num_inputs))
-        return few_bytes(x, weight, bias)
 
-    monkeypatch.setattr(cpu_quantized, "few_bytes", noted)
-    for outputs, inputs in ((128, 64), (64, 64), (64, 128)):
-        weight, _ = quantized(units=1, unit_outputs=outputs, unit_inputs=inputs, bits=8, group=64)
-        kernels.quantized_linear(torch.randn(1, inputs), weight)
-    assert taken == [(128, 64)]
+def test_the_chosen_kernel_multiplies_all_numbers_of_tokens_up_to_16(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, _ = quantized(units=1, unit_outputs=128, unit_inputs=64, bits=8, group=64)
+    taken: list[str] = []
+
+    def noted(name: str, *args: Any) -> torch.Tensor:
+        taken.append(name)
+        return multiply(name, *args)
+
+    multiply: Any = cpu_quantized._multiply
+    monkeypatch.setattr(cpu_quantized, "_multiply", noted)
+    for chosen in of_quantized():
+        TABLE.adopt({Product.quantized(8, 64, 128, 64): dict.fromkeys((1, 4, 16), chosen)})
+        taken.clear()
+        for tokens in (1, 3, 7, 16, 17, 200):
+            kernels.quantized_linear(torch.randn(tokens, 64), weight)
+        assert taken == [chosen] * 4 + ["decode"] * 2
 
 
 @pytest.mark.parametrize("bits", CODE_BITS)

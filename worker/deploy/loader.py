@@ -20,6 +20,7 @@ from bus.checkpoints import BadCheckpoint, folder_digest
 from bus.messages import PARTS, Part
 from bus.morphs import Deploy
 from bus.precisions import BITS, PRECISIONS, Precision
+from kernels.cpu.choice import Product
 from worker.deploy.model_host import ModelHost
 from worker.engine.build import MIB, compile_kernels, instance_of, make_cache, served_context, useful_pages
 from worker.engine.sequence import Limits
@@ -27,8 +28,9 @@ from worker.memory import KVCache, VirtualRange
 from worker.memory.backend import NO_PAGE
 from worker.model import Model, ModelError, read_config
 from worker.model.config import ModelConfig
-from worker.model.layout import ModelPlan, RangePlan, plan_model
+from worker.model.layout import ModelPlan, RangePlan, degrees, plan_model
 from worker.model.model import DTYPES, reserve_model
+from worker.model.shard import Shard
 from worker.model.sources import CheckpointWeights, RandomWeights, WeightSource
 from worker.model.weights import LoadedRange, view_mapped
 from worker.morph.losses import Measured, losses_of
@@ -40,7 +42,7 @@ from worker.pipeline.split import check_degree, own_part, own_shard
 from worker.shape.copier import CopyJob, source_copy
 from worker.shape.host_images import find_matrices
 from worker.shape.layer_order import half_losses_or_why, load_order
-from worker.shape.ranges import PageMask, build_half, spans_of
+from worker.shape.ranges import PageMask, build_half, products_of, spans_of
 from worker.shape.variants import LayerVariants
 
 MayGoOn = Callable[[], bool]
@@ -75,7 +77,7 @@ class ModelLoader:
         self.shard = own_shard(command, host.worker)
         self.variants: Variants = NoVariants()
         self._cache: KVCache | None = None
-        self.products: list[str] = []  # the kernels of dense products, as text
+        self.products: list[str] = []  # the kernels of products, as text
         self._model: Model | None = None
 
     # ----------------------------------------------------------------------------- in the loading thread
@@ -149,11 +151,21 @@ class ModelLoader:
     def compile(self, may_go_on: MayGoOn) -> None:
         bits = [BITS[precision] for precision in self.variants.precisions if precision != "full"]
         compile_kernels(self.model, self.limits, self.pool.backend.device, bits=bits)
-        self.products = kernels.choose_products(
-            self.model.dense_weights(), f"{self.digest} {self.model.dtype}"
-        )
+        if self.pool.backend.device.type == "cpu":
+            self.products = kernels.choose_products(self._products(), f"{self.digest} {self.model.dtype}")
         for line in self.products:
             log.info("%s: %s tokens", self.command.model, line)
+
+    def _products(self) -> Iterator[Product]:
+        """Yield the products of a step, then those of other precisions and tensor-parallel degrees."""
+        yield from self.model.products()
+        others = (Shard(0, size) for size in degrees(self.config, self.plan.max_tp))
+        shards = dict.fromkeys((Shard(0, self.shard.size), *others))
+        if isinstance(self.variants, LayerVariants):
+            yield from products_of(self.model, self.variants.ranges.plans, shards)
+        else:
+            full = dict(zip(PARTS, self.plan.layers[0], strict=True))
+            yield from products_of(self.model, {(part, "full"): full[part] for part in PARTS}, shards)
 
     # ----------------------------------------------------------------------------- in the engine's thread
 

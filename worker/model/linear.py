@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import QuantizedWeight, linear, linear_t, quantized_linear, stacked_linear
-from kernels.cpu.choice import Form
+from kernels.cpu.choice import Form, Product
 
 
 class Linear:
@@ -25,8 +25,17 @@ class Linear:
         raise NotImplementedError
 
     def dense(self) -> Iterator[tuple[Form, torch.Tensor]]:
-        """Yield the dense matrices, each with the form of its product (`kernels.choose_products`)."""
+        """Yield the dense matrices, each with the form of its product."""
         yield from ()
+
+    def products(self) -> Iterator[Product]:
+        """Yield the products (`kernels.choose_products`)."""
+        yield from (dense_product(form, weight) for form, weight in self.dense())
+
+
+def dense_product(form: Form, weight: torch.Tensor) -> Product:
+    outputs, inputs = weight.t().shape if form == "linear_t" else weight.shape
+    return Product(form, str(weight.dtype).removeprefix("torch."), outputs, inputs)
 
 
 class DenseLinear(Linear):
@@ -82,6 +91,9 @@ class QuantizedLinear(Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         missing = self.num_inputs - x.shape[1]
         return quantized_linear(F.pad(x, (0, missing)) if missing else x, self.weight, self.bias)
+
+    def products(self) -> Iterator[Product]:
+        yield Product.quantized(self.weight.bits, self.weight.group, self.num_outputs, self.num_inputs)
 
 
 class ObservedLinear(Linear):

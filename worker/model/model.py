@@ -8,11 +8,12 @@ import torch
 
 from bus.messages import LayerShape
 from kernels import AttentionPlan
-from kernels.cpu.choice import Form
+from kernels.cpu.choice import Form, Product
 from worker.memory import KVCache, PagePool
 from worker.model.config import ModelConfig
 from worker.model.layer import Attention, Layer, LayerHalf, build_layer
 from worker.model.layout import ModelPlan
+from worker.model.linear import dense_product
 from worker.model.shard import ALONE, ReduceGroup, Shard
 from worker.model.sources import WeightSource
 from worker.model.transformer import Ends, Segment, Transformer
@@ -88,6 +89,14 @@ class Model:
                 yield from each.dense()
         if ends := _ends(self._weights):
             yield "linear", ends.head
+
+    def products(self) -> Iterator[Product]:
+        """Yield the products of a step."""
+        for layer in self.layers:
+            for each in (*layer.attention.linears, *layer.feed_forward.linears):
+                yield from each.products()
+        if ends := _ends(self._weights):
+            yield dense_product("linear", ends.head)
 
     def install(self, layer: int, half: LayerHalf) -> None:
         """Replace the attention or FFN of a layer, between two steps."""

@@ -5,7 +5,7 @@ A rank needs its own pages of the FFN and all pages of the attention.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ import torch
 
 from bus.messages import PARTS, Part
 from bus.precisions import Precision
+from kernels.cpu.choice import Product
 from worker.memory import PagePool, VirtualRange
 from worker.memory.backend import NO_PAGE
 from worker.memory.pool import runs_of
@@ -20,7 +21,7 @@ from worker.model.layer import LayerHalf, Tensors, build_attention, build_feed_f
 from worker.model.layout import RangePlan, degrees
 from worker.model.model import Model
 from worker.model.shard import Shard
-from worker.model.weights import tensors_of
+from worker.model.weights import tensors_in, tensors_of
 from worker.shape.checks import CheckedPages
 from worker.shape.copier import ByteSpan
 
@@ -139,3 +140,15 @@ def build_half(model: Model, variant: VariantKey, tensors: Tensors, shard: Shard
     if part == "attention":
         return build_attention(model.config, tensors, shard, model.config.sliding_windows[layer], precision)
     return build_feed_forward(model.config, tensors, precision)
+
+
+def products_of(
+    model: Model, plans: Mapping[tuple[Part, Precision], RangePlan], shards: Iterable[Shard]
+) -> Iterator[Product]:
+    """Yield the products of a layer's halves in these layouts, at each of the shards."""
+    for shard in shards:
+        for (part, precision), plan in plans.items():
+            imagined = torch.empty(plan.nbytes, dtype=torch.uint8, device="meta")
+            half = build_half(model, (0, part, precision), tensors_in(imagined, plan.at(shard)), shard)
+            for each in half.linears:
+                yield from each.products()

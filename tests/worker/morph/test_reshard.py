@@ -28,6 +28,7 @@ from worker.model.quantized_sets import round_to_nearest
 from worker.morph.reshard import Resharder, make_resharder
 from worker.morph.variants import NoVariants
 from worker.shape.checks import WrongVariant
+from worker.shape.ranges import products_of
 
 EXACT = {"rtol": 2e-4, "atol": 2e-4}
 WIDE = {"head_dim": 32}  # o has enough inputs to be quantised at degree 4
@@ -117,6 +118,26 @@ def test_shards_nest() -> None:
     assert all(Shard().has(shard) for shard in SHARDS)
     assert [shard for shard in SHARDS if shard.has(Shard(2, 4))] == [Shard(), Shard(1, 2), Shard(2, 4)]
     assert not Shard(0, 2).has(Shard(0, 3))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_products_of_all_degrees_are_known_before_a_layer_takes_them(
+    folder: Path, tmp_path: Path, precision: Precision
+) -> None:
+    """So their kernels are measured when the model is loaded."""
+    resharding = Resharding(folder, tmp_path)
+    assert resharding.made
+    resharding.made.swap_all(precision)
+    plans, layer = resharding.made.variants.ranges.plans, resharding.model.layers[1]
+    seen = []
+    for shard in (Shard(), Shard(1, 2), Shard(3, 4)):
+        resharding.weights.narrow(1, shard)
+        known = set(products_of(resharding.model, plans, [Shard(0, shard.size)]))
+        linears = [*layer.attention.linears, *layer.feed_forward.linears]
+        seen.append({product for each in linears for product in each.products()})
+        assert seen[-1] <= known
+    assert seen[0] != seen[1] != seen[2]
+    resharding.close()
 
 
 # ---------------------------------------------------------------------------- there and back
