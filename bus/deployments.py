@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
 from bus.fields import Field, declared_fields, optional
+from bus.levers import LeverPlan
 from bus.messages import Stage
 from bus.precisions import Precision
 
@@ -283,7 +284,27 @@ class RetireModel:
     deployment: str
 
 
-Order = RegisterModel | RemoveModel | PlanModel | DeployModel | RetireModel
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeighLevers:
+    """Weigh what the morph policy would do now. Changes nothing.
+
+    With `requests`, so many more come at once, each with a prompt and an output of so many tokens.
+    """
+
+    id: str
+    model: str = ""  # the model that is asked about; "": all
+    requests: int = 0
+    prompt_tokens: int = 256
+    output_tokens: int = 64
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one request."""
+        return self.prompt_tokens + self.output_tokens
+
+
+CatalogueOrder = RegisterModel | RemoveModel | PlanModel | DeployModel | RetireModel
+Order = CatalogueOrder | WeighLevers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +317,7 @@ class Answer:
     model: ModelCard | None = None
     deployment: Deployment | None = None
     estimates: list[Estimate] = field(default_factory=list)  # best first
+    plans: list[LeverPlan] = field(default_factory=list)  # plans of the morph policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

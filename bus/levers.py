@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from bus.deployments import Basis
 from bus.precisions import Precision
 
 LeverName = Literal["queue", "resize", "swap", "move", "merge", "part", "more", "fewer"]
+
+CostBasis = Literal["measured", "assumed"]
 
 NEVER_S: Final = 3600.0  # a wait that no lever ends counts as so long; the longest that a policy can state
 
@@ -37,7 +38,7 @@ class LeverOption:
     duration_s: float = 0.0  # until the gain is there
     price_s: float = 0.0
     cost_s: float = 0.0  # the price and the waits that are left, if this is taken alone
-    basis: Basis = "assumed"  # of stall and duration
+    basis: CostBasis = "assumed"  # of stall and duration
     refusal: str = ""
     is_taken: bool = False
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine, Hashable
+from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from bus.catalogue import Contents
 from bus.checkpoints import BadCheckpoint, Checkpoint, read_checkpoint
 from bus.client import Bus, BusFull, BusUnavailable, LiveWorker, Restart
 from bus.clock import now_ms
-from bus.deployments import DeployModel, Order, PlanModel
+from bus.deployments import Answer, CatalogueOrder, DeployModel, Order, PlanModel, WeighLevers
 from bus.messages import Event, Metrics
 from bus.morphs import MorphReport
 from bus.settings import Settings
@@ -76,6 +76,7 @@ class Deployer:
         self._loads_known_s = time.monotonic() + chosen.load_window_s
         self._answers: dict[Hashable, tuple[float, Plan]] = {}  # answers, and until when they hold
         self._is_lost = False  # Redis lost its data, and it is not written again yet
+        self.what_if: Callable[[WeighLevers], Awaitable[Answer]] = _no_morpher
         self._turn = asyncio.Lock()
         self._news = asyncio.Event()
         self._has_history = asyncio.Event()  # set when the reports of earlier orders are read
@@ -241,6 +242,9 @@ class Deployer:
             log.info("%s %s: %s", transition.kind, transition.subject, record.reason)
 
     async def _answer(self, entry: str, order: Order) -> None:
+        if isinstance(order, WeighLevers):
+            await self._bus.catalogue.settle(entry, await self.what_if(order))
+            return
         await self._observe()
         result = carry_out(order, self._contents, await self._facts(order))
         settle = self._bus.catalogue.settle
@@ -248,7 +252,7 @@ class Deployer:
         for worker, command in result.commands if is_settled else ():
             await self._bus.publish(self._bus.names.control(worker), command)
 
-    async def _facts(self, order: Order) -> Facts:
+    async def _facts(self, order: CatalogueOrder) -> Facts:
         seen, found, bad_intent = self._observation(), Plan(), ""
         if isinstance(order, PlanModel | DeployModel):
             try:
@@ -274,6 +278,10 @@ class Deployer:
         profiles = profiles_of(self._contents, card)
         question = Question(card=card, intent=order.intent, profiles=profiles, devices=devices)
         return planned(question, self._memory(seen), self._placing)
+
+
+async def _no_morpher(order: WeighLevers) -> Answer:
+    return Answer(id=order.id, status=409, error="this controller morphs nothing")
 
 
 def _checkpoint(path: str) -> Checkpoint | str:

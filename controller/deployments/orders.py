@@ -15,12 +15,12 @@ from bus.catalogue import Contents
 from bus.checkpoints import Checkpoint
 from bus.deployments import (
     Answer,
+    CatalogueOrder,
     Deployment,
     DeploymentState,
     DeployModel,
     Intent,
     ModelCard,
-    Order,
     PlanModel,
     RegisterModel,
     RemoveModel,
@@ -64,7 +64,7 @@ class OrderResult:
     commands: tuple[tuple[str, Command], ...] = ()  # worker and command, after that
 
 
-def carry_out(order: Order, contents: Contents, facts: Facts) -> OrderResult:
+def carry_out(order: CatalogueOrder, contents: Contents, facts: Facts) -> OrderResult:
     """Carry out an order. Repeating one is harmless: it is answered as before."""
     try:
         if isinstance(order, RegisterModel):
@@ -78,11 +78,11 @@ def carry_out(order: Order, contents: Contents, facts: Facts) -> OrderResult:
         return _answered(order, refusal.status, error=str(refusal))
 
 
-def _answered(order: Order, status: int, *write: Record, **fields: Any) -> OrderResult:
+def _answered(order: CatalogueOrder, status: int, *write: Record, **fields: Any) -> OrderResult:
     return OrderResult(answer=Answer(id=order.id, status=status, **fields), write=write)
 
 
-def path_of(order: Order, contents: Contents) -> str:
+def path_of(order: CatalogueOrder, contents: Contents) -> str:
     """Return the folder that the order is about; "": none."""
     if isinstance(order, RegisterModel):
         return order.path

@@ -11,6 +11,7 @@ from typing import Any
 
 from bus.client import Bus, BusFull, BusUnavailable, Restart
 from bus.clock import MessageClock, seconds_of
+from bus.deployments import Answer, WeighLevers
 from bus.levers import LeverPlan
 from bus.messages import Demand, Event, Metrics
 from bus.morphs import MorphReport
@@ -21,8 +22,9 @@ from controller.morphing.forecast import Forecast, expected_blocks, observe_all
 from controller.morphing.groups import groups_of
 from controller.morphing.pressure import MoveDecision, PressureState, relieve_pressure
 from controller.morphing.resting import Rests
-from controller.morphing.scaling import hear, scale_down, scale_up
+from controller.morphing.scaling import hear, scale_down, scale_up, waiting_by_model
 from controller.morphing.track import Freshness, State, observe, sent, unsent
+from controller.morphing.what_if import what_if
 from controller.planning.lever_costs import LeverCosts, observe_cost, observe_speed
 
 log = logging.getLogger("controller")
@@ -109,6 +111,25 @@ class Morpher:
                     self._state = hear(self._state, demand, self._clock.observe(entry_id, now_s))
                     self._floors = hear_floor(self._floors, demand, now_s)
                 await self._try(self._scale_up())
+
+    async def what_if(self, order: WeighLevers) -> Answer:
+        """Weigh what is there and what `order` adds to it, and do nothing. Raises BusUnavailable."""
+        policy, workers = await asyncio.gather(self._bus.read_policy(), self._bus.workers())
+        if self._metrics is None:
+            return Answer(id=order.id, status=409, error="the monitor has sent no metrics yet; ask again")
+        (made_s, metrics), now_s = self._metrics, self._clock.now(time.monotonic())
+        groups = groups_of(metrics, workers, now_s - made_s, self._resting())
+        served = sorted({group.model for group in groups})
+        if order.model and order.model not in served:
+            there = f"; there are: {', '.join(served)}" if served else ""
+            return Answer(id=order.id, status=404, error=f"no instance of {order.model!r} serves{there}")
+        waiting = waiting_by_model(self._state, now_s)
+        return Answer(
+            id=order.id,
+            status=200,
+            plans=what_if(order, groups, waiting, policy, self._costs, now_s),
+            error="mode manual: nothing of it would be done" if policy.mode == "manual" else "",
+        )
 
     async def _try(self, work: Coroutine[Any, Any, None]) -> None:
         try:

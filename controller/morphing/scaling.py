@@ -65,7 +65,7 @@ def scale_up(
         return state, []
     there = [group for group in groups if group.age_s <= freshness.stale_s]
     decisions = []
-    for model, waiting in sorted(_waiting_by_model(state, at_s).items()):
+    for model, waiting in sorted(waiting_by_model(state, at_s).items()):
         now = _Moment(state, rules, at_s)
         of_model = [group for group in there if group.model == model]
         if not now.is_due(of_model, model, waiting):
@@ -107,7 +107,7 @@ def scale_down(
 ) -> tuple[State, list[MorphDecision]]:
     """Judge one window of metrics: which groups part."""
     rules = policy.in_force()
-    wanted = _waiting_by_model(state, at_s)
+    wanted = waiting_by_model(state, at_s)
     decisions, groups = [], list(groups)
     for group in groups:
         track = state.track(group.instance, group.epochs[0], at_s)
@@ -133,7 +133,8 @@ def scale_down(
     return state, decisions
 
 
-def _waiting_by_model(state: State, at_s: float) -> dict[str, Waiting]:
+def waiting_by_model(state: State, at_s: float) -> dict[str, Waiting]:
+    """Return what waits at all gateways, by model."""
     found: dict[str, list[Waiting]] = defaultdict(list)
     for (_, model), one in state.waiting.items():
         if at_s < one.heard_s + GONE_S:

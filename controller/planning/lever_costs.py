@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from bus.deployments import Basis
+from bus.levers import CostBasis
 from bus.morphs import MorphReport
 
 Kind = Literal["resize", "swap", "merge", "part"]
@@ -26,7 +26,7 @@ class KindCost:
     duration_s: float
     stalled_s: float
     nbytes: float = 0.0
-    basis: Basis = "assumed"
+    basis: CostBasis = "assumed"
 
 
 ASSUMED_COSTS: Final[Mapping[Kind, KindCost]] = {
@@ -46,7 +46,7 @@ class LeverCosts:
     hold_s: float = HOLD_S
     merged_s: Mapping[str, float] = field(default_factory=dict)  # groups by leader: when they were made
 
-    def speed(self, tp: int) -> tuple[float, Basis]:
+    def speed(self, tp: int) -> tuple[float, CostBasis]:
         """Return the throughput of a group against one worker, measured if both were busy here."""
         alone, group = self.speeds.get(1), self.speeds.get(tp)
         if alone and group:

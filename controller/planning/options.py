@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from bus.deployments import Basis
-from bus.levers import LeverOption
+from bus.levers import CostBasis, LeverOption
 from controller.planning.lever_costs import CONNECT_S, MOVE_S
 from controller.planning.situation import (
     LeverSituation,
@@ -172,5 +171,5 @@ def _price_of_loss(loss: float, load: float, objectives: Objectives) -> float:
     return loss / max(objectives.loss_budget, RESERVE) * objectives.ttft_slo_s * load if loss > 0 else 0.0
 
 
-def _weaker(one: Basis, other: Basis) -> Basis:
+def _weaker(one: CostBasis, other: CostBasis) -> CostBasis:
     return "assumed" if "assumed" in (one, other) else one

@@ -23,6 +23,7 @@ from bus.deployments import (
     RegisterModel,
     RemoveModel,
     RetireModel,
+    WeighLevers,
 )
 from bus.errors import meant
 from gateway.errors import ApiError, invalid, not_found
@@ -34,6 +35,7 @@ from gateway.operations.bodies import body_type
 from gateway.operations.picture import deployment_json, model_json
 
 MAX_NAME: Final = 200
+MAX_WHAT_IF: Final = 10_000  # requests that are imagined
 MEASURED: Final = ("profiled", "failed")
 SETTLED: Final = ("serving", "failed", "retired")
 GONE: Final = ("retired", "failed")
@@ -108,6 +110,28 @@ async def remove(name: str, gateway: Here) -> Response:
 def _shown(card: ModelCard, there: Contents) -> dict[str, object]:
     profiles = [one for (model, _), one in there.profiles.items() if model == card.name]
     return model_json(card, profiles)
+
+
+class WhatIfBody(Body):
+    """The query of GET /admin/plan."""
+
+    model: Annotated[str, Field(max_length=MAX_NAME)] = ""
+    requests: Annotated[int, between(0, MAX_WHAT_IF)] = 0
+    prompt_tokens: Annotated[int, between(1, MAX_COUNT)] = 256
+    output_tokens: Annotated[int, between(1, MAX_COUNT)] = 64
+
+
+@router.get("/plan")
+async def what_if(request: Request, gateway: Here) -> Response:
+    """Return what the morph policy would weigh and do now, also if more requests came. Changes nothing."""
+    given = {
+        name: value if name == "model" else _number_or_text(value)
+        for name, value in request.query_params.items()
+    }
+    body = orders.checked(WhatIfBody, given)
+    order = WeighLevers(id=new_id(), **body.model_dump())
+    answer = await answers.ask(gateway, order, param="model", code=NO_MODEL)
+    return json_answer({"note": answer.error, "plans": answer.plans})
 
 
 class DeployBody(Body):

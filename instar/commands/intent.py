@@ -24,8 +24,9 @@ def _share(text: str) -> float:
     return value
 
 
-def add_intent_flags(parser: CommandParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a registered model: `instar model list`")
+def add_intent_flags(parser: CommandParser, *, needs_model: bool = True) -> None:
+    nargs = None if needs_model else "?"
+    parser.add_argument("model", metavar="MODEL", nargs=nargs, help="a registered model: `instar model list`")
     wanted = parser.add_argument_group("intent")
     fixed = parser.add_argument_group("fixed, otherwise chosen")
     for one in INTENT_FIELDS:

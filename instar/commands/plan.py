@@ -1,4 +1,4 @@
-"""`instar plan`: what every configuration of a registered model would cost."""
+"""`instar plan`: the cost of every configuration of a registered model, and what the policy would do now."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from bus.precisions import ENTRIES
 from instar.client import admin_client, admin_path, get_json
 from instar.commands.intent import add_intent_flags, intent
 from instar.commands.model import until_measured
+from instar.errors import InputError
+from instar.output.lever_table import what_if_parts
 from instar.output.plan_table import Estimate, render, shape_of
 from instar.output.tables import MIB, print_line, trimmed, write_json
-from instar.parser import CommandParser, add_client_flags
+from instar.parser import CommandParser, add_client_flags, at_least_one
 from instar.replay import plots
 
 DESCRIPTION = """\
@@ -25,6 +27,8 @@ Shows what every way to serve a registered model would cost. Changes nothing.
   instar plan chat --max-latency 0.5 --max-loss 1%
   instar plan chat --all                           every configuration instead of the ten best
   instar plan chat --plot chat.png                 latency over memory
+  instar plan --what-if                            what the morph policy weighs now, and would do
+  instar plan --what-if --requests 20 --prompt-tokens 2000 --output-tokens 200
 
 Configurations are written tp2 pp1 int4: two workers share each layer, in one stage, in int4.
 """
@@ -32,14 +36,29 @@ Configurations are written tp2 pp1 int4: two workers share each layer, in one st
 
 def add_to(parser: CommandParser) -> None:
     add_client_flags(parser)
-    add_intent_flags(parser)
+    add_intent_flags(parser, needs_model=False)
+    parser.add_argument(
+        "--what-if",
+        action="store_true",
+        help="weigh the levers of the morph policy, for all that serve or MODEL",
+    )
+    parser.add_argument(
+        "--requests",
+        type=at_least_one,
+        metavar="N",
+        help="with --what-if: so many more requests of --prompt-tokens and --output-tokens come at once",
+    )
     parser.add_argument("--all", action="store_true", help="show all rows instead of the ten best")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw latency over memory, as a PNG")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 1 if no configuration meets the intent."""
+    """Return 1 if no configuration meets the intent. Raises InputError."""
+    if args.what_if:
+        return _what_if(args)
+    if args.model is None or args.requests:
+        raise InputError("name a registered model (`instar model list`), or ask with --what-if")
     path = admin_path("models", args.model)
     with admin_client(args) as client:
         card = until_measured(client, get_json(client, path))
@@ -52,6 +71,21 @@ def run(args: argparse.Namespace) -> int:
         for part in render(plan, card, shows_all=args.all):
             print_line(console, part)
     return int(bool(plan["unmet"]))
+
+
+def _what_if(args: argparse.Namespace) -> int:
+    """Return 1 if a need stays beyond its objective whatever is done."""
+    names = ("model", "requests", "prompt_tokens", "output_tokens")
+    query = {name: value for name in names if (value := getattr(args, name)) is not None}
+    with admin_client(args) as client:
+        found = get_json(client, f"/admin/plan?{urlencode(query)}", "plans", "note")
+    is_met = all(plan["meets"] for plan in found["plans"])
+    if args.json:
+        return write_json(found, is_good=is_met)
+    with trimmed() as console:
+        for part in what_if_parts(found):
+            print_line(console, part)
+    return int(not is_met)
 
 
 def draw(estimates: Sequence[Estimate], title: str, path: Path) -> None:

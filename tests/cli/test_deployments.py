@@ -352,3 +352,71 @@ def test_the_status_shows_deployments_that_were_not_retired() -> None:
         "deployment a1 of chat: serving (chat@w0, 512 MiB of KV, 65536 tokens)",
         f"deployment a1 of chat: waiting ({NO_ROOM})",
     ]
+
+
+def option(lever: str, **fields: Any) -> dict[str, Any]:
+    empty: dict[str, Any] = {
+        **dict.fromkeys(("tp", "layers", "blocks", "nbytes"), 0),
+        **dict.fromkeys(("tokens_per_s", "loss", "stalled_s", "duration_s", "price_s", "cost_s"), 0.0),
+        "lever": lever,
+        "targets": [],
+        "precision": "full",
+        "basis": "assumed",
+        "refusal": "",
+        "is_taken": False,
+    }
+    return empty | fields
+
+
+WEIGHED: dict[str, Any] = {
+    "note": "",
+    "plans": [
+        {
+            "model": "demo",
+            "subject": "demo@w0",
+            "need": "4 requests wait for 30 KV blocks",
+            "options": [
+                option("queue", targets=["demo@w0"], duration_s=3600.0),
+                option("move", targets=["demo@w0", "demo@w1"], blocks=30, cost_s=0.4, is_taken=True),
+                option("swap", targets=["demo@w0"], layers=2, precision="int8", loss=0.0012, nbytes=3 << 20),
+                option("more", refusal="only by order"),
+            ],
+            "cost_s": 0.4,
+            "wait_s": 0.1,
+            "meets": True,
+        }
+    ],
+}
+
+
+def test_what_would_be_done_is_shown_with_every_option(
+    gateway: Script, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    gateway.answers = [(200, WEIGHED)]
+    assert gateway.main("plan", "--what-if", "--requests", "20", "--prompt-tokens", "2000") == 0
+    assert gateway.asked == [("GET", "/admin/plan?requests=20&prompt_tokens=2000", None)]
+    told = " ".join(capsys.readouterr().out.split())
+    assert "demo, demo@w0: 4 requests wait for 30 KV blocks" in told
+    assert "move demo@w0 to demo@w1" in told and "swap demo@w0: 2 layers to int8" in told
+    assert "0.12%" in told
+    assert "never" in told and "only by order" in told and "taken" in told
+    assert "0.40 request-seconds, the longest wait 0.10: within the objective" in told
+
+
+def test_a_need_that_no_lever_meets_is_an_exit_status(
+    gateway: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unmet = {"note": "mode manual", "plans": [WEIGHED["plans"][0] | {"meets": False}]}
+    gateway.answers = [(200, unmet), (200, unmet), (200, {"note": "", "plans": []})]
+    assert gateway.main("plan", "demo", "--what-if") == 1
+    assert gateway.asked[0][1] == "/admin/plan?model=demo"
+    assert gateway.main("plan", "--what-if", "--json") == 1
+    assert gateway.main("plan", "--what-if") == 0
+    told = capsys.readouterr().out
+    assert "mode manual" in told and "no set of levers" in told and "nothing would be done" in told
+
+
+def test_a_plan_needs_a_model_or_a_question(gateway: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gateway.main("plan") != 0
+    assert "instar model list" in capsys.readouterr().err

@@ -238,3 +238,34 @@ async def test_without_a_controller_an_order_is_refused_and_withdrawn(
         async with controlling(redis_settings):
             await asyncio.sleep(0.3)
             assert (await cluster.http.get("/admin/models")).json() == {"models": []}
+
+
+async def test_a_question_is_answered_with_what_would_be_weighed_and_nothing_is_done(
+    cluster: Cluster,
+) -> None:
+    await cluster.profiled()
+    await cluster.serving()
+    http = cluster.http
+    query: dict[str, str | int] = {"model": "m", "requests": 500, "prompt_tokens": 200, "output_tokens": 10}
+    calm = (await http.get("/admin/plan")).json()
+    assert calm == {"note": "", "plans": []}
+    (plan,) = (await http.get("/admin/plan", params=query)).json()["plans"]
+    assert plan["subject"] == "m@w0" and "requests wait for" in plan["need"]
+    assert [one["lever"] for one in plan["options"] if one["is_taken"]] == ["queue"]
+    assert any(one["lever"] == "more" and one["refusal"] for one in plan["options"])
+    (long,) = (await http.get("/admin/plan", params=query | {"prompt_tokens": 10**6})).json()["plans"]
+    assert long["need"] == "500 requests of up to 1000010 tokens wait that no instance holds"
+    state = (await http.get("/admin/state")).json()
+    assert state["morphs"] == [] or {one["kind"] for one in state["morphs"]} == {"deploy"}
+
+
+async def test_a_question_about_nothing_that_serves_is_refused(cluster: Cluster) -> None:
+    async with asyncio.timeout(8):
+        while (answer := await cluster.http.get("/admin/plan", params={"model": "x"})).status_code == 409:
+            assert "no metrics yet" in answer.text
+            await asyncio.sleep(0.05)
+    status, code, message = refusal(answer)
+    assert (status, code) == (404, "model_not_found") and message == "no instance of 'x' serves"
+    for name, value in (("requests", -1), ("requests", 10_001), ("prompt_tokens", 0), ("colour", 1)):
+        status, code, message = refusal(await cluster.http.get("/admin/plan", params={name: value}))
+        assert status == 400 and name in message, message

@@ -10,6 +10,7 @@ from bus.catalogue import Contents
 from bus.checkpoints import Checkpoint
 from bus.deployments import (
     Answer,
+    CatalogueOrder,
     Configuration,
     Deployment,
     DeployModel,
@@ -17,7 +18,6 @@ from bus.deployments import (
     Intent,
     Measure,
     ModelCard,
-    Order,
     Profile,
     Quantity,
     RegisterModel,
@@ -280,7 +280,7 @@ class World:
 
     # ------------------------------------------------------------------------------------- orders
 
-    def order(self, order: Order, **facts: Any) -> Answer:
+    def order(self, order: CatalogueOrder, **facts: Any) -> Answer:
         known = Facts(now_ms=self.now_ms, checkpoint=Checkpoint(NUM_LAYERS, "d"))
         outcome = carry_out(order, self.contents, replace(known, **facts))
         for record in outcome.write:

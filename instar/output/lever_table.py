@@ -1,0 +1,60 @@
+"""The tables of `instar plan --what-if`: what the morph policy weighs, and what it would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from rich.table import Table
+
+from bus.levers import NEVER_S
+from instar.output.tables import ABSENT, make_table, short
+
+NOTHING: Final = "nothing would be done: no request waits for KV blocks or a group, and no group could part"
+NUMBERS: Final = ("KV\nblocks", "\ntokens/s", "\nloss", "pause\ns", "ready in\ns", "cost\nrequest-s")
+TAKEN: Final = "taken"
+
+
+def what_if_parts(found: dict[str, Any]) -> Iterator[Table | str]:
+    """Yield what the answer of GET /admin/plan says, for people."""
+    if found["note"]:
+        yield found["note"]
+    if not found["plans"]:
+        yield NOTHING
+    for plan in found["plans"]:
+        yield f"{plan['model']}, {plan['subject']}: {plan['need']}"
+        yield _options(plan)
+        met = "within the objective" if plan["meets"] else "no set of levers meets the objective"
+        yield f"{plan['cost_s']:.2f} request-seconds, the longest wait {_seconds(plan['wait_s'])}: {met}\n"
+
+
+def _options(plan: dict[str, Any]) -> Table:
+    table = make_table(("lever",), NUMBERS)
+    table.add_column("", overflow="fold")
+    for one in plan["options"]:
+        if one["refusal"]:
+            table.add_row(one["lever"], *[ABSENT] * len(NUMBERS), f"not possible: {one['refusal']}")
+            continue
+        table.add_row(
+            _words(one),
+            str(one["blocks"] or ABSENT),
+            f"{one['tokens_per_s']:+.0f}" if one["tokens_per_s"] else ABSENT,
+            f"{one['loss']:.2%}" if one["loss"] else ABSENT,
+            short(one["stalled_s"]) if one["stalled_s"] else ABSENT,
+            _seconds(one["duration_s"]),
+            "never" if one["duration_s"] >= NEVER_S else f"{one['cost_s']:.2f}",
+            ", ".join(word for word in (TAKEN if one["is_taken"] else "", one["basis"]) if word),
+        )
+    return table
+
+
+def _words(one: dict[str, Any]) -> str:
+    between = " to " if one["lever"] == "move" else ", "
+    words = f"{one['lever']} {between.join(one['targets'])}"
+    if one["layers"]:
+        return f"{words}: {one['layers']} layers to {one['precision']}"
+    return f"{words}: tp {one['tp']}" if one["tp"] else words
+
+
+def _seconds(value: float) -> str:
+    return "never" if value >= NEVER_S else f"{value:.2f}"
