@@ -1,11 +1,12 @@
-"""Our scheduler of shapes against others, in a model of eight GPUs: no GPU is used, no time is measured.
+"""Our scheduler of shapes against others, on eight simulated GPUs: no GPU is used, no time is measured.
 
     python -m bench.scheduler [--quick]
 
-The papers' setting (Gyges §6.2.4): 60 short requests of 1K a minute, at random; one long one of 50K a
-minute; 8 instances of one GPU at first. What work costs is stated in `bench.scheduler.costs`. How long
-answers are, the papers do not say: a short one is 118 tokens (10.3 % of the whole, §5), a long one 4096, so
-that it runs for a minute and the next one overlaps it, as in their Figure 13; other lengths are swept.
+The model is `instar.simulate`: the service's own scheduler, dispatcher and choice of groups. The papers'
+setting (Gyges §6.2.4): 60 short requests of 1K a minute, at random; one long one of 50K a minute; 8 instances
+of one GPU at first. What work costs is stated in `bench.scheduler.costs`. How long answers are, the papers do
+not say: a short one is 118 tokens (10.3 % of the whole, §5), a long one 4096, so that it runs for a minute
+and the next one overlaps it, as in their Figure 13; other lengths are swept.
 
 Throughput is tokens got through, prompts and outputs, after a warm-up. Two more numbers, since what arrives
 bounds it and a queue hides in it: what comes within the limits of §3.1 (short: TTFT under 10 s, TPOT under
@@ -23,23 +24,25 @@ from typing import Any
 
 from bench.common.results import RESULTS, conclude, parser, quantile, say
 from bench.scheduler import costs
-from bench.scheduler.model import Cluster, Request, Scheduler
-from bench.scheduler.policies import LeastLoad, Ours, RoundRobin
-from bus.policy import Policy
+from bench.scheduler.policies import Modelled, least_load_first, modelled, round_robin
+from instar.replay.outcomes import RequestOutcome
+from instar.replay.schemas import Arrival
+from instar.simulate.cluster import TOO_LONG
+from instar.simulate.dispatcher import Dispatcher, tokens_of
 
 BAR = 1.26
 TTFT_LIMIT_S, TPOT_LIMIT_S = 10.0, 0.1
 WARM_UP_S = 300.0
 
-Setup = tuple[Callable[[], Scheduler], tuple[int, ...]]
+Setup = tuple[Callable[[], Dispatcher | None], tuple[int, ...]]
 OURS, ROUND_ROBIN, LEAST_LOAD = "transformation-aware", "round-robin", "least-load-first"
 SETUPS: dict[str, Setup] = {
-    OURS: (lambda: Ours(Policy()), (1,) * 8),
-    ROUND_ROBIN: (lambda: RoundRobin(Policy()), (1,) * 8),
-    LEAST_LOAD: (lambda: LeastLoad(Policy()), (1,) * 8),
-    "static 8 x TP1": (Ours, (1,) * 8),
-    "static TP4 + 4 x TP1": (Ours, (4, 1, 1, 1, 1)),
-    "static 2 x TP4": (Ours, (4, 4)),
+    OURS: (lambda: None, (1,) * 8),
+    ROUND_ROBIN: (round_robin, (1,) * 8),
+    LEAST_LOAD: (least_load_first, (1,) * 8),
+    "static 8 x TP1": (lambda: None, (1,) * 8),
+    "static TP4 + 4 x TP1": (lambda: None, (4, 1, 1, 1, 1)),
+    "static 2 x TP4": (lambda: None, (4, 4)),
 }
 
 
@@ -70,64 +73,69 @@ def arrivals(
     short_per_min: float = 60,
     long_output: int = costs.LONG_OUTPUT,
     long_every_s: int = 60,
-) -> list[Request]:
+) -> list[Arrival]:
     rng = random.Random(seed)
-    requests: list[Request] = []
+    requests: list[Arrival] = []
     at_s = 0.0
     while (at_s := at_s + rng.expovariate(short_per_min / 60)) < seconds:
-        requests.append(Request(len(requests), at_s, costs.SHORT_PROMPT, costs.SHORT_OUTPUT))
+        requests.append(Arrival(at_s, costs.SHORT_PROMPT, costs.SHORT_OUTPUT))
     for at_s in range(30, int(seconds), long_every_s):
-        requests.append(Request(len(requests), float(at_s), costs.LONG_PROMPT, long_output))
+        requests.append(Arrival(float(at_s), costs.LONG_PROMPT, long_output))
     return requests
 
 
 def model(
     name: str, seed: int, seconds: float, shapes: tuple[int, ...] = (), **load: Any
-) -> tuple[Outcome, Cluster]:
+) -> tuple[Outcome, Modelled]:
     make, usual_shapes = SETUPS[name]
-    cluster = Cluster(make(), shapes or usual_shapes)
-    cluster.run(arrivals(seed, seconds, **load), seconds)
-    return outcome_of(cluster, seconds), cluster
+    requests = arrivals(seed, seconds, **load)
+    run = modelled(make(), requests, seconds, shapes or usual_shapes, is_static=name.startswith("static"))
+    return outcome_of(run), run
 
 
-def outcome_of(cluster: Cluster, seconds: float) -> Outcome:
-    seen = [one for one in cluster.requests if one.arrives_s >= WARM_UP_S]
-    short, long = ([one for one in seen if one.is_long == is_long] for is_long in (False, True))
+def outcome_of(run: Modelled) -> Outcome:
+    seconds, outcomes = run.seconds, run.record.outcomes
+    seen = [one for one in outcomes if one.due_s >= WARM_UP_S]
+    short, long = ([one for one in seen if _is_long(one) == is_long] for is_long in (False, True))
     measured_s = seconds - WARM_UP_S
-    before = max(tokens for at_s, tokens, _ in cluster.rates if at_s <= WARM_UP_S)
-    served = [one for one in short if _is_in_time(one)] + [one for one in long if one.end_s is not None]
+    before = max(tokens for at_s, tokens, _ in run.rates if at_s <= WARM_UP_S)
+    served = [one for one in short if _is_in_time(one)] + [one for one in long if one.is_served]
+    refused = [one for one in outcomes if one.error == TOO_LONG]
     return Outcome(
-        tokens_per_s=(cluster.num_tokens - before) / measured_s,
-        goodput=sum(one.num_tokens for one in served) / measured_s,
+        tokens_per_s=(run.num_tokens - before) / measured_s,
+        goodput=sum(map(tokens_of, served)) / measured_s,
         short_ttft_p95=quantile([_ttft(one, seconds) for one in short], 0.95) or 0.0,
-        long_ttft_p95=quantile([_ttft(one, seconds) for one in long if not one.is_refused], 0.95),
-        short_tpot_p95=quantile([_tpot(one) for one in short if one.end_s is not None], 0.95) or 0.0,
-        long_tpot_p95=quantile([_tpot(one) for one in long if one.end_s is not None], 0.95),
-        num_up=cluster.num_transforms["up"],
-        num_down=cluster.num_transforms["down"],
-        num_refused=sum(one.is_refused for one in cluster.requests),
-        num_ended=sum(one.end_s is not None for one in seen),
+        long_ttft_p95=quantile([_ttft(one, seconds) for one in long if one.error != TOO_LONG], 0.95),
+        short_tpot_p95=quantile([_tpot(one) for one in short if one.is_served], 0.95) or 0.0,
+        long_tpot_p95=quantile([_tpot(one) for one in long if one.is_served], 0.95),
+        num_up=run.transforms("scale_up"),
+        num_down=run.transforms("scale_down"),
+        num_refused=len(refused),
+        num_ended=sum(one.is_served for one in seen),
         num_requests=len(seen),
     )
 
 
-def _ttft(one: Request, end_s: float) -> float:
-    return (end_s if one.first_s is None else one.first_s) - one.arrives_s
+def _is_long(one: RequestOutcome) -> bool:
+    return tokens_of(one) > costs.TOKENS_AT[1]
 
 
-def _tpot(one: Request) -> float:
-    assert one.first_s is not None and one.end_s is not None
-    return (one.end_s - one.first_s) / (one.output - 1)
+def _ttft(one: RequestOutcome, end_s: float) -> float:
+    return (end_s if one.first_s is None else one.first_s) - one.due_s
 
 
-def _is_in_time(one: Request) -> bool:
-    return one.end_s is not None and _ttft(one, 0.0) < TTFT_LIMIT_S and _tpot(one) < TPOT_LIMIT_S
+def _tpot(one: RequestOutcome) -> float:
+    return one.tpot_s or 0.0
+
+
+def _is_in_time(one: RequestOutcome) -> bool:
+    return one.is_served and _ttft(one, 0.0) < TTFT_LIMIT_S and _tpot(one) < TPOT_LIMIT_S
 
 
 # ------------------------------------------------------------------------------------- what is run
 
 
-def compare(seeds: Sequence[int], seconds: float) -> tuple[dict[str, Any], dict[str, Cluster]]:
+def compare(seeds: Sequence[int], seconds: float) -> tuple[dict[str, Any], dict[str, Modelled]]:
     say(
         f"{'':22} tokens/s  in time   TTFT P95 s: short   long   TPOT P95 ms: short   long   up/down  refused"
     )
@@ -223,7 +231,7 @@ def main() -> int:
     result = {
         "bench": "scheduler",
         "bar": BAR,
-        "model": "event-driven, 8 GPUs, Qwen2.5-32B on H20 by Table 1 of Gyges; nothing is measured",
+        "model": "instar.simulate, 8 GPUs, Qwen2.5-32B on H20 by Table 1 of Gyges; nothing is measured",
         "seconds": seconds,
         "warm_up_s": WARM_UP_S,
         "seeds": len(seeds),

@@ -21,6 +21,18 @@ that §3.4 measured for the KV cache's exchange on a single SM.
 
 from __future__ import annotations
 
+from instar.simulate.calibration import (
+    VERSION,
+    CalibratedMemory,
+    Coverage,
+    Degree,
+    EngineCalibration,
+    EngineLimits,
+    MorphCosts,
+    StepCosts,
+    TransformCosts,
+)
+
 K = 1024
 TOKENS_AT = {1: int(3.75 * K), 2: int(41.25 * K), 4: int(120.5 * K)}
 RATE = {1: 448.0, 2: 670.0, 4: 767.0}
@@ -47,7 +59,31 @@ def output_token_s(peak_share: float = PEAK_SHARE) -> float:
     return (whole_s - SHORT_PROMPT * prompt_token_s(peak_share)) / SHORT_OUTPUT
 
 
-def step_s(num_prompt: int, num_output: int, tp: int, peak_share: float = PEAK_SHARE) -> float:
-    """Return the seconds of a step with so many tokens of prompts and of outputs."""
-    work_s = num_prompt * prompt_token_s(peak_share) + num_output * output_token_s(peak_share)
-    return work_s * RATE[1] / RATE[tp]
+def calibration() -> EngineCalibration:
+    """Return the costs as those of a simulated instance."""
+    block_tokens = 16
+    kv_blocks = TOKENS_AT[1] // block_tokens
+    return EngineCalibration(
+        version=VERSION,
+        model="Qwen2.5-32B",
+        source="Table 1 of Gyges; nothing is measured",
+        num_layers=NUM_LAYERS,
+        order=list(range(NUM_LAYERS)),
+        limits=EngineLimits(TOKENS_AT[4], 256, CHUNK_TOKENS, block_tokens),
+        memory=CalibratedMemory(
+            page_bytes=1,
+            kv_pages=kv_blocks * NUM_LAYERS,
+            kv_blocks=kv_blocks,
+            spare_pages=0,
+            layer_pages={"full": 2},
+            attention_pages={"full": 1},
+        ),
+        step=StepCosts(0.0, prompt_token_s(), output_token_s(), 0.0),
+        morph=MorphCosts(0.0, 0.0, share=1.0),
+        covers=Coverage(running=256, prompt_tokens=TOKENS_AT[4], precisions=["full"]),
+        transform=TransformCosts(
+            layer_s=SHORTEST_TRANSFORM_STEP_S,
+            slowdown=TRANSFORM_SLOWDOWN,
+            degrees={tp: Degree(RATE[tp] / RATE[1], TOKENS_AT[tp]) for tp in (2, 4)},
+        ),
+    )

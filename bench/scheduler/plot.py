@@ -7,12 +7,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from bench.common.plots import picture
-from bench.scheduler.model import Cluster
+from bench.scheduler.policies import Modelled
 
 SMOOTH_S = 60.0
 
 
-def draw(clusters: Mapping[str, Cluster], path: Path) -> None:
+def draw(clusters: Mapping[str, Modelled], path: Path) -> None:
     """Write the picture as PNG."""
     options = {"figsize": (11, 7), "sharex": True, "height_ratios": (3, 1)}
     with picture(path, 2, 1, **options) as (_, (rates, groups)):

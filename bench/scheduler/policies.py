@@ -1,308 +1,148 @@
-"""The schedulers that `bench.scheduler` compares.
+"""The dispatchers that `bench.scheduler` compares with the service's own.
 
-Ours is the service's own code: `choose` of the gateway, `scale_up` and `scale_down` of the controller. The
-others differ in where a request goes, and make a group as soon as a long request comes to an instance that
-cannot hold it (Gyges §6.2.4); their groups split by the same rules as ours.
+They differ in where a request goes, and make a group as soon as a long request comes to an instance that
+cannot hold it (Gyges §6.2.4). Their groups part by the same rules as ours.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from bench.scheduler import costs
-from bench.scheduler.model import Cluster, Request, Unit
-from bus.groups import natural
-from bus.messages import Demand
-from bus.morphs import MorphReport
 from bus.policy import Policy
-from controller.morphing.decision import MorphDecision
-from controller.morphing.groups import Group
-from controller.morphing.scaling import hear, scale_down, scale_up
-from controller.morphing.track import Freshness, State, observe, sent
-from gateway.delivery.dispatch import (
-    SPLIT_PATIENCE_S,
-    Candidate,
-    QueuesAhead,
-    Seat,
-    TooLong,
-    WaitForSplit,
-    choose,
-    crowded,
-    member_for,
-    num_to_recall,
-)
+from instar.replay.outcomes import RequestOutcome
+from instar.replay.schemas import Arrival
+from instar.simulate.cluster import Record
+from instar.simulate.dispatcher import Dispatcher, ServedCluster, tokens_of
+from instar.simulate.gateway import ActiveInstance
+from instar.simulate.grouped import GroupedCluster
+from instar.simulate.groups import SimulatedGroup, most_tokens
 
-FRESHNESS = Freshness(stale_s=5.0, gap_s=7.0)
-
-
-def group_of(unit: Unit) -> Group:
-    return Group(
-        model="m",
-        host="h",
-        workers=unit.workers,
-        instances=tuple(f"m@{name}" for name in unit.workers),
-        epochs=(1,) * len(unit.workers),
-        tp=unit.tp,
-        tokens_at=costs.TOKENS_AT,
-        max_tokens=unit.max_tokens,
-        used_tokens=unit.used_tokens,
-        own_tokens=tuple(unit.used_by(name) for name in unit.workers),
-        longest_tokens=max((one.num_tokens for one in unit.requests), default=0),
-        load=len(unit.requests),
-        waiting=len(unit.waiting),
-    )
-
-
-class Shapes:
-    """Transforms as the controller decides them; without a policy nothing changes."""
-
-    def __init__(self, policy: Policy | None) -> None:
-        self.policy = policy
-        self._state = State()
-        self._numbers = itertools.count(1)
-
-    def window(self, cluster: Cluster) -> None:
-        if self.policy is None:
-            return
-        groups = self._groups(cluster)
-        self._state, parting = scale_down(self._state, groups, self.policy, cluster.now, FRESHNESS)
-        self._carry_out(cluster, parting)
-
-    def demand(self, cluster: Cluster, waiting: Iterable[Request]) -> None:
-        tokens = [one.num_tokens for one in waiting]
-        if self.policy is None or not tokens:
-            return
-        demand = Demand(gateway="g", model="m", tokens=max(tokens), count=len(tokens), at_ms=0)
-        self._state = hear(self._state, demand, cluster.now)
-        groups = self._groups(cluster)
-        self._state, merging = scale_up(self._state, groups, self.policy, cluster.now, FRESHNESS)
-        self._carry_out(cluster, merging)
-
-    def reshaped(self, cluster: Cluster, morph_id: str, units: Iterable[Unit]) -> None:
-        workers = [name for unit in units for name in unit.workers]
-        report = MorphReport(
-            id=morph_id,
-            kind="transform",
-            target=f"m@{workers[0]}",
-            worker=workers[0],
-            epoch=1,
-            state="applied",
-            reason="modelled",
-            started_ms=0,
-            workers=workers,
-        )
-        self._state = observe(self._state, report, cluster.now)
-
-    def _groups(self, cluster: Cluster) -> list[Group]:
-        return [group_of(unit) for unit in cluster.units.values() if not unit.is_changing]
-
-    def _carry_out(self, cluster: Cluster, decisions: Iterable[MorphDecision]) -> None:
-        for one in decisions:
-            morph_id = f"morph-{next(self._numbers)}"
-            for name in one.instances:
-                self._state = sent(self._state, name, one.lever, morph_id, cluster.now)
-            cluster.transform(tuple(one.epochs), one.tp, morph_id)
-
-
-class Ours:
-    """A gateway that sees metrics twice a second and what it sent since.
-
-    Without a policy shapes are static.
-    """
-
-    name = "transformation-aware"
-
-    def __init__(self, policy: Policy | None = None) -> None:
-        self._shapes = Shapes(policy)
-        self._seen: dict[str, tuple[int, float]] = {}  # leader: requests and free tokens in the last window
-        self._homes: dict[str, tuple[int, int]] = {}  # worker: requests and tokens of short ones, likewise
-        self._since: Counter[str] = Counter()  # by worker: requests sent since
-        self._tokens_since: Counter[str] = Counter()
-        self._placed_s = 0.0  # when a short one got a place last
-        self._stuck_s = -1.0  # a short one found no place then, so the later ones of its size do not either
-
-    def place(self, cluster: Cluster, request: Request) -> Unit | None:
-        waiting = cluster.waiting_long
-        if request.is_long and waiting and waiting[0] is not request:
-            return None
-        if not request.is_long and self._stuck_s == cluster.now:
-            return None
-        candidates = [self._candidate(cluster, unit) for unit in cluster.units.values()]
-        before = [one.num_tokens for one in waiting if one.arrives_s < request.arrives_s]
-        first = waiting[0].num_tokens if waiting else 0
-        ahead = QueuesAhead(long_tokens=first, reserved_tokens=max(before, default=0))
-        found = choose(candidates, request.num_tokens, "", ahead)
-        since_s = max(request.arrives_s, self._placed_s)
-        is_late = isinstance(found, WaitForSplit) and cluster.now >= since_s + SPLIT_PATIENCE_S
-        if isinstance(found, WaitForSplit) and is_late:
-            found = found.candidate
-        if isinstance(found, Candidate) and not self._is_behind(cluster, request, found):
-            if not request.is_long and not is_late:
-                self._placed_s = cluster.now
-            return self._send(cluster, request, found)
-        request.is_refused = isinstance(found, TooLong) and self._shapes.policy is None
-        if not request.is_long:
-            self._stuck_s = cluster.now
-        return None
-
-    @staticmethod
-    def _is_behind(cluster: Cluster, request: Request, group: Candidate) -> bool:
-        """Return whether another short request waits for a seat before this one."""
-        if request.is_long or request.waits or not group.can_split:
-            return False
-        return any(not one.is_long for one in cluster.waiting)
-
-    def _send(self, cluster: Cluster, request: Request, to: Candidate) -> Unit:
-        member = member_for(to, request.num_tokens)
-        request.home = member.worker
-        self._since[request.home] += 1
-        self._tokens_since[request.home] += request.num_tokens
-        return cluster.units[to.instance]
-
-    def window(self, cluster: Cluster) -> None:
-        self._since.clear()
-        self._tokens_since.clear()
-        self._seen = {name: (len(unit.requests), self._room_of(unit)) for name, unit in cluster.units.items()}
-        self._homes = {name: _home_of(unit, name) for unit in cluster.units.values() for name in unit.workers}
-        if self._shapes.policy is not None:
-            self._recall(cluster)
-        self._shapes.window(cluster)
-        self._shapes.demand(cluster, cluster.waiting_long)
-
-    def _recall(self, cluster: Cluster) -> None:
-        """Recall requests, so that no group has a queue."""
-        homes = {name: unit for unit in cluster.units.values() for name in unit.workers}
-        candidates = [self._candidate(cluster, unit) for unit in cluster.units.values()]
-        first = next((one.num_tokens for one in cluster.waiting_long), 0)
-        for seat in crowded(candidates, first):
-            unit = homes[seat.worker]
-            queued = [one for one in unit.waiting if one.home == seat.worker and not one.is_long]
-            count = num_to_recall(seat, [one.prompt for one in queued])
-            cluster.recall(unit, queued[len(queued) - count :])
-
-    def reshaped(self, cluster: Cluster, morph_id: str, units: Iterable[Unit]) -> None:
-        """Forget what was seen of the units, whose shapes were others."""
-        for unit in units:
-            self._seen.pop(unit.leader, None)
-        self._shapes.reshaped(cluster, morph_id, units)
-
-    def _candidate(self, cluster: Cluster, unit: Unit) -> Candidate:
-        """Return a unit as the gateway sees it; members of a group that forms count as one here."""
-        count, free = self._seen.get(unit.leader, (len(unit.requests), self._room_of(unit)))
-        return Candidate(
-            instance=unit.leader,
-            worker=unit.leader,
-            epoch=1,
-            max_tokens=unit.max_tokens,
-            num_measured=count,
-            num_own=len(unit.requests),
-            num_own_since=sum(self._since[name] for name in unit.workers),
-            tp=unit.tp,
-            low_tokens=costs.TOKENS_AT[1],
-            free_tokens=free - sum(self._tokens_since[name] for name in unit.workers),
-            stays=self._shapes.policy is None or any(one.is_long for one in unit.requests),
-            can_split=self._shapes.policy is not None,
-            seats=tuple(self._seat(unit, name) for name in unit.workers if len(unit.workers) > 1),
-        )
-
-    def _seat(self, unit: Unit, name: str) -> Seat:
-        count, tokens = self._homes.get(name, (0, 0))
-        return Seat(
-            instance=unit.leader,
-            worker=name,
-            epoch=1,
-            num_measured=count,
-            num_own=_home_of(unit, name)[0],
-            num_own_since=self._since[name],
-            short_tokens=tokens + self._tokens_since[name],
-            home_tokens=costs.TOKENS_AT[1],
-        )
-
-    @staticmethod
-    def _room_of(unit: Unit) -> float:
-        return unit.max_tokens - unit.used_tokens - sum(one.prompt for one in unit.waiting)
-
-
-def _home_of(unit: Unit, name: str) -> tuple[int, int]:
-    """Return the number of requests of one worker, and the tokens of the short ones among them."""
-    there = [one for one in unit.requests if one.home == name]
-    return len(there), sum(one.prompt + one.generated for one in there if not one.is_long)
+Pick = Callable[[Sequence[SimulatedGroup]], SimulatedGroup]
 
 
 class Unaware:
-    """A scheduler that knows nothing of transformations: a request goes where `pick` says.
+    """A dispatcher that knows nothing of transformations: a request goes where `pick` says.
 
     A long request at an instance that cannot hold it makes that a group with its neighbours, and waits for
     it.
     """
 
-    name = ""
+    def __init__(self, pick: Pick) -> None:
+        self._pick = pick
+        self._made: dict[int, tuple[str, ...]] = {}  # by request: the workers that come together for it
 
-    def __init__(self, policy: Policy) -> None:
-        self._shapes = Shapes(policy)
-        self._made: dict[Request, tuple[str, ...]] = {}  # for whom these come together
-        self._numbers = itertools.count(1)
+    def place(self, cluster: ServedCluster, outcome: RequestOutcome) -> ActiveInstance | None:
+        if outcome.number not in self._made:
+            group = self._pick([cluster.groups[number] for number in sorted(cluster.groups)])
+            if tokens_of(outcome) <= group.max_tokens:
+                return emptiest(group)
+            self._made[outcome.number] = _neighbours(group, tokens_of(outcome))
+        return self._arrived(cluster, outcome)
 
-    def pick(self, cluster: Cluster, units: list[Unit]) -> Unit:
-        raise NotImplementedError
-
-    def place(self, cluster: Cluster, request: Request) -> Unit | None:
-        if request in self._made:
-            return self._arrived(cluster, request)
-        units = sorted(cluster.units.values(), key=lambda unit: natural(unit.leader))
-        unit = self.pick(cluster, units)
-        if request.num_tokens <= unit.max_tokens:
-            request.home = unit.emptiest
-            return unit
-        workers = _neighbours(unit, request.num_tokens)
-        self._made[request] = workers
-        return self._arrived(cluster, request)
-
-    def _arrived(self, cluster: Cluster, request: Request) -> Unit | None:
-        """Return the group once it has formed; order it if that is possible now."""
-        workers = self._made[request]
-        there = [unit for unit in cluster.units.values() if set(unit.workers) & set(workers)]
-        if any(unit.is_changing for unit in there):
+    def _arrived(self, cluster: ServedCluster, outcome: RequestOutcome) -> ActiveInstance | None:
+        """Return a member of the group once it has formed; order it if that is possible now."""
+        workers = self._made[outcome.number]
+        there = [
+            group
+            for group in cluster.groups.values()
+            if any(one.morphs.worker in workers for one in group.members)
+        ]
+        if any(group.is_changing for group in there):
             return None
-        if len(there) == 1 and there[0].max_tokens >= request.num_tokens:
-            del self._made[request]
-            request.home = there[0].emptiest
-            return there[0]
-        cluster.transform(workers, len(workers), f"unaware-{next(self._numbers)}")
+        if len(there) == 1 and there[0].max_tokens >= tokens_of(outcome):
+            del self._made[outcome.number]
+            return emptiest(there[0])
+        cluster.order(workers, len(workers))
         return None
 
-    def window(self, cluster: Cluster) -> None:
-        self._shapes.window(cluster)
+    def window(self, cluster: ServedCluster) -> None:
+        pass
 
-    def reshaped(self, cluster: Cluster, morph_id: str, units: Iterable[Unit]) -> None:
-        self._shapes.reshaped(cluster, morph_id, units)
+    def demand(self, cluster: ServedCluster) -> list[int]:
+        return []
 
 
-class RoundRobin(Unaware):
-    """Picks one instance after the other, in the order of their workers."""
+def round_robin() -> Unaware:
+    """Return one that picks an instance after the other, in the order of their workers."""
+    last = -1
 
-    name = "round-robin"
-    _last = -1
-
-    def pick(self, cluster: Cluster, units: list[Unit]) -> Unit:
-        after = [unit for unit in units if int(unit.leader[1:]) > self._last]
-        chosen = (after or units)[0]
-        self._last = int(chosen.leader[1:])
+    def pick(groups: Sequence[SimulatedGroup]) -> SimulatedGroup:
+        nonlocal last
+        after = [group for group in groups if group.numbers[0] > last]
+        chosen = (after or groups)[0]
+        last = chosen.numbers[0]
         return chosen
 
-
-class LeastLoad(Unaware):
-    """Picks the instance with the fewest tokens left to process."""
-
-    name = "least-load-first"
-
-    def pick(self, cluster: Cluster, units: list[Unit]) -> Unit:
-        return min(units, key=lambda unit: (unit.outstanding_tokens, natural(unit.leader)))
+    return Unaware(pick)
 
 
-def _neighbours(unit: Unit, num_tokens: int) -> tuple[str, ...]:
+def least_load_first() -> Unaware:
+    """Return one that picks the instance with the fewest tokens left to process."""
+    return Unaware(lambda groups: min(groups, key=_outstanding_tokens))
+
+
+def emptiest(group: SimulatedGroup) -> ActiveInstance:
+    """Return the member with the fewest requests, and the first of equals."""
+    return min(group.members, key=lambda one: one.num_own)
+
+
+def _outstanding_tokens(group: SimulatedGroup) -> int:
+    return sum(most_tokens(seq) - seq.num_computed_tokens for seq in group.sequences)
+
+
+def _neighbours(group: SimulatedGroup, num_tokens: int) -> tuple[str, ...]:
     tp = next(tp for tp, tokens in sorted(costs.TOKENS_AT.items()) if tokens >= num_tokens)
-    first = int(unit.leader[1:]) // tp * tp
+    first = group.numbers[0] // tp * tp
     return tuple(f"w{i}" for i in range(first, first + tp))
+
+
+@dataclass(slots=True)
+class Modelled:
+    """A run of a cluster. rates: a sample in each window: when, tokens so far, groups of several workers."""
+
+    cluster: GroupedCluster
+    seconds: float
+    rates: list[tuple[float, int, int]] = field(default_factory=list)
+
+    @property
+    def record(self) -> Record:
+        return self.cluster.record
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens got through, once each."""
+        recomputed = sum(one.instance.scheduler.num_recomputed for one in self.cluster.instances.values())
+        return self.record.tally.computed - recomputed
+
+    def transforms(self, lever: str) -> int:
+        """Return how many changes of degree were applied."""
+        return self.record.levers[lever, "applied"]
+
+
+def modelled(
+    dispatcher: Dispatcher | None,
+    arrivals: Sequence[Arrival],
+    seconds: float,
+    degrees: Sequence[int] = (1,) * 8,
+    *,
+    is_static: bool = False,
+) -> Modelled:
+    """Run a cluster of the given degrees at first for so long. dispatcher: None for the service's own."""
+    policy = None if is_static else Policy()
+    cluster = GroupedCluster(
+        costs.calibration(),
+        sum(degrees),
+        policy,
+        degrees=degrees,
+        dispatcher=dispatcher,
+        on_window=lambda at_s: run.rates.append((at_s, run.num_tokens, _num_groups(cluster))),
+    )
+    run = Modelled(cluster, seconds)
+    cluster.run(arrivals, seconds - max(one.at_s for one in arrivals))
+    return run
+
+
+def _num_groups(cluster: GroupedCluster) -> int:
+    return sum(len(group.members) > 1 for group in cluster.groups.values())

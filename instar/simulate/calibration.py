@@ -47,6 +47,26 @@ class MorphCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     share: Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
+class Degree(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A group: its speed relative to a worker alone, and the tokens of its whole KV cache."""
+
+    speed: AboveZero
+    kv_tokens: Count
+
+
+class TransformCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The cost of a change of degree, in which one layer changes in each step.
+
+    The defaults are those of bench/results/transform.json: 211 ms for 12 layers of an idle group, and 3 % and
+    7.6 % more time for the steps of a busy one. layer_s: the shortest step that changes a layer. slowdown: of
+    the steps meanwhile. degrees: of the groups that can form; without any none does.
+    """
+
+    layer_s: FromZero = 0.0176
+    slowdown: Annotated[float, msgspec.Meta(ge=1)] = 1.05
+    degrees: dict[int, Degree] = {}
+
+
 class CalibratedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker's pages and KV blocks while all layers are in full precision.
 
@@ -106,9 +126,16 @@ class EngineCalibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     step: StepCosts
     morph: MorphCosts
     covers: Coverage
+    transform: TransformCosts = TransformCosts()
     transit_s: FromZero = 0.0
     losses: Mapping[Precision, Mapping[str, Sequence[float]]] = {}
     error: float = 0.0
+
+    @property
+    def tokens_at(self) -> dict[int, int]:
+        """The tokens of the KV cache of a worker alone, and of a group of each degree."""
+        alone = self.memory.kv_blocks * self.limits.block_tokens
+        return {1: alone} | {degree: one.kv_tokens for degree, one in self.transform.degrees.items()}
 
     @property
     def variants(self) -> list[Precision]:
@@ -160,7 +187,9 @@ def _problem(found: EngineCalibration) -> str:
         if len(parts.get(part, [])) != found.num_layers
     ]:
         return f"losses in {wrong[0]} needs {found.num_layers} numbers, one for each layer"
-    if memory.kv_blocks * limits.block_tokens < limits.max_model_len:
+    if odd := [one for one in found.transform.degrees if one < 2 or one & (one - 1)]:
+        return f"transform.degrees has {odd[0]}; degrees are powers of two, from 2 on"
+    if max(found.tokens_at.values()) < limits.max_model_len:
         return (
             f"{memory.kv_blocks} KV blocks of {limits.block_tokens} tokens hold no sequence of "
             f"{limits.max_model_len} tokens"

@@ -23,7 +23,6 @@ from instar.simulate.engine import SimulatedInstance, Tally
 from instar.simulate.gateway import ActiveInstance, SimulatedGateway
 from instar.simulate.relief import SimulatedMorphs
 from instar.simulate.windows import Smoothed
-from worker.morph.reflex import Lever
 
 SAMPLE_S: Final = 1.0
 TOO_LONG: Final = "400 context_length_exceeded"  # the gateway's answer
@@ -38,7 +37,7 @@ class Record:
     outcomes: list[RequestOutcome] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     morphs: list[MorphReport] = field(default_factory=list)
-    levers: Counter[tuple[Lever, MorphOutcome]] = field(default_factory=Counter)
+    levers: Counter[tuple[str, MorphOutcome]] = field(default_factory=Counter)
     tally: Tally = field(default_factory=Tally)
     events_in: Counter[int] = field(default_factory=Counter)
     preemptions: int = 0
@@ -135,15 +134,16 @@ class SimulatedCluster:
     def _arrive(self, outcome: RequestOutcome) -> None:
         """Choose an instance as the gateway does, and send the request to it."""
         outcome.sent_s = self.now_s
-        num_tokens = outcome.prompt_asked + outcome.output_asked
-        number = self._gateway.choose(num_tokens)
+        number = self._gateway.choose(outcome.prompt_asked + outcome.output_asked)
         if number is None:
             outcome.error, outcome.status, outcome.ended_s = TOO_LONG, 400, self.now_s
             return
-        one = self._activate(number)
+        self._send(self._activate(number), outcome)
+
+    def _send(self, one: ActiveInstance, outcome: RequestOutcome) -> None:
         one.num_own += 1
         one.num_since += 1
-        one.tokens_since += num_tokens
+        one.tokens_since += outcome.prompt_asked + outcome.output_asked
         self._homes[outcome.number] = one
         self._gateway.show(one)
         self._at(self.now_s + self._calibration.transit_s, self._submit, one, outcome)
@@ -216,11 +216,15 @@ class SimulatedCluster:
         self._gateway.wake(number)
         one = self.instances.get(number) or self._made(number)
         self.instances[number] = self._active[number] = one
+        self._report()
+        return one
+
+    def _report(self) -> None:
+        """Have instances report from now on, if none does."""
         if not self._is_ticking:
             self._is_ticking = True
             ticks = int(self.now_s / self._report_s) + 1
             self._at(ticks * self._report_s, self._tick, ticks)
-        return one
 
     def _made(self, number: int) -> ActiveInstance:
         instance = SimulatedInstance(
@@ -245,13 +249,18 @@ class SimulatedCluster:
             one.seen.observe()
             if is_window:
                 self._judge(one)
+        if is_window:
+            self._windowed()
         if is_window and self.now_s >= self._sampled_s + SAMPLE_S:
             self._sampled_s = self.now_s
             instances = self._gateway.sample(self._active.values(), self.now_s)
             self.record.samples.append({"at_s": round(self.now_s, 3), "instances": instances})
-        self._is_ticking = bool(self._active)
+        self._is_ticking = not self._is_at_rest()
         if self._is_ticking:
             self._at((ticks + 1) * self._report_s, self._tick, ticks + 1)
+
+    def _windowed(self) -> None:
+        """Do what follows the metrics of a window."""
 
     def _forecast(self, one: ActiveInstance) -> None:
         """Let the controller forecast the blocks that the instance needs, and tell its reflex."""
@@ -270,8 +279,14 @@ class SimulatedCluster:
         is_idle = not (one.num_own or one.instance.has_work or one.morphs.running)
         is_as_made = one.instance.shape.is_at_rest and one.instance.blocks.capacity == self._kv_blocks
         if is_idle and is_as_made and one.seen.is_settled:
-            del self._active[one.instance.number]
-            one.seen.forget()
-            self._gateway.rest(one)
+            self._rest(one)
         else:
             self._gateway.show(one)
+
+    def _is_at_rest(self) -> bool:
+        return not self._active
+
+    def _rest(self, one: ActiveInstance) -> None:
+        del self._active[one.instance.number]
+        one.seen.forget()
+        self._gateway.rest(one)

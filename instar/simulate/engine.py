@@ -8,10 +8,10 @@ are the same.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Final
+from typing import Final, NamedTuple
 
 from bus.messages import SamplingParams, Submit
 from instar.replay.outcomes import RequestOutcome
@@ -22,11 +22,12 @@ from worker.engine.admission import refusal, why_finished
 from worker.engine.core import RESIDENCE_WEIGHT
 from worker.engine.prompt_rate import PromptRate
 from worker.engine.scheduler import TOKENS_A_LOOK, ScheduledChunk, Scheduler
-from worker.engine.sequence import Limits
+from worker.engine.sequence import BlockPool, Limits
 from worker.engine.sequence import Sequence as EngineSequence
 from worker.memory import BlockAllocator
 
 IsQuiet = Callable[[int], bool]  # argument: the number of KV blocks in use
+ANY_NUMBER: Final = 1 << 30  # steps, where nothing is to be done
 VOCABULARY: Final = 1  # all tokens are token 0: there is no text
 
 
@@ -39,6 +40,16 @@ class Tally:
     tokens: int = 0
     lost_quality: float = 0.0  # predicted loss, summed over tokens
     most_running: int = 0
+    computed: int = 0  # tokens of prompts and outputs, those computed again included
+
+
+class StepWork(NamedTuple):
+    """The work of the next step. alike: how many steps may be taken together with it."""
+
+    prompt_tokens: int
+    decodes: int
+    kv_tokens: int
+    alike: int
 
 
 class SimulatedSequence(EngineSequence):
@@ -93,10 +104,11 @@ class SimulatedInstance:
         self.below_s = 0.0  # time with a layer below full precision
         self.prompt_rate = PromptRate()
         self.residence_s = 0.0  # mean time that a request runs here; 0.0: none has ended yet
-        self._model = StepModel(calibration.step, 2 * calibration.num_layers)
+        self.num_planned = 0  # tokens of the next step
+        self.model = StepModel(calibration.step, 2 * calibration.num_layers)
         self._chunks: list[ScheduledChunk] = []
         self._num_chunks = 0  # chunks that the scheduler has counted
-        self._inbox: list[SimulatedSequence] = []
+        self._inbox: list[EngineSequence] = []
         self._tally, self._is_stepwise = tally, is_stepwise
         self._on_tokens, self._on_ended = on_tokens, on_ended
         self._loss = 0.0  # predicted, of the layers as they are
@@ -140,6 +152,13 @@ class SimulatedInstance:
         self._inbox.append(seq)
         self.interrupt(now_s)
 
+    def withdraw(self, seq: EngineSequence) -> None:
+        """Forget a request that waits here."""
+        if seq in self._inbox:
+            self._inbox.remove(seq)
+        else:
+            self.scheduler.remove(seq)
+
     def interrupt(self, now_s: float) -> None:
         """Let the steps in progress end with the one that runs now."""
         last = bisect_left(self.ends, now_s) + 1
@@ -160,23 +179,34 @@ class SimulatedInstance:
 
         is_quiet: whether boundaries between steps may be left out until so many blocks are in use.
         """
+        work = self.plan(now_s, is_quiet)
+        if self._chunks:
+            self.begin(now_s, work, self.model.ends(now_s, *work))
+
+    def plan(self, now_s: float, is_quiet: IsQuiet, max_tokens: int | None = None) -> StepWork:
+        """Choose the next step. max_tokens: what a group allows its member."""
         self.take_in()
-        output = self.scheduler.schedule()
+        output = self.scheduler.schedule(max_tokens)
         self._tally.scheduled += 1
         for seq, error in output.rejected:
             self._end(_outcome(seq), now_s, f"rejected: {error}")
         chunks = self._chunks = output.chunks
+        self.num_planned = output.num_tokens
         if not chunks:
-            return
+            return StepWork(0, 0, 0, 1 if self.scheduler.waiting else ANY_NUMBER)
         decodes = sum(chunk.seq.num_uncomputed_tokens == 1 for chunk in chunks)
         kv_tokens = sum(chunk.seq.num_computed_tokens + chunk.num_tokens for chunk in chunks)
         # What waits may be admitted as soon as those that run have less left to make.
         is_steady = decodes == len(chunks) == len(self.scheduler.running) and not self.scheduler.waiting
         count = self._num_alike(chunks, is_quiet) if is_steady and not self._is_stepwise else 1
-        self.ends = self._model.ends(now_s, output.num_tokens - decodes, decodes, kv_tokens, count)
-        self.prompt_rate.add(output.num_tokens - decodes, self.ends[0] - now_s)
-        self.version += 1
         self._tally.most_running = max(self._tally.most_running, len(chunks))
+        return StepWork(output.num_tokens - decodes, decodes, kv_tokens, count)
+
+    def begin(self, now_s: float, work: StepWork, ends: list[float]) -> None:
+        """Begin the steps that were planned."""
+        self.ends = ends
+        self.prompt_rate.add(work.prompt_tokens, ends[0] - now_s)
+        self.version += 1
 
     def _num_alike(self, chunks: Sequence[ScheduledChunk], is_quiet: IsQuiet) -> int:
         """Return a number of steps until a sequence ends, in which blocks do not run out.
@@ -190,7 +220,8 @@ class SimulatedInstance:
         )
         while count > 1:
             missing = self._num_blocks_for(chunks, count)
-            if missing <= self.blocks.num_free and is_quiet(self.blocks.num_used + missing):
+            pool = self.scheduler.blocks
+            if missing <= pool.num_free and is_quiet(pool.num_used + missing):
                 return count
             count //= 2
         return 1
@@ -225,8 +256,10 @@ class SimulatedInstance:
         times, self.ends = self.ends[:count], self.ends[count:]
         chunks = self._chunks
         sampling = [chunk.seq for chunk in chunks if chunk.samples]
-        self._commit(chunks, count)
-        self._tally.steps += count
+        if chunks:
+            self._commit(chunks, count)
+            self._tally.steps += count
+        self._tally.computed += count * self.num_planned
         self._tally.tokens += count * len(sampling)
         self._tally.lost_quality += count * len(sampling) * self._loss
         self._on_tokens(times, len(sampling))
@@ -289,13 +322,31 @@ class SimulatedInstance:
 
     # ------------------------------------------------------------------------------------- shape
 
+    def renumber(self, pool: BlockPool, numbers: Iterable[int]) -> None:
+        """Use `pool`, in which the blocks in use have these numbers."""
+        moves = dict(zip(self.used_blocks, numbers, strict=False))
+        self.scheduler.renumber_all(moves.__getitem__)
+        self.scheduler.blocks = pool
+
+    @property
+    def used_blocks(self) -> list[int]:
+        """The blocks in use, ascending."""
+        return sorted(block for seq in self.scheduler.running for block in seq.block_ids)
+
+    def serve_alone(self) -> None:
+        """Go back from a group's blocks to those of a worker alone."""
+        used = range(len(self.used_blocks))
+        self.blocks = BlockAllocator(self.blocks.capacity)
+        self.blocks.claim(used)
+        self.renumber(self.blocks, used)
+
     def reshaped(self, now_s: float) -> None:
         """Read the shape again between two steps: a half has another precision."""
         shape = self.shape
         self.end_below(now_s)
         self._below_since_s = now_s if shape.num_below else None
         self._loss = shape.loss
-        self._model.reshape(shape.counts)
+        self.model.reshape(shape.counts)
         self.scheduler.precision = shape.lowest
 
     def end_below(self, now_s: float) -> None:

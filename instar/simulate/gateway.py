@@ -68,7 +68,7 @@ class SimulatedGateway:
     def show(self, one: ActiveInstance) -> None:
         """Renew the view of an active instance."""
         instance, seen = one.instance, one.seen
-        block_tokens, kv_blocks = instance.limits.block_tokens, instance.blocks.capacity
+        block_tokens, kv_blocks = instance.limits.block_tokens, instance.scheduler.blocks.capacity
         free_tokens = (kv_blocks - seen.last_used) * block_tokens - seen.waiting_tokens - one.tokens_since
         self._shortlist.put(
             Candidate(
@@ -126,8 +126,8 @@ class SimulatedGateway:
 def _shown(one: ActiveInstance, now_s: float) -> dict[str, Any]:
     instance = one.instance
     return {
-        "kv_blocks": instance.blocks.capacity,
-        "kv_used": instance.blocks.num_used,
+        "kv_blocks": instance.scheduler.blocks.capacity,
+        "kv_used": instance.scheduler.blocks.num_used,
         "running": instance.num_running,
         "waiting": len(instance.waiting),
         "layers_below_full": instance.shape.num_below,

@@ -31,15 +31,23 @@ class StepModel:
         return num_prompt * costs.prompt_token_s * self._prompt + rest_s * self._decode
 
     def ends(
-        self, now_s: float, num_prompt: int, num_decodes: int, kv_tokens: int, count: int
+        self,
+        now_s: float,
+        num_prompt: int,
+        num_decodes: int,
+        kv_tokens: int,
+        count: int,
+        speed: float = 1.0,
+        least_s: float = 0.0,
     ) -> list[float]:
         """Return when each of `count` steps ends, the first of which begins now.
 
         Each reads a token of KV more for each sequence than the one before. The sums are those of steps taken
-        one by one, to the last bit.
+        one by one, to the last bit. speed: relative to a worker alone. least_s: of a step.
         """
         found = []
         for number in range(count):
-            now_s += self.seconds(num_prompt, num_decodes, kv_tokens + number * num_decodes)
+            seconds = self.seconds(num_prompt, num_decodes, kv_tokens + number * num_decodes)
+            now_s += max(least_s, seconds / speed)
             found.append(now_s)
         return found

@@ -23,7 +23,7 @@ class Smoothed:
 
     @property
     def kv_usage(self) -> float:
-        return min(1.0, self.kv_used / self._instance.blocks.capacity)
+        return min(1.0, self.kv_used / self._instance.scheduler.blocks.capacity)
 
     @property
     def blocks_needed(self) -> int:
@@ -43,7 +43,7 @@ class Smoothed:
         """Take a report of the instance, whose steps are settled."""
         instance = self._instance
         waiting = instance.waiting
-        self.last_used = instance.blocks.num_used
+        self.last_used = instance.scheduler.blocks.num_used
         self.waiting_tokens = sum(len(seq.token_ids) for seq in waiting)
         self.kv_used = self._blend(self.kv_used, self.last_used)
         self.running = self._blend(self.running, instance.num_running)

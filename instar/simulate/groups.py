@@ -1,0 +1,243 @@
+"""A simulated group: workers that step together, each with its own queue, scheduler and share of the blocks.
+
+The tokens of a step and the loans of blocks are decided by the code of a group's leader. A group changes one
+layer in each step; until it is done, members that form a group have their own caches, and those that part
+have no more blocks than they will have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from controller.morphing.groups import Group
+from instar.simulate.calibration import EngineCalibration
+from instar.simulate.engine import SimulatedInstance, SimulatedSequence
+from instar.simulate.gateway import ActiveInstance
+from worker.engine.sequence import Sequence as EngineSequence
+from worker.parallel.block_share import BlockShare, loans
+from worker.parallel.coordinator import TokenNeed, allowances, even_share
+
+LOANS_IN_A_ROW: Final = 8  # while nothing runs: a step without work lends again
+
+
+@dataclass(slots=True)
+class DegreeChange:
+    """A change of degree under way. tp: afterwards."""
+
+    morph_id: str
+    tp: int
+    began_s: float
+    layers_left: int
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedGroup:
+    """An instance of one worker or of several, in the order of their shards; the first leads.
+
+    tp: the degree; while it changes, the old one. is_held: it takes no step, since it is to become part of
+    another group.
+    """
+
+    members: list[ActiveInstance]
+    calibration: EngineCalibration
+    tp: int
+    transition: DegreeChange | None = None
+    is_held: bool = False
+    _allowed: list[int] = field(default_factory=list)
+
+    @property
+    def leader(self) -> ActiveInstance:
+        return self.members[0]
+
+    @property
+    def instances(self) -> list[SimulatedInstance]:
+        return [one.instance for one in self.members]
+
+    @property
+    def numbers(self) -> list[int]:
+        return [one.number for one in self.instances]
+
+    @property
+    def is_changing(self) -> bool:
+        return self.is_held or self.transition is not None
+
+    @property
+    def is_stepping(self) -> bool:
+        return self.leader.instance.is_stepping
+
+    @property
+    def _is_busy(self) -> bool:
+        return any(one.num_running for one in self.instances)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of the whole KV cache that one sequence can have."""
+        leader = self.leader.instance
+        return leader.scheduler.blocks.capacity * leader.limits.block_tokens
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of one sequence."""
+        return min(self.calibration.limits.max_model_len, self.kv_tokens)
+
+    @property
+    def used_blocks(self) -> int:
+        return sum(one.scheduler.blocks.num_used for one in self.instances)
+
+    @property
+    def sequences(self) -> list[EngineSequence]:
+        return [seq for one in self.instances for seq in (*one.scheduler.running, *one.waiting)]
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest request here."""
+        return max(map(most_tokens, self.sequences), default=0)
+
+    def as_controller_sees(self, stale_s: float = 0.0) -> Group:
+        """Return the group as the controller knows it from metrics."""
+        block_tokens, limits = self.calibration.limits.block_tokens, self.calibration.limits
+        kv_at = self.calibration.tokens_at | ({1: self.kv_tokens} if self.tp == 1 else {})
+        return Group(
+            model=self.calibration.model,
+            host="simulated",
+            workers=tuple(one.morphs.worker for one in self.members),
+            instances=tuple(one.instance.name for one in self.members),
+            epochs=(1,) * len(self.members),
+            tp=self.tp,
+            tokens_at={degree: min(limits.max_model_len, tokens) for degree, tokens in kv_at.items()},
+            kv_tokens_at=kv_at,
+            max_tokens=self.max_tokens,
+            kv_tokens=self.kv_tokens,
+            used_tokens=self.used_blocks * block_tokens,
+            own_tokens=tuple(
+                (one.scheduler.blocks.num_used + one.num_running) * block_tokens for one in self.instances
+            ),
+            layers=tuple(self.leader.instance.shape.layers),
+            longest_tokens=self.longest_tokens,
+            load=sum(one.seen.load for one in self.members),
+            waiting=sum(one.seen.waiting for one in self.members),
+            age_s=stale_s,
+        )
+
+    # ------------------------------------------------------------------------------------- steps
+
+    def start(self, now_s: float) -> None:
+        """Begin the next steps of all members, if one has something to run, or a layer is to change."""
+        for one in self.instances:
+            one.take_in()
+        if not self.transition:
+            self._lend(now_s)
+        size, most = len(self.members), self.calibration.limits.max_num_batched_tokens
+        allowed = self._allowed or [even_share(most, size)] * size
+        works = [
+            one.plan(now_s, lambda used: True, tokens)
+            for one, tokens in zip(self.instances, allowed, strict=True)
+        ]
+        self._allowed = allowances([*map(self._need, self.instances, allowed)], most)
+        prompt, decodes, kv_tokens = (sum(of) for of in list(zip(*works, strict=True))[:3])
+        if not (prompt or decodes or self.transition):
+            return
+        costs, tp, slowdown, least_s = self.calibration.transform, self.tp, 1.0, 0.0
+        count = min(work.alike for work in works)
+        if self.transition:
+            tp, slowdown, least_s = max(tp, self.transition.tp), costs.slowdown, costs.layer_s
+            count = 1
+        speed = costs.degrees[tp].speed / slowdown
+        ends = self.leader.instance.model.ends(now_s, prompt, decodes, kv_tokens, count, speed, least_s)
+        for one, work in zip(self.instances, works, strict=True):
+            one.begin(now_s, work, list(ends))
+
+    def _need(self, one: SimulatedInstance, allowed: int) -> TokenNeed:
+        alone = self.calibration.tokens_at[1]
+        long = [seq.num_uncomputed_tokens for seq in one.scheduler.running if most_tokens(seq) > alone]
+        return TokenNeed(one.num_planned, allowed, one.num_running, max(long, default=0))
+
+    def interrupt(self, now_s: float) -> None:
+        """Let the steps in progress end with the one that runs now."""
+        for one in self.instances:
+            one.interrupt(now_s)
+
+    def finish(self) -> bool:
+        """End the steps in progress. Returns True if the degree has changed with them."""
+        for one in self.instances:
+            one.finish()
+        if self.transition:
+            self.transition.layers_left -= 1
+            return self.transition.layers_left <= 0
+        return False
+
+    def _lend(self, now_s: float) -> None:
+        """Lend blocks that a member misses and others can spare; idle ones give half at a time."""
+        instances = self.instances
+        for _ in range(1 if self._is_busy else LOANS_IN_A_ROW):
+            wanted = [one.scheduler.num_blocks_wanted for one in instances]
+            if not any(wanted):
+                return
+            spare = [one.scheduler.num_blocks_spare for one in instances]
+            made = loans(spare, wanted, [one.wanting_s(now_s) for one in instances])
+            if not made:
+                return
+            for giver, taker, count in made:
+                from_, to = (instances[i].scheduler.blocks for i in (giver, taker))
+                assert isinstance(from_, BlockShare) and isinstance(to, BlockShare)
+                to.take(from_.give(count))
+
+    # ------------------------------------------------------------------------------------- degrees
+
+    def share_blocks(self) -> None:
+        """Divide the blocks of the group's degree among its members; each keeps what it uses."""
+        capacity = self.calibration.tokens_at[self.tp] // self.calibration.limits.block_tokens
+        size, first = len(self.members), 0
+        used = [len(one.used_blocks) for one in self.instances]
+        free = range(sum(used), capacity)
+        for i, one in enumerate(self.instances):
+            own = range(first, first + used[i])
+            one.renumber(BlockShare([*own, *free[i::size]], own, capacity), own)
+            first += used[i]
+        self._allowed = []
+
+    def obstacle(self, tp: int) -> str:
+        """Return why it cannot part into groups of degree `tp` now, or ""."""
+        room = self.calibration.tokens_at[tp] // self.calibration.limits.block_tokens
+        num_parts = self.tp // tp
+        for j in range(num_parts):
+            used = sum(one.scheduler.blocks.num_used for one in self.instances[j::num_parts])
+            if used > room:
+                return f"part {j} has {used} KV blocks in use and will have {room}"
+        return ""
+
+    def restrict(self, tp: int) -> None:
+        """Leave every member no more blocks than its part will have."""
+        room = self.calibration.tokens_at[tp] // self.calibration.limits.block_tokens // tp
+        for one in self.instances:
+            share = one.scheduler.blocks
+            assert isinstance(share, BlockShare)
+            share.give(share.num_free - max(0, room - share.num_used))
+
+    def parts(self, tp: int) -> list[SimulatedGroup]:
+        """Return the groups of degree `tp` that it parts into, with their blocks."""
+        num_parts = self.tp // tp
+        found = [SimulatedGroup(self.members[j::num_parts], self.calibration, tp) for j in range(num_parts)]
+        for part in found:
+            if tp > 1:
+                part.share_blocks()
+            else:
+                part.leader.instance.serve_alone()
+        return found
+
+    def too_long(self) -> list[SimulatedSequence]:
+        """Take what waits here and can never run here out of the queues, and return it."""
+        found = []
+        for one in self.instances:
+            for seq in one.waiting:
+                if most_tokens(seq) > self.max_tokens:
+                    one.withdraw(seq)
+                    assert isinstance(seq, SimulatedSequence)
+                    found.append(seq)
+        return found
+
+
+def most_tokens(seq: EngineSequence) -> int:
+    """Return the tokens that a request may have at the end."""
+    return seq.num_prompt + seq.request.sampling.max_tokens
