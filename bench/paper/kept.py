@@ -93,10 +93,10 @@ def _check(path: Path, plan: Mapping[str, Any], wanted: Mapping[str, Any]) -> No
 
 
 def commit() -> str:
-    """Return the short id of the commit that is measured, with a `+` if files differ from it."""
+    """Return the short id of the commit that is measured."""
     try:
         found = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
+            ["git", "rev-parse", "--short", "HEAD"],
             cwd=ROOT,
             capture_output=True,
             text=True,

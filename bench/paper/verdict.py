@@ -104,9 +104,8 @@ def _default_mode(runs: Runs, losses: dict[str, Any]) -> list[Verdict]:
     return [
         Verdict(
             f"default mode: at least {FEWER_VIOLATIONS:.0%} fewer requests over 2 s",
-            f"{full:g} ({least_full:g} to {most_full:g}) to {ours:g} ({least:g} to {most:g}), in "
-            f"{len(names)} windows",
-            ours - (1 - FEWER_VIOLATIONS) * full < 1e-6 if full else None,
+            f"{_range(full, least_full, most_full)} to {_range(ours, least, most)}, in {len(names)} windows",
+            ours - (1 - FEWER_VIOLATIONS) * full < 1e-6 if full or ours else None,
         ),
         Verdict(
             f"default mode: P95 TTFT at least {TIMES_LOWER} times lower in {IN_WINDOWS:.0%} of the windows",
@@ -121,6 +120,10 @@ def _default_mode(runs: Runs, losses: dict[str, Any]) -> list[Verdict]:
             share < LOSS_SHARE if names else None,
         ),
     ]
+
+
+def _range(middle: float, least: float, most: float) -> str:
+    return f"{middle:g}" if least == most else f"{middle:g} ({least:g} to {most:g})"
 
 
 def _performance_mode(runs: Runs) -> Verdict:

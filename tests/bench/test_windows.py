@@ -135,6 +135,9 @@ def test_repeats_count_by_their_median_but_performance_mode_by_its_worst() -> No
     assert verdict(*GOOD, *again)[:2] == [True, True]
     assert verdict(*GOOD, row("a", PERFORMANCE, 1, 0.6, repeat=1))[3] is False
     assert verdict(*GOOD, row("b", FULL, 100, 5.0)) == verdict(*GOOD), "b has no run of default mode"
+    assert verdict(row("a", FULL, 0, 5.0), row("a", DEFAULT, 1, 5.0))[0] is False, "full precision had none"
+    told = judge([*GOOD, again[1], row("a", DEFAULT, 11, 1.0, repeat=2)], [], LOSSES)[0].found
+    assert told == "100 to 11 (10 to 90), in 1 windows"
 
 
 def test_the_rate_within_the_limit_is_compared_in_each_repeat() -> None:
