@@ -309,4 +309,4 @@ def larger(result: Result) -> str:
         f"{', '.join(load_names)}."
     )
     head = ["", "P95 TTFT", "over 2 s", "most KV blocks", "preempted"]
-    return "\n\n".join([text, loads(result), table(head, rows), figure6(result)])
+    return "\n\n".join([text, loads(result), premises(result), table(head, rows), figure6(result)])

@@ -277,6 +277,7 @@ def test_a_larger_model_is_told_of_without_quality() -> None:
     found["headlines"] = headlines(found["runs"], found["ladder"], 4.0)
     page = regenerated(PAGE.read_text(), BLOCKS[PAGE], results_of(None) | {"paper-100M": found})
     assert "The model has random weights, 100M parameters" in page
+    assert "| full precision saturates: Azure code |" in page
     assert "| full precision | 6.00 s, 6.00 s | 4 of 4, 4 of 4 |" in page
 
 
