@@ -48,7 +48,7 @@ def silence() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class EngineShape:
     """The limits to serve a model with; `max_model_len` 0: as long as the model's config allows."""
 
     max_num_seqs: int = 64
@@ -64,7 +64,7 @@ class Shape:
 
 def load_engine(
     folder: Path,
-    shape: Shape,
+    shape: EngineShape,
     budget_mib: int,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,

@@ -32,7 +32,7 @@ from bench.common.dummy_model import model_folder
 from bench.common.results import DEMO, RESULTS, conclude, parser, say
 from bench.common.service import OtherPrograms
 from bench.deploy.plot import draw
-from bench.deploy.report import FIXED, NUM_WORKERS, Chosen, Run, batches, intents_of, report, say_card
+from bench.deploy.report import FIXED, NUM_WORKERS, Chosen, DeployRun, batches, intents_of, report, say_card
 from bench.deploy.service import DeployService, Placed
 from bus.deployments import Configuration, Estimate, Intent
 from bus.precisions import PRECISIONS
@@ -123,9 +123,9 @@ def choices(service: DeployService, model: str) -> list[Chosen]:
 
 def play_all(
     service: DeployService, models: Sequence[str], chosen: Sequence[Chosen], rounds: int, seconds: float
-) -> tuple[list[Run], str]:
+) -> tuple[list[DeployRun], str]:
     """Return the runs, and what ended them early, if anything."""
-    runs: list[Run] = []
+    runs: list[DeployRun] = []
     try:
         for number in range(rounds):
             for name in models:
@@ -136,7 +136,7 @@ def play_all(
     return runs, ""
 
 
-def complete(chosen: Sequence[Chosen], runs: Sequence[Run]) -> tuple[list[Chosen], list[Run]]:
+def complete(chosen: Sequence[Chosen], runs: Sequence[DeployRun]) -> tuple[list[Chosen], list[DeployRun]]:
     """Keep the models whose every configuration was measured. Raises RuntimeError if there is none."""
     wanted = {one.model: set(FIXED.values()) for one in chosen}
     for one in chosen:
@@ -151,7 +151,7 @@ def complete(chosen: Sequence[Chosen], runs: Sequence[Run]) -> tuple[list[Chosen
 
 def play(
     service: DeployService, model: str, chosen: Sequence[Chosen], number: int, seconds: float
-) -> Iterator[Run]:
+) -> Iterator[DeployRun]:
     """Measure every configuration once; which comes first changes from round to round."""
     wanted: dict[Configuration, Intent] = {
         fixed: replace(REQUEST, tp=fixed.tp, pp=fixed.pp, precision=fixed.precision)
@@ -172,7 +172,7 @@ def names_of(model: str) -> list[str]:
 
 def measure(
     service: DeployService, model: str, wanted: Mapping[Configuration, Intent], number: int, seconds: float
-) -> list[Run]:
+) -> list[DeployRun]:
     """Measure configurations side by side.
 
     Raises RuntimeError if the service does not deploy what it planned.
@@ -196,7 +196,7 @@ def measure(
     for each in placed.values():
         service.retire(each.id)
     runs = [
-        Run(
+        DeployRun(
             model=model,
             configuration=one,
             round=number,

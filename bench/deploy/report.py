@@ -39,7 +39,7 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class DeployRun:
     """One configuration in one round: seconds of each request, cores that other programs kept busy."""
 
     model: str
@@ -59,7 +59,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ConfigurationLatency:
     """All rounds of a configuration: the median of all requests, the lowest and highest median of a round."""
 
     latency_s: float
@@ -113,10 +113,10 @@ def batches(configurations: Iterable[Configuration]) -> list[list[Configuration]
     return found
 
 
-def measured(runs: Sequence[Run]) -> Measured:
+def measured(runs: Sequence[DeployRun]) -> ConfigurationLatency:
     """Summarise the runs of one model and configuration."""
     medians = [statistics.median(one.seconds) for one in runs]
-    return Measured(
+    return ConfigurationLatency(
         latency_s=statistics.median(second for one in runs for second in one.seconds),
         low_s=min(medians),
         high_s=max(medians),
@@ -125,17 +125,19 @@ def measured(runs: Sequence[Run]) -> Measured:
     )
 
 
-def value(one: Measured, name: str) -> float:
+def value(one: ConfigurationLatency, name: str) -> float:
     """Return what the intent minimises; for the intent with a limit, the cost."""
     values = {"latency": one.latency_s, "memory": one.memory_bytes, "gpu_hours": one.gpu_hours}
     return values.get(name, one.cost)
 
 
-def is_within(one: Measured, intent: Intent) -> bool:
+def is_within(one: ConfigurationLatency, intent: Intent) -> bool:
     return intent.max_latency_s is None or one.latency_s <= intent.max_latency_s
 
 
-def compare(ours: Measured, fixed: Measured, chosen: Chosen, is_same: bool) -> dict[str, Any]:
+def compare(
+    ours: ConfigurationLatency, fixed: ConfigurationLatency, chosen: Chosen, is_same: bool
+) -> dict[str, Any]:
     """Compare a fixed configuration with the chosen one.
 
     `times` is how much more it takes of what is minimised.
@@ -152,8 +154,8 @@ def compare(ours: Measured, fixed: Measured, chosen: Chosen, is_same: bool) -> d
     }
 
 
-def report(chosen: Sequence[Chosen], runs: Sequence[Run]) -> dict[str, Any]:
-    by: dict[tuple[str, Configuration], list[Run]] = {}
+def report(chosen: Sequence[Chosen], runs: Sequence[DeployRun]) -> dict[str, Any]:
+    by: dict[tuple[str, Configuration], list[DeployRun]] = {}
     for run in runs:
         by.setdefault((run.model, run.configuration), []).append(run)
     table = {key: measured(found) for key, found in by.items()}
@@ -180,7 +182,7 @@ def report(chosen: Sequence[Chosen], runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _row(chosen: Chosen, table: Mapping[tuple[str, Configuration], Measured]) -> dict[str, Any]:
+def _row(chosen: Chosen, table: Mapping[tuple[str, Configuration], ConfigurationLatency]) -> dict[str, Any]:
     ours = table[chosen.model, chosen.configuration]
     return {
         "model": chosen.model,

@@ -28,7 +28,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from bench.common.dummy_model import CONFIGS, generate, load_transformers, num_matrix_weights, saved_model
-from bench.common.engines import Shape, best_of, load_engine, run_prompts, silence
+from bench.common.engines import EngineShape, best_of, load_engine, run_prompts, silence
 from worker.engine.engine import Engine
 
 SIZE = "30M"
@@ -116,7 +116,7 @@ def main() -> int:
     with saved_model(SIZE) as folder:
         total_in = sum(map(len, prompts))
         say(f"{count} requests, {total_in} tokens in, {num_out} out each, {args.threads} threads")
-        engine = load_engine(folder, Shape(max_num_seqs=64, max_num_batched_tokens=512), 1024)
+        engine = load_engine(folder, EngineShape(max_num_seqs=64, max_num_batched_tokens=512), 1024)
         run_prompts(engine, prompts[:4], 4)
         if args.engine_only:
             seconds, _ = run_prompts(engine, prompts, num_out)

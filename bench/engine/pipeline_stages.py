@@ -26,12 +26,12 @@ from bench.common.results import conclude, parser, say
 import torch
 
 from bench.common.dummy_model import CONFIGS, saved_model
-from bench.common.engines import INSTANCE, Shape, greedy, load_engine, silence, take_turns
-from bench.engine.stage_processes import PIPELINE, Stage, StageProcesses, Staging, lead
+from bench.common.engines import INSTANCE, EngineShape, greedy, load_engine, silence, take_turns
+from bench.engine.stage_processes import PIPELINE, LocalStage, StageProcesses, Staging, lead
 from worker.engine.engine import Engine
 
 BUDGET_MIB = 1024
-SHAPE = Shape(max_num_seqs=16)
+SHAPE = EngineShape(max_num_seqs=16)
 BATCH, NUM_IN, NUM_OUT, SINGLE_OUT = 16, 128, 48, 64
 NAMES = ("tokens_per_s", "busiest_cpu_s", "ttft_s", "tpot_s")
 
@@ -57,7 +57,7 @@ def _measure(folder: Path, bounds: list[int], turns: int) -> dict[str, object]:
     whole, staged = load_engine(folder, SHAPE, BUDGET_MIB), Engine()
     staging = Staging(folder=folder, bounds=bounds, shape=SHAPE, budget_mib=BUDGET_MIB)
     with StageProcesses(staging) as processes:
-        staged.add_instance(lead(Stage(staging, 0), processes.wait(), woken))
+        staged.add_instance(lead(LocalStage(staging, 0), processes.wait(), woken))
         runs = {"one": _runner(whole, INSTANCE, woken), "stages": _runner(staged, PIPELINE, woken)}
         turn = {name: partial(_turn, name, run, processes) for name, run in runs.items()}
         taken = take_turns(turn, turns)

@@ -22,7 +22,7 @@ from bench.common.results import bar, conclude, parser, say, say_bars
 import torch
 
 from bench.common.dummy_model import load_transformers, num_matrix_weights, saved_model
-from bench.common.engines import INSTANCE, Shape, greedy, load_engine, silence, take_turns, timed
+from bench.common.engines import INSTANCE, EngineShape, greedy, load_engine, silence, take_turns, timed
 from worker.engine.engine import Engine
 
 SIZE = "100M"
@@ -43,7 +43,7 @@ def main() -> int:
         data = torch.ones(num_matrix_weights(SIZE))
         turns = {
             "floor": data.sum,
-            "engine": engine_tokens(load_engine(folder, Shape(max_num_seqs=4), 768), num_tokens),
+            "engine": engine_tokens(load_engine(folder, EngineShape(max_num_seqs=4), 768), num_tokens),
             "transformers": transformers_tokens(load_transformers(folder)),
         }
         result = measure(turns, num_tokens)

@@ -23,7 +23,7 @@ import kernels  # before torch: it settles how torch's threads wait
 import psutil
 import torch
 
-from bench.common.engines import CPU, Shape, fill_cache, silence
+from bench.common.engines import CPU, EngineShape, fill_cache, silence
 from bench.common.loading import LoadFormat, load_model
 from bench.common.processes import END, Children
 from bus.messages import PARTS
@@ -54,7 +54,7 @@ class Staging:
 
     folder: Path
     bounds: Sequence[int]
-    shape: Shape
+    shape: EngineShape
     budget_mib: int
     precisions: Sequence[Precision] = ()
     load_format: LoadFormat = "safetensors"
@@ -66,7 +66,7 @@ class Staging:
         return list(pairwise(self.bounds))
 
 
-class Stage:
+class LocalStage:
     """One stage, in this process."""
 
     def __init__(self, staging: Staging, number: int) -> None:
@@ -149,7 +149,7 @@ class Stage:
         self.pool.close()
 
 
-def lead(stage: Stage, behind: Sequence[RemoteStage], woken: threading.Event) -> EngineCore:
+def lead(stage: LocalStage, behind: Sequence[RemoteStage], woken: threading.Event) -> EngineCore:
     """Make the first stage the leader; `woken` is set when `can_step` may have changed."""
     steps = start_leading(
         PIPELINE,
@@ -205,7 +205,7 @@ def _follow(parent: Connection, staging: Staging, number: int) -> None:
     stages = StageHost(transport)
     stages.wake = woken.set
     with torch.inference_mode():
-        stage = Stage(staging, number)
+        stage = LocalStage(staging, number)
         stages.add(LoadedStage(PIPELINE, number, 1, stage.model, stage.cache, lambda: None), START_S)
         parent.send((transport.address, transport.key))
         orders = _orders(parent, woken)

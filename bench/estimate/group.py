@@ -32,7 +32,7 @@ T = TypeVar("T")
 TP = 2
 
 
-class Group:
+class MeasuredGroup:
     """A whole model whose layers all have degree 2."""
 
     shape = Configuration(tp=TP)

@@ -33,12 +33,12 @@ import kernels  # before torch: it settles how torch's threads wait
 import torch
 
 from bench.common.dummy_model import config_folder
-from bench.common.engines import CPU, Shape, silence
+from bench.common.engines import CPU, EngineShape, silence
 from bench.common.loading import LoadFormat
 from bench.common.results import DEMO, conclude, parser, say
 from bench.engine.stage_processes import Staging
-from bench.estimate.group import Group
-from bench.estimate.report import Measured, report, say_card
+from bench.estimate.group import MeasuredGroup
+from bench.estimate.report import MeasuredModel, report, say_card
 from bench.estimate.stages import Stages
 from bench.estimate.truth import Devices, OneDevice, Truth, limits_for
 from bus.deployments import Configuration, Intent, LinkSample, ProbePeer
@@ -61,7 +61,7 @@ INTENTS = [
 ]
 NUM_STAGES = (2, 4)
 SIZES = ("30M", "100M, 32 layers", "300M, 24 layers")  # what a quarter of an hour is enough for
-SHAPE = Shape()
+SHAPE = EngineShape()
 MAX_TP = 2
 PROFILE_TURN_S, TURN_S = 1.0, 0.5  # of the fingerprints, and of the whole in one shape
 BUDGET_MIB = 5120
@@ -102,7 +102,7 @@ def main() -> int:
     return conclude(result, is_kept=not args.quick, bars=found["bars"])
 
 
-def measure(size: str | None, options: Options) -> Measured:
+def measure(size: str | None, options: Options) -> MeasuredModel:
     """Measure a dummy of a size, or the demo model (None)."""
     with nullcontext(DEMO) if size is None else config_folder(size) as folder:
         model = Whole(folder, read_config(folder), "dummy" if size else "safetensors", options)
@@ -181,7 +181,7 @@ class Whole:
         fullest = max(INTENTS, key=lambda one: one.prompt_tokens * one.batch_size)
         return Truth(devices, PRECISIONS, intents, fullest=fullest, block_tokens=SHAPE.block_tokens)
 
-    def measured(self, name: str) -> Measured:
+    def measured(self, name: str) -> MeasuredModel:
         with ExitStack() as stack:
             pool = make_pool(CPU, BUDGET_MIB * MIB)
             stack.callback(pool.close)
@@ -194,7 +194,7 @@ class Whole:
             if not self.options.uses_cpu_time:
                 stages = [stack.enter_context(closing(Stages(self.staging(num)))) for num in NUM_STAGES]
                 links, links_s = self.links(stages[0].peer)
-                group = Group(self.folder, self.config.num_layers, self.limits, **self.settings)
+                group = MeasuredGroup(self.folder, self.config.num_layers, self.limits, **self.settings)
                 devices += [*stages, stack.enter_context(closing(group))]
             truths = [self.truth(each) for each in devices]
             profiler = self.profiler(pool)
@@ -207,7 +207,7 @@ class Whole:
             for truth in truths:
                 say(in_words(truth))
             cases = {case: each for truth in truths for case, each in truth.found().items()}
-            return Measured(name, profile, cases, whole_bytes)
+            return MeasuredModel(name, profile, cases, whole_bytes)
 
     def links(self, peer: ProbePeer) -> tuple[list[LinkSample], float]:
         """Measure the links between this process and another, and return the seconds of both together."""

@@ -22,7 +22,7 @@ Choice = tuple[str, str, str, str, float]  # model, what for, chosen, truly best
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredModel:
     """One model: the profile of its fingerprints, and what is true."""
 
     name: str
@@ -67,7 +67,7 @@ class Error:
         return f"{_name(self.configuration)} {_requests(self.intent)}"
 
 
-def report(models: Sequence[Measured]) -> dict[str, Any]:
+def report(models: Sequence[MeasuredModel]) -> dict[str, Any]:
     errors = {one.name: _errors(one) for one in models}
     all_errors = [error for found in errors.values() for error in found]
     choices = [choice for one in models for choice in _choices(one)]
@@ -104,7 +104,7 @@ def report(models: Sequence[Measured]) -> dict[str, Any]:
     }
 
 
-def _errors(model: Measured) -> list[Error]:
+def _errors(model: MeasuredModel) -> list[Error]:
     found = []
     for intent in model.intents:
         for one in model.estimates(intent):
@@ -135,7 +135,7 @@ def _spread(errors: Iterable[float]) -> dict[str, float]:
     return {"mean": round(statistics.fmean(sizes), 4), "worst": round(max(sizes), 4)}
 
 
-def _choices(model: Measured) -> list[Choice]:
+def _choices(model: MeasuredModel) -> list[Choice]:
     """Return the choice for every objective, of all configurations that were run."""
     made: list[Choice] = []
     for intent in model.intents:
@@ -162,7 +162,7 @@ def _true_values(configuration: Configuration, found: Found) -> dict[Objective, 
 # --------------------------------------------------------------------------- what it costs
 
 
-def _cost(model: Measured) -> dict[str, Any]:
+def _cost(model: MeasuredModel) -> dict[str, Any]:
     """Return device seconds of profiling, and of measuring the whole model on the same points as often.
 
     All devices of a configuration are held as long as it is measured. Seconds of the whole model are the
@@ -206,7 +206,7 @@ def _points(profile: Profile) -> dict[Intent, dict[str, int]]:
     return points
 
 
-def _pace(model: Measured) -> dict[Configuration, float]:
+def _pace(model: MeasuredModel) -> dict[Configuration, float]:
     """Return the seconds of the runs for each second that was estimated."""
     run: dict[Configuration, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for intent in model.intents:

@@ -12,7 +12,7 @@ import kernels  # noqa: F401 before torch: it settles how torch's threads wait
 import torch
 
 from bench.common.engines import greedy
-from bench.engine.stage_processes import TIMEOUT_S, Stage, StageProcesses, Staging, lead
+from bench.engine.stage_processes import TIMEOUT_S, LocalStage, StageProcesses, Staging, lead
 from bench.estimate.truth import Prompts, Running
 from bus.deployments import Configuration, ProbePeer
 from bus.precisions import Precision
@@ -27,7 +27,7 @@ class Stages:
         self._num_requests, self._num_others = 0, len(staging.parts) - 1
         self._processes = StageProcesses(staging)
         try:
-            self._stage = Stage(staging, 0)
+            self._stage = LocalStage(staging, 0)
             behind = self._processes.wait()
             with torch.inference_mode():
                 self._instance = lead(self._stage, behind, self._woken)

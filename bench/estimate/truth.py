@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from bench.common.engines import Shape, greedy
+from bench.common.engines import EngineShape, greedy
 from bus.deployments import Configuration, Intent
 from bus.precisions import Precision
 from worker.engine.core import EngineCore
@@ -131,7 +131,7 @@ class OneDevice:
         pool: PagePool,
         intents: Sequence[Intent],
         *,
-        shape: Shape,
+        shape: EngineShape,
         clock: Callable[[], float],
     ) -> None:
         """Load the model; `plan` has all its layers, and `intents` are the requests to run."""
@@ -208,7 +208,7 @@ class OneDevice:
             self._instance.submit(greedy(str(self._num_requests), prompt, output_tokens))
 
 
-def limits_for(intents: Sequence[Intent], shape: Shape) -> Limits:
+def limits_for(intents: Sequence[Intent], shape: EngineShape) -> Limits:
     """Return the limits of an instance that serves these requests alone."""
     return Limits(
         max_num_seqs=max(one.batch_size for one in intents),

@@ -31,7 +31,7 @@ WARM_S = 1.0  # at the beginning of a side and of each load, when streams open; 
 
 
 @dataclass(frozen=True)
-class Load:
+class RoadLoad:
     """The outcome of one load; `cpu_us` is per token, by part."""
 
     offered: float
@@ -138,7 +138,7 @@ def measure(name: str, side: Road, args: argparse.Namespace, loads: list[int]) -
     }
 
 
-def run_load(side: Road, num_streams: int, offered: int, seconds: float) -> Load:
+def run_load(side: Road, num_streams: int, offered: int, seconds: float) -> RoadLoad:
     """Put one load on a side. `received` counts between the warm-up and the last second, when streams end."""
     pace = max(1, round(offered / num_streams))
     before = side.cpu_seconds()
@@ -146,7 +146,7 @@ def run_load(side: Road, num_streams: int, offered: int, seconds: float) -> Load
     used = {part: after - before[part] for part, after in side.cpu_seconds().items()}
     num_tokens = sum(stream.num_events - 1 for stream in streams)  # [DONE] is the last event
     wanted = num_streams * max(1, round(pace * seconds))
-    return Load(
+    return RoadLoad(
         offered=float(pace * num_streams),
         received=steady_rate(streams),
         lost=wanted - num_tokens,

@@ -31,7 +31,7 @@ CONTEXT = 1 << 20
 
 
 @dataclass(slots=True)
-class Running:
+class RunningRequest:
     submit: Submit
     made: int
     first_step: int
@@ -42,7 +42,7 @@ class RoadWorker:
         self.bus, self.folder, self.log = bus, folder, log
         self.epoch = time.time_ns() // 1_000_000
         self.tokens = some_tokens(folder)
-        self.running: dict[str, Running] = {}
+        self.running: dict[str, RunningRequest] = {}
         self.steps_per_s = 50.0
         self.births: list[int] = []
         self.first_steps: dict[str, int] = {}
@@ -92,7 +92,7 @@ class RoadWorker:
                 await reader.ack([entry_id for entry_id, _ in batch])
                 for _, submit in batch:
                     self.steps_per_s = float(submit.sampling.seed)
-                    self.running[submit.request_id] = Running(submit, 0, -1)
+                    self.running[submit.request_id] = RunningRequest(submit, 0, -1)
 
     async def obey(self) -> None:
         async with self.bus.reader(self.bus.names.control(WORKER), Cancel) as reader:
@@ -131,7 +131,7 @@ class RoadWorker:
         except BusUnavailable as error:
             sys.exit(f"the bench lost its Redis: {error}")
 
-    def delta(self, one: Running, step: int) -> Delta:
+    def delta(self, one: RunningRequest, step: int) -> Delta:
         submit, index = one.submit, one.made
         if index == 0:
             one.first_step = self.first_steps[submit.request_id] = step

@@ -27,7 +27,7 @@ import kernels  # noqa: F401 before torch: it settles how torch's threads wait
 # isort: split
 import torch
 
-from bench.common.engines import Shape
+from bench.common.engines import EngineShape
 from bench.estimate.measure import INTENTS
 from bench.estimate.truth import Case, Found, OneDevice, Truth, limits_for
 from bench.gpu.common import device_clock, run_alone
@@ -48,7 +48,7 @@ WAIT_S = 0.01  # while kernels are compiled in another thread
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class FingerprintSizes:
     """The amount of work: rounds of the profile, and runs of the whole model, of which the first warms up."""
 
     config: Mapping[str, Any]
@@ -63,7 +63,7 @@ class Sizes:
     pool_bytes: int = 0  # 0: POOL_SHARE of what is free
 
 
-GPU = Sizes(
+GPU = FingerprintSizes(
     config=LLAMA_8B,
     dtype=torch.bfloat16,
     prompt_tokens=PROMPT_TOKENS,
@@ -73,7 +73,7 @@ GPU = Sizes(
     max_rounds=MAX_ROUNDS,
     runs=6,
 )
-CPU = Sizes(
+CPU = FingerprintSizes(
     config=LLAMA_8B
     | {
         "hidden_size": 64,
@@ -96,7 +96,7 @@ CPU = Sizes(
 )
 
 
-def measure(device: torch.device, sizes: Sizes) -> dict[str, Any]:
+def measure(device: torch.device, sizes: FingerprintSizes) -> dict[str, Any]:
     """Return `rows` by precision and request, `errors` by precision, and why precisions were `left_out`."""
     _give_back()  # what was measured before
     budget = sizes.pool_bytes or int(torch.cuda.mem_get_info(device)[0] * POOL_SHARE)
@@ -125,7 +125,7 @@ def measure(device: torch.device, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def config_of(sizes: Sizes) -> ModelConfig:
+def config_of(sizes: FingerprintSizes) -> ModelConfig:
     """Return the config of a model whose weights are random; its folder is deleted."""
     with tempfile.TemporaryDirectory(prefix="instar-bench-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(dict(sizes.config)))
@@ -135,7 +135,7 @@ def config_of(sizes: Sizes) -> ModelConfig:
 # --------------------------------------------------------------------------- the fingerprint
 
 
-def profiled(config: ModelConfig, pool: PagePool, sizes: Sizes) -> Profile:
+def profiled(config: ModelConfig, pool: PagePool, sizes: FingerprintSizes) -> Profile:
     """Return the profile as a worker measures it; all pages are free afterwards."""
     points = [
         Point(precision, tokens, size)
@@ -145,8 +145,8 @@ def profiled(config: ModelConfig, pool: PagePool, sizes: Sizes) -> Profile:
     ]
     grid = Grid(
         points=points,
-        block_tokens=Shape().block_tokens,
-        max_num_batched_tokens=Shape().max_num_batched_tokens,
+        block_tokens=EngineShape().block_tokens,
+        max_num_batched_tokens=EngineShape().max_num_batched_tokens,
         rounds=sizes.rounds,
         max_rounds=sizes.max_rounds,
     )
@@ -162,7 +162,7 @@ def profiled(config: ModelConfig, pool: PagePool, sizes: Sizes) -> Profile:
 def _plan(
     config: ModelConfig,
     pool: PagePool,
-    sizes: Sizes,
+    sizes: FingerprintSizes,
     precisions: Sequence[Precision],
     depths: Sequence[int],
 ) -> CutPlan:
@@ -179,9 +179,9 @@ def _plan(
 # --------------------------------------------------------------------------- the whole
 
 
-def no_room(plan: CutPlan, pool: PagePool, sizes: Sizes) -> str:
+def no_room(plan: CutPlan, pool: PagePool, sizes: FingerprintSizes) -> str:
     """Return why the model does not fit into the pool, or "". Each layer's KV begins on a new page."""
-    config, limits = plan.config, limits_for(sizes.intents, Shape())
+    config, limits = plan.config, limits_for(sizes.intents, EngineShape())
     blocks = limits.max_num_seqs * (1 + -(-limits.max_model_len // limits.block_tokens))
     block_bytes = config.kv_block_bytes(limits.block_tokens, plan.model.dtype) // config.num_layers
     needed = plan.num_pages + config.num_layers * pool.pages_for(blocks * block_bytes)
@@ -191,13 +191,13 @@ def no_room(plan: CutPlan, pool: PagePool, sizes: Sizes) -> str:
     return f"with full precision it takes {needed * mib:.0f} MiB of pages, {pool.num_free * mib:.0f} are free"
 
 
-def whole(plan: CutPlan, pool: PagePool, sizes: Sizes) -> dict[Case, Found]:
+def whole(plan: CutPlan, pool: PagePool, sizes: FingerprintSizes) -> dict[Case, Found]:
     """Measure the whole model, of which `plan` has all layers; all pages are free afterwards."""
     clock = device_clock(pool.backend.device)  # a step that samples nothing does not wait for the device
-    model = OneDevice(plan, pool, sizes.intents, shape=Shape(), clock=clock)
+    model = OneDevice(plan, pool, sizes.intents, shape=EngineShape(), clock=clock)
     fullest = max(sizes.intents, key=lambda one: one.prompt_tokens * one.batch_size)
     truth = Truth(
-        model, plan.all_precisions, sizes.intents, fullest=fullest, block_tokens=Shape().block_tokens
+        model, plan.all_precisions, sizes.intents, fullest=fullest, block_tokens=EngineShape().block_tokens
     )
     steps = truth.steps()
     try:

@@ -171,10 +171,10 @@ def make_engine(folder: Path, dtype: Any, load_format: Any, budget_mib: int, **s
     """Return an engine that serves the folder on the GPU."""
     import torch
 
-    from bench.common.engines import Shape, load_engine
+    from bench.common.engines import EngineShape, load_engine
 
     device = torch.device("cuda", torch.cuda.current_device())
-    return load_engine(folder, Shape(**shape), budget_mib, device, dtype, load_format)
+    return load_engine(folder, EngineShape(**shape), budget_mib, device, dtype, load_format)
 
 
 # --------------------------------------------------------------------------- decoding

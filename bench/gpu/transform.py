@@ -40,7 +40,7 @@ CALLS, ROUNDS = 20, 5
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class TransformSizes:
     page_bytes: int
     layer_pages: int  # of the FFN of a layer
     attention: AttentionCase  # at TP1
@@ -49,7 +49,7 @@ class Sizes:
     workers: Workers
 
 
-GPU = Sizes(
+GPU = TransformSizes(
     page_bytes=2 * MIB,
     layer_pages=168,  # of an 8B model in bfloat16
     attention=AttentionCase(
@@ -73,7 +73,7 @@ GPU = Sizes(
         sequences=4,
     ),
 )
-CPU = Sizes(
+CPU = TransformSizes(
     page_bytes=64 * 1024,
     layer_pages=8,
     attention=AttentionCase("small", ((1, 40), (5, 20)), num_heads=8, num_kv_heads=4, head_dim=32),
@@ -97,7 +97,7 @@ CPU = Sizes(
 )
 
 
-def measure(device: torch.device, sizes: Sizes) -> dict[str, Any]:
+def measure(device: torch.device, sizes: TransformSizes) -> dict[str, Any]:
     """Return the rows of each part, and `problems`: what failed."""
     problems: list[str] = []
     found: dict[str, Any] = {"device": str(device), "pages": list(page_rows(device, sizes))}
@@ -115,7 +115,7 @@ def measure(device: torch.device, sizes: Sizes) -> dict[str, Any]:
 # --------------------------------------------------------------------------- pages
 
 
-def page_rows(device: torch.device, sizes: Sizes) -> Iterator[dict[str, Any]]:
+def page_rows(device: torch.device, sizes: TransformSizes) -> Iterator[dict[str, Any]]:
     """Yield microseconds a page, for one page and for those that a layer frees from TP1 to TP4.
 
     A page is mapped for the first time (the driver makes it), again, again without zeros (for what a copy
@@ -153,7 +153,9 @@ def _mapping_seconds(device: torch.device, space: VirtualRange, pages: int) -> d
 # --------------------------------------------------------------------------- attention
 
 
-def attention_rows(device: torch.device, sizes: Sizes, problems: list[str]) -> Iterator[dict[str, Any]]:
+def attention_rows(
+    device: torch.device, sizes: TransformSizes, problems: list[str]
+) -> Iterator[dict[str, Any]]:
     """Yield microseconds of a call at each degree: a rank's heads of the tokens of as many sequences."""
     for dtype in (torch.float32, torch.bfloat16):
         for degree in DEGREES:
@@ -167,7 +169,7 @@ def attention_rows(device: torch.device, sizes: Sizes, problems: list[str]) -> I
                 problems.append(f"attention at degree {degree} in {dtype}: {problem}")
 
 
-def _attention(device: torch.device, sizes: Sizes, dtype: torch.dtype, degree: int) -> float:
+def _attention(device: torch.device, sizes: TransformSizes, dtype: torch.dtype, degree: int) -> float:
     """Time attention over a cache in pages at the degree.
 
     Raises AssertionError if it differs from the oracle.
@@ -201,7 +203,9 @@ def _attention(device: torch.device, sizes: Sizes, dtype: torch.dtype, degree: i
     return 1e6 * seconds / CALLS
 
 
-def _cache(device: torch.device, sizes: Sizes, dtype: torch.dtype, blocks: int) -> tuple[PagePool, KVCache]:
+def _cache(
+    device: torch.device, sizes: TransformSizes, dtype: torch.dtype, blocks: int
+) -> tuple[PagePool, KVCache]:
     case = sizes.attention
     block_bytes = 2 * case.num_kv_heads * case.block_tokens * case.head_dim * dtype.itemsize
     pages = -(-blocks * block_bytes // sizes.page_bytes)
@@ -223,7 +227,7 @@ def _cache(device: torch.device, sizes: Sizes, dtype: torch.dtype, blocks: int) 
 # --------------------------------------------------------------------------- exchange
 
 
-def exchange_row(ranks: int, sizes: Sizes, devices: list[str]) -> dict[str, Any]:
+def exchange_row(ranks: int, sizes: TransformSizes, devices: list[str]) -> dict[str, Any]:
     """Exchange one layer at 90 % use, up and down in turn.
 
     Returns the milliseconds of the slowest rank in the best turn, and the bytes that a rank sends.
@@ -234,7 +238,7 @@ def exchange_row(ranks: int, sizes: Sizes, devices: list[str]) -> dict[str, Any]
     return {"ranks": ranks, "bytes": nbytes, "ms": 1e3 * seconds, "gbps": nbytes / seconds / 1e9}
 
 
-def _exchange(group: Communicator, sizes: Sizes, devices: list[str]) -> list[tuple[float, int]]:
+def _exchange(group: Communicator, sizes: TransformSizes, devices: list[str]) -> list[tuple[float, int]]:
     """Return seconds and bytes sent of each turn on one rank.
 
     Raises RuntimeError if a head is not in its place after a turn.
@@ -253,7 +257,7 @@ def _exchange(group: Communicator, sizes: Sizes, devices: list[str]) -> list[tup
     return [(one.time.seconds, one.bytes) for one in turns[1:]]
 
 
-def nccl_row(device: torch.device, sizes: Sizes) -> dict[str, Any]:
+def nccl_row(device: torch.device, sizes: TransformSizes) -> dict[str, Any]:
     """Return the exchange with a GPU for each rank, or why it was left out."""
     if device.type != "cuda":
         return {"skipped": "no GPU"}

@@ -23,7 +23,7 @@ from bench.common.load import play_to_end, saturate
 from bench.common.results import RESULTS, conclude, parser, say
 from bench.common.service import OtherPrograms
 from bench.morph.load import MEAN_OUTPUT_TOKENS, Script, saturating
-from bench.morph.report import DEFAULT, FULL, INT4, TTFT_LIMIT_S, Run, bars, card, summary
+from bench.morph.report import DEFAULT, FULL, INT4, TTFT_LIMIT_S, MorphRun, bars, card, summary
 from bench.morph.service import PRECISION, MorphService, Way
 
 NUM_SATURATING: Final = 192  # requests at once, more than end while the service is saturated
@@ -103,10 +103,10 @@ def calibrate(service: MorphService, *, is_quick: bool) -> Script:
     )
 
 
-def run_all(service: MorphService, num_rounds: int, *, is_quick: bool) -> tuple[list[Run], list[Script]]:
+def run_all(service: MorphService, num_rounds: int, *, is_quick: bool) -> tuple[list[MorphRun], list[Script]]:
     """Run all rounds, each beginning with another way, and return the runs and each round's script."""
     order = ways(service.num_layers)
-    runs: list[Run] = []
+    runs: list[MorphRun] = []
     scripts: list[Script] = []
     for number in range(num_rounds):
         scripts.append(calibrate(service, is_quick=is_quick))
@@ -118,11 +118,11 @@ def run_all(service: MorphService, num_rounds: int, *, is_quick: bool) -> tuple[
     return sorted(runs, key=lambda run: (names.index(run.configuration), run.round)), scripts
 
 
-def run_one(service: MorphService, script: Script, way: Way, number: int) -> Run:
+def run_one(service: MorphService, script: Script, way: Way, number: int) -> MorphRun:
     blocks_before = service.use(way)
     ordered_s, others = time.time(), OtherPrograms(service)
     run = play_to_end(service.url(), script.arrivals(seed=number)).run
-    return Run(
+    return MorphRun(
         configuration=way.name,
         round=number,
         outcomes=run.outcomes,
@@ -136,7 +136,7 @@ def run_one(service: MorphService, script: Script, way: Way, number: int) -> Run
     )
 
 
-def in_a_line(run: Run) -> str:
+def in_a_line(run: MorphRun) -> str:
     one = run.as_json()
     morphs = [f"{morph['kind']} at {morph['at_s']:.1f} s {morph['state']}" for morph in one["morphs"]]
     return (

@@ -53,14 +53,14 @@ WAYS: tuple[Precision, Precision] = ("int4", "full")
 
 
 @dataclass(frozen=True)
-class Size:
+class CostCase:
     name: str  # of a dummy model
     layer: int  # that is swapped
     budget_mb: int
     swaps: int  # each way
 
 
-SIZES = (Size("100M", 5, 768, 16), Size("wide", 2, 1280, 8))
+SIZES = (CostCase("100M", 5, 768, 16), CostCase("wide", 2, 1280, 8))
 
 
 def main() -> int:
@@ -79,7 +79,7 @@ def main() -> int:
     return conclude(result, is_kept=not args.quick, bars=bars)
 
 
-def measure(size: Size, threads: int, num_swaps: int) -> dict[str, Any]:
+def measure(size: CostCase, threads: int, num_swaps: int) -> dict[str, Any]:
     with serving(size, threads) as morphs:
         for way in 2 * WAYS:
             morphs.swap_idle(way)  # afterwards all pages have memory, and products were checked
@@ -91,7 +91,7 @@ def measure(size: Size, threads: int, num_swaps: int) -> dict[str, Any]:
 
 
 @contextmanager
-def serving(size: Size, threads: int) -> Iterator[Morphs]:
+def serving(size: CostCase, threads: int) -> Iterator[MorphLoop]:
     """Load a worker's engine and morph executor on the dummy model, with eight sequences that do not end."""
     with saved_model(size.name) as folder:
         settings = WorkerSettings(
@@ -105,12 +105,12 @@ def serving(size: Size, threads: int) -> Iterator[Morphs]:
         )
         loaded = load(settings, "w0", lambda text: None)
         try:
-            yield Morphs(loaded, size.layer)
+            yield MorphLoop(loaded, size.layer)
         finally:
             loaded.morphs.close()
 
 
-class Morphs:
+class MorphLoop:
     """The worker's loop by hand: morphs between steps, one layer swapped to INT4 and back."""
 
     def __init__(self, loaded: Loaded, layer: int) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.plots import picture
-from bench.morph.report import DEFAULT, FULL, INT4, TTFT_LIMIT_S, Run
+from bench.morph.report import DEFAULT, FULL, INT4, TTFT_LIMIT_S, MorphRun
 
 COLOURS = {
     FULL: "black",
@@ -20,7 +20,7 @@ COLOURS = {
 }
 
 
-def draw(runs: Sequence[Run], found: dict[str, dict[str, Any]], path: Path) -> None:
+def draw(runs: Sequence[MorphRun], found: dict[str, dict[str, Any]], path: Path) -> None:
     """Write the picture as PNG."""
     first = [run for run in runs if run.round == 0]
     with picture(path, 2, 2, figsize=(12, 8)) as (_, panels):
@@ -31,7 +31,7 @@ def draw(runs: Sequence[Run], found: dict[str, dict[str, Any]], path: Path) -> N
         panels[0][0].legend(fontsize=8, loc="upper left")
 
 
-def _over_time(axes: Any, runs: Sequence[Run], what: str, label: str) -> None:
+def _over_time(axes: Any, runs: Sequence[MorphRun], what: str, label: str) -> None:
     for run in runs:
         series = run.as_json()["over_time"]
         axes.step(
@@ -46,7 +46,7 @@ def _over_time(axes: Any, runs: Sequence[Run], what: str, label: str) -> None:
     axes.set(xlabel="seconds", ylabel=label)
 
 
-def _first_tokens(axes: Any, runs: Sequence[Run]) -> None:
+def _first_tokens(axes: Any, runs: Sequence[MorphRun]) -> None:
     for run in runs:
         axes.plot(
             [one.due_s for one in run.outcomes],
@@ -75,6 +75,6 @@ def _trade_off(axes: Any, found: dict[str, dict[str, Any]]) -> None:
     axes.set(xlabel="perplexity of the tokens served", ylabel="P95 TTFT, seconds", yscale="log")
 
 
-def _shade(axes: Any, run: Run) -> None:
+def _shade(axes: Any, run: MorphRun) -> None:
     axes.axvspan(run.burst_s, run.burst_ends_s, color="grey", alpha=0.12)
     axes.grid(alpha=0.3)

@@ -21,7 +21,7 @@ MIN_TTFT_RATIO, MIN_FEWER_VIOLATIONS, MAX_SHARE_OF_LOSS = 2.9, 0.9, 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class MorphRun:
     """One configuration under one script. Seconds count from the beginning of the script."""
 
     configuration: str
@@ -120,7 +120,7 @@ class Run:
         }
 
 
-def summary(runs: Sequence[Run], perplexities: Sequence[float]) -> dict[str, dict[str, Any]]:
+def summary(runs: Sequence[MorphRun], perplexities: Sequence[float]) -> dict[str, dict[str, Any]]:
     """Return the numbers of each configuration, in the order of its first run.
 
     Ratios are to full precision in the same round, on the same arrivals; their median counts. perplexities[k]

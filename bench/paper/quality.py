@@ -21,7 +21,7 @@ from bench.paper.loads import OUTPUT_TOKENS, PROMPT_TOKENS
 from bench.paper.plan import BITS, Plan, ceiling_bits, plan
 from bench.paper.pyramid import PyramidDecoder, budgets
 from bench.paper.text import f1, mean_and_error, rouge_l
-from bench.quality.perplexity import Evaluator, Losses, Text, difference, perplexity, swapped
+from bench.quality.perplexity import CorpusText, Evaluator, Losses, difference, perplexity, swapped
 from bench.quality.setup import held_out, open_demo
 from bus.precisions import QUANTIZED
 from worker.offline.calibration import read_calibration
@@ -75,7 +75,7 @@ def measure(order: Sequence[int], plans: Mapping[str, Sequence[str]], *, is_quic
     }
     windows = held_out(PROMPT_TOKENS + OUTPUT_TOKENS - 1, 48 if is_quick else 256)
     shapes: list[Plan] = [swapped(order, k, LOW) for k in range(num_layers + 1)] + list(chosen.values())
-    losses = evaluator.losses(Text(windows, PROMPT_TOKENS - 1), sorted(set(shapes)))
+    losses = evaluator.losses(CorpusText(windows, PROMPT_TOKENS - 1), sorted(set(shapes)))
     kept = budgets(num_layers, round(KEPT_SHARE * PROMPT_TOKENS), PROMPT_TOKENS)
     whole, pyramid = PyramidDecoder(DEMO, []), PyramidDecoder(DEMO, kept)
     return Offline(
@@ -116,7 +116,7 @@ def sensitivity(evaluator: Evaluator, num_windows: int) -> list[dict[str, float]
         for layer in range(num_layers)
         for name in BITS
     }
-    losses = evaluator.losses(Text(tokens), sorted(set(alone.values())))
+    losses = evaluator.losses(CorpusText(tokens), sorted(set(alone.values())))
     return [
         {name: max(0.0, difference(losses[alone[layer, name]], losses[full])[0]) for name in BITS}
         for layer in range(num_layers)

@@ -38,7 +38,7 @@ from bench.common.service import OtherPrograms
 from bench.peers.contenders import Contender, contenders, version_of
 from bench.peers.gguf_file import missing_package, write_gguf
 from bench.peers.report import PAGE, Row, check_page, page_table, report, rewritten, rows_as_json, say_card
-from bench.peers.workloads import QUICK, WORKLOADS, Load
+from bench.peers.workloads import QUICK, WORKLOADS, PeerLoad
 
 MODELS: Final = "30M,110M"
 QUICK_MODELS: Final = "4M"
@@ -64,7 +64,7 @@ def main() -> int:
     there = contenders(args.llama_server)
     with folders(sizes, with_gguf=args.llama_server is not None) as models:
         rounds = 1 if args.quick else args.rounds
-        rows = list(play(there, models, rounds, QUICK if args.quick else Load()))
+        rows = list(play(there, models, rounds, QUICK if args.quick else PeerLoad()))
     result = {"bench": "peers", **report(rows, machine, version)}
     result["seconds"] = round(time.perf_counter() - began)
     say_card(result)
@@ -112,7 +112,9 @@ def folders(sizes: Sequence[str], *, with_gguf: bool) -> Iterator[dict[str, Path
         yield models
 
 
-def play(there: Sequence[Contender], models: Mapping[str, Path], rounds: int, load: Load) -> Iterator[Row]:
+def play(
+    there: Sequence[Contender], models: Mapping[str, Path], rounds: int, load: PeerLoad
+) -> Iterator[Row]:
     """Measure everything once in each round, and print each row."""
     for number in range(rounds):
         for size, folder in models.items():
@@ -130,7 +132,7 @@ def turned(there: Sequence[Contender], number: int) -> list[Contender]:
     return [*there[first:], *there[:first]]
 
 
-def measure(contender: Contender, size: str, folder: Path, workload: str, number: int, load: Load) -> Row:
+def measure(contender: Contender, size: str, folder: Path, workload: str, number: int, load: PeerLoad) -> Row:
     with contender.start(folder, load) as running:
         others = OtherPrograms(running)
         measured = running.measure(workload)

@@ -30,8 +30,8 @@ from bench.peers.workloads import (
     ONE_BY_ONE,
     PATIENCE_S,
     WORKLOADS,
-    Load,
-    Measured,
+    PeerLoad,
+    WorkloadValues,
     measure_server,
     warm_up,
 )
@@ -49,7 +49,7 @@ class Running:
     """A contender that has been warmed up. `measure` runs the workload of a name."""
 
     pids: list[int]
-    measure: Callable[[str], Measured]
+    measure: Callable[[str], WorkloadValues]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Contender:
     """A contender; `start` runs it with the model of a folder for as long as the context lasts."""
 
     name: str
-    start: Callable[[Path, Load], AbstractContextManager[Running]]
+    start: Callable[[Path, PeerLoad], AbstractContextManager[Running]]
     workloads: Sequence[str] = WORKLOADS
 
 
@@ -76,7 +76,7 @@ class PeerService(Service):
 
 
 @contextmanager
-def run_instar(folder: Path, load: Load) -> Iterator[Running]:
+def run_instar(folder: Path, load: PeerLoad) -> Iterator[Running]:
     settings = STEADY | {"WORKER__THREADS": "0", "WORKER__MEMORY_MB": str(MEMORY_MB)}
     with PeerService(model=folder, settings=settings) as service:
         service.set_policy(mode="manual")
@@ -84,7 +84,7 @@ def run_instar(folder: Path, load: Load) -> Iterator[Running]:
 
 
 @contextmanager
-def run_llama_server(program: Path, folder: Path, load: Load) -> Iterator[Running]:
+def run_llama_server(program: Path, folder: Path, load: PeerLoad) -> Iterator[Running]:
     """Run llama.cpp's server on the folder's GGUF file, with its default KV cache.
 
     Raises RuntimeError with the end of its log if it ends before it serves.
@@ -119,18 +119,18 @@ def _serves(server: Process, url: str) -> bool:
     return False
 
 
-def _running_server(url: str, pids: list[int], load: Load) -> Running:
+def _running_server(url: str, pids: list[int], load: PeerLoad) -> Running:
     warm_up(url, load)
     return Running(pids, lambda workload: measure_server(url, workload, load))
 
 
 @contextmanager
-def run_transformers(folder: Path, load: Load) -> Iterator[Running]:
+def run_transformers(folder: Path, load: PeerLoad) -> Iterator[Running]:
     with Children(answer_calls, [(folder, load, num_cores())], timeout_s=PATIENCE_S) as children:
         children.ready(START_S)
 
-        def measure(workload: str) -> Measured:
-            measured: Measured = children.ask(0, NAME, workload)
+        def measure(workload: str) -> WorkloadValues:
+            measured: WorkloadValues = children.ask(0, NAME, workload)
             return measured
 
         yield Running([process.pid for process in children.processes], measure)

@@ -24,7 +24,7 @@ CONTENDERS: Final = (INSTAR, LLAMA, TRANSFORMERS)  # the order of the columns
 
 
 @dataclass(frozen=True, slots=True)
-class Quantity:
+class PeerQuantity:
     """A quantity that a workload is measured by. is_rate: more of it is better, else less."""
 
     workload: str
@@ -46,13 +46,13 @@ class Quantity:
 
 
 QUANTITIES: Final = (
-    Quantity(AT_ONCE, "tokens_per_s", "output", "tokens/s", is_rate=True),
-    Quantity(ONE_BY_ONE, "token_ms", "TPOT"),
-    Quantity(ONE_BY_ONE, "ttft_ms", "TTFT"),
-    Quantity(OPEN_LOOP, "token_ms", "TPOT P50"),
-    Quantity(OPEN_LOOP, "request_ms", "whole request P50"),
-    Quantity(OPEN_LOOP, "ttft_ms", "TTFT P50"),
-    Quantity(OPEN_LOOP, "ttft_p95_ms", "TTFT P95"),
+    PeerQuantity(AT_ONCE, "tokens_per_s", "output", "tokens/s", is_rate=True),
+    PeerQuantity(ONE_BY_ONE, "token_ms", "TPOT"),
+    PeerQuantity(ONE_BY_ONE, "ttft_ms", "TTFT"),
+    PeerQuantity(OPEN_LOOP, "token_ms", "TPOT P50"),
+    PeerQuantity(OPEN_LOOP, "request_ms", "whole request P50"),
+    PeerQuantity(OPEN_LOOP, "ttft_ms", "TTFT P50"),
+    PeerQuantity(OPEN_LOOP, "ttft_p95_ms", "TTFT P95"),
 )
 
 
@@ -169,7 +169,7 @@ def page_table(result: Mapping[str, Any]) -> str:
     return f"{_introduction(result, LLAMA in there)}\n\n{table(['model, load', *columns], lines)}"
 
 
-def _cell(found: Mapping[str, Any] | None, quantity: Quantity) -> str:
+def _cell(found: Mapping[str, Any] | None, quantity: PeerQuantity) -> str:
     if found is None or quantity.key not in found["median"]:
         return "-"
     mark = rf"\{MARK}" if quantity.key in found["disturbed"] else ""

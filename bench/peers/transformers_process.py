@@ -17,12 +17,12 @@ from transformers.utils import logging
 
 from bench.common.dummy_model import generate, load_transformers
 from bench.common.processes import END
-from bench.peers.workloads import AT_ONCE, ONE_BY_ONE, Load, Measured
+from bench.peers.workloads import AT_ONCE, ONE_BY_ONE, PeerLoad, WorkloadValues
 
 NAME: Final = "measure"  # of the call that is answered
 
 
-class Clock:
+class StepClock:
     """A streamer of `generate` that keeps when each token came, after the prompt that comes first."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Clock:
         """Do nothing: the last token has its time."""
 
 
-def answer_calls(parent: Connection, folder: Path, load: Load, threads: int) -> None:
+def answer_calls(parent: Connection, folder: Path, load: PeerLoad, threads: int) -> None:
     """Load the model, warm it up, and answer calls ("measure", workload) of `Children` until the end."""
     logging.set_verbosity_error()
     torch.set_num_threads(threads)
@@ -52,22 +52,22 @@ def answer_calls(parent: Connection, folder: Path, load: Load, threads: int) -> 
                 parent.send(problem)
 
 
-def _at_once(model: Any, _: Any, load: Load) -> Measured:
+def _at_once(model: Any, _: Any, load: PeerLoad) -> WorkloadValues:
     """Measure one static batch of all requests."""
     prompts = load.at_once()
     began = time.perf_counter()
     outputs = generate(model, prompts, load.at_once_output)
     seconds = time.perf_counter() - began
     _check(outputs, load.at_once_output)
-    return Measured({"tokens_per_s": len(prompts) * load.at_once_output / seconds})
+    return WorkloadValues({"tokens_per_s": len(prompts) * load.at_once_output / seconds})
 
 
-def _one_by_one(model: Any, tokenizer: Any, load: Load) -> Measured:
+def _one_by_one(model: Any, tokenizer: Any, load: PeerLoad) -> WorkloadValues:
     first_s: list[float] = []
     token_s: list[float] = []
     texts: list[str] = []
     for prompt in load.one_by_one():
-        clock = Clock()
+        clock = StepClock()
         began = time.perf_counter()
         (output,) = generate(model, [prompt], load.one_by_one_output, streamer=clock)
         _check([output], load.one_by_one_output)
@@ -76,7 +76,7 @@ def _one_by_one(model: Any, tokenizer: Any, load: Load) -> Measured:
         token_s.append((last - first) / (load.one_by_one_output - 1))
         texts.append(tokenizer.decode(output))
     values = {"token_ms": 1e3 * statistics.median(token_s), "ttft_ms": 1e3 * statistics.median(first_s)}
-    return Measured(values, texts[0])
+    return WorkloadValues(values, texts[0])
 
 
 def _check(outputs: list[list[int]], num_out: int) -> None:

@@ -34,7 +34,7 @@ Values = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class PeerLoad:
     """Lengths in tokens and numbers of requests; lengths of prompts are drawn from a range with both ends."""
 
     num_at_once: int = 64
@@ -82,7 +82,7 @@ class Load:
         )
 
 
-QUICK: Final = Load(
+QUICK: Final = PeerLoad(
     num_at_once=4, at_once_output=8, num_one_by_one=1, one_by_one_output=16, seconds=2.0, open_loop_output=8
 )
 
@@ -92,7 +92,7 @@ def _prompt(rng: random.Random, shortest: int, longest: int) -> Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class WorkloadValues:
     """The values of one workload by the names that `bench.peers.report` has for them.
 
     text: the greedy output of the first request one by one, to see whether contenders compute the same.
@@ -102,16 +102,16 @@ class Measured:
     text: str = ""
 
 
-def measure_server(url: str, workload: str, load: Load) -> Measured:
+def measure_server(url: str, workload: str, load: PeerLoad) -> WorkloadValues:
     """Measure the OpenAI-compatible server at `url`. Raises RuntimeError for a request that fails."""
     return _MEASURES[workload](url, load)
 
 
-def warm_up(url: str, load: Load) -> None:
+def warm_up(url: str, load: PeerLoad) -> None:
     play_to_end(url, [_arrival(load.warm_up(), load.one_by_one_output)], dialect=DIALECT)
 
 
-def _at_once(url: str, load: Load) -> Measured:
+def _at_once(url: str, load: PeerLoad) -> WorkloadValues:
     prompts = load.at_once()
     bodies = [_body(prompt, load.at_once_output) for prompt in prompts]
     began = time.perf_counter()
@@ -122,7 +122,7 @@ def _at_once(url: str, load: Load) -> Measured:
             raise RuntimeError(f"request {number} at once was refused: {status} {message_of(answer)}")
         if (found := json.loads(answer)["usage"]["completion_tokens"]) != load.at_once_output:
             raise RuntimeError(f"request {number} at once got {found} tokens of {load.at_once_output}")
-    return Measured({"tokens_per_s": len(prompts) * load.at_once_output / seconds})
+    return WorkloadValues({"tokens_per_s": len(prompts) * load.at_once_output / seconds})
 
 
 def _body(prompt: Prompt, num_out: int) -> bytes:
@@ -137,14 +137,14 @@ async def _send_all(server: ServerAddress, bodies: Sequence[bytes]) -> list[tupl
     )
 
 
-def _one_by_one(url: str, load: Load) -> Measured:
+def _one_by_one(url: str, load: PeerLoad) -> WorkloadValues:
     outcomes: list[RequestOutcome] = []
     texts: list[str] = []
     for prompt in load.one_by_one():
         recorder = play_to_end(url, [_arrival(prompt, load.one_by_one_output)], dialect=DIALECT)
         outcomes += recorder.run.outcomes
         texts.append(recorder.texts[0])
-    return Measured(
+    return WorkloadValues(
         {
             "token_ms": 1e3 * statistics.median(seconds_of(outcomes, "tpot_s")),
             "ttft_ms": 1e3 * statistics.median(seconds_of(outcomes, "ttft_s")),
@@ -153,10 +153,10 @@ def _one_by_one(url: str, load: Load) -> Measured:
     )
 
 
-def _open_loop(url: str, load: Load) -> Measured:
+def _open_loop(url: str, load: PeerLoad) -> WorkloadValues:
     recorder = play_to_end(url, load.open_loop(), drain_s=PATIENCE_S, dialect=DIALECT)
     outcomes = recorder.run.outcomes
-    return Measured(
+    return WorkloadValues(
         {
             "token_ms": 1e3 * percentile(seconds_of(outcomes, "tpot_s"), 50),
             "request_ms": 1e3 * percentile(seconds_of(outcomes, "e2e_s"), 50),
@@ -175,7 +175,7 @@ def _arrival(prompt: Prompt, num_out: int) -> Arrival:
     return Arrival(0.0, len(prompt), num_out, prompt)
 
 
-_MEASURES: Final[dict[str, Callable[[str, Load], Measured]]] = {
+_MEASURES: Final[dict[str, Callable[[str, PeerLoad], WorkloadValues]]] = {
     AT_ONCE: _at_once,
     ONE_BY_ONE: _one_by_one,
     OPEN_LOOP: _open_loop,

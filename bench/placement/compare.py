@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bench.common.results import RESULTS, conclude, parser, quantile, say
-from bench.placement.model import INTENT, LEVELS, MODELS, NUM_DEVICES, SECONDS, Cluster, trace_of
+from bench.placement.model import INTENT, LEVELS, MODELS, NUM_DEVICES, SECONDS, PlacementCluster, trace_of
 from controller.planning.placement import POLICIES, THRESHOLD, WINDOW_S, Placing
 
 SWEEP = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9)
@@ -27,7 +27,7 @@ HEAVY = 2.0  # times the load, at which devices that hold four models cannot kee
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PlacementOutcome:
     """The numbers of one trace: seconds, and devices in the mean from the first deployment to the end."""
 
     devices: float
@@ -42,19 +42,19 @@ class Outcome:
     num_refused: float
 
 
-def model(placing: Placing, seed: int, load: float = 1.0) -> Cluster:
-    cluster = Cluster(placing)
+def model(placing: Placing, seed: int, load: float = 1.0) -> PlacementCluster:
+    cluster = PlacementCluster(placing)
     cluster.run(trace_of(seed, load))
     return cluster
 
 
-def outcome_of(cluster: Cluster) -> Outcome:
+def outcome_of(cluster: PlacementCluster) -> PlacementOutcome:
     latencies = [one.latency_s for one in cluster.finished]
     slowdowns = [one.latency_s / one.alone_s for one in cluster.finished]
     ends = [at_s for at_s, _ in cluster.in_use[1:]] + [SECONDS]
     device_s = sum(count * (end_s - at_s) for (at_s, count), end_s in zip(cluster.in_use, ends, strict=True))
     at_end = cluster.in_use[-1][1]
-    return Outcome(
+    return PlacementOutcome(
         devices=device_s / SECONDS,
         devices_after_four=cluster.in_use[3][1],
         devices_at_end=at_end,
@@ -68,7 +68,7 @@ def outcome_of(cluster: Cluster) -> Outcome:
     )
 
 
-def mean_of(clusters: Sequence[Cluster]) -> dict[str, float]:
+def mean_of(clusters: Sequence[PlacementCluster]) -> dict[str, float]:
     rows = [asdict(outcome_of(cluster)) for cluster in clusters]
     return {key: round(statistics.fmean(row[key] for row in rows), 4) for key in rows[0]}
 
@@ -81,7 +81,7 @@ def say_row(name: str, row: dict[str, float]) -> None:
     )
 
 
-def _middle(clusters: Sequence[Cluster]) -> int:
+def _middle(clusters: Sequence[PlacementCluster]) -> int:
     """Return the number of the trace in which the median of devices is used."""
     uses = [outcome_of(cluster).devices for cluster in clusters]
     return uses.index(statistics.median_high(uses))
@@ -137,7 +137,7 @@ def main() -> int:
         from bench.placement.plot import draw
 
         shown = _middle(clusters["hybrid"])
-        drawn: dict[str, Cluster] = {policy: runs[shown] for policy, runs in clusters.items()}
+        drawn: dict[str, PlacementCluster] = {policy: runs[shown] for policy, runs in clusters.items()}
         draw(trace_of(seeds[shown]), drawn, RESULTS / "placement.png")
     conclude(result, is_kept=not quick)
     return 0 if is_between else 1

@@ -88,7 +88,7 @@ def _arrivals(
 
 
 @dataclass(slots=True, eq=False)
-class Served:
+class PlacedModel:
     """A deployed model; `left_s` is what the running request still needs on devices of its own."""
 
     number: int
@@ -107,14 +107,14 @@ class Finished:
 
 
 @dataclass(slots=True)
-class Cluster:
+class PlacementCluster:
     """The devices under one policy; `in_use` has pairs of a time and the number of devices with a model."""
 
     placing: Placing
     free: dict[str, int] = field(
         default_factory=lambda: {f"gpu{i}": int(DEVICE_BYTES * USABLE) for i in range(NUM_DEVICES)}
     )
-    served: dict[int, Served] = field(default_factory=dict)
+    served: dict[int, PlacedModel] = field(default_factory=dict)
     finished: list[Finished] = field(default_factory=list)
     in_use: list[tuple[float, int]] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
@@ -162,12 +162,12 @@ class Cluster:
             if not ended:
                 return
 
-    def _arrive(self, one: Served) -> None:
+    def _arrive(self, one: PlacedModel) -> None:
         if not one.queue:
             one.left_s = one.latency_s
         one.queue.append(self.now_s)
 
-    def _end(self, one: Served) -> None:
+    def _end(self, one: PlacedModel) -> None:
         arrived_s = one.queue.popleft()
         self.finished.append(Finished(one.number, arrived_s, self.now_s - arrived_s, one.latency_s))
         one.left_s = one.latency_s
@@ -180,7 +180,7 @@ class Cluster:
             return
         self._take(profile, found)
         workers = tuple(worker for stage in found.stages for worker in stage.workers)
-        self.served[number] = Served(number, workers, found.chosen.latency_s.value)
+        self.served[number] = PlacedModel(number, workers, found.chosen.latency_s.value)
         used = {worker for one in self.served.values() for worker in one.workers}
         self.in_use.append((self.now_s, len(used)))
 

@@ -23,7 +23,7 @@ from bench.common.load import play_to_end, saturate
 from bench.common.results import conclude, parser, say
 from bench.common.service import OtherPrograms
 from bench.morph.load import MEAN_OUTPUT_TOKENS, Script, saturating
-from bench.profiling.report import LOADING, MEASURING, WHOLE, WITHOUT, Window, report, say_card
+from bench.profiling.report import LOADING, MEASURING, WHOLE, WITHOUT, ProfilingWindow, report, say_card
 from bench.profiling.service import ProfileService
 
 NUM_SATURATING = 192  # requests at once, more than end while the worker is saturated
@@ -79,7 +79,7 @@ def alone(service: ProfileService, patience_s: float) -> float:
     return round(took, 1)
 
 
-def by_turns(service: ProfileService, number: int, rate: float, seconds: float) -> Iterator[Window]:
+def by_turns(service: ProfileService, number: int, rate: float, seconds: float) -> Iterator[ProfilingWindow]:
     """Play a window without a profile and one beside a profile; which comes first changes by the number.
 
     What part of the profile runs beside it changes too.
@@ -100,7 +100,7 @@ def by_turns(service: ProfileService, number: int, rate: float, seconds: float) 
 
 
 def to_its_end(
-    service: ProfileService, rate: float, patience_s: float, windows: list[Window]
+    service: ProfileService, rate: float, patience_s: float, windows: list[ProfilingWindow]
 ) -> dict[str, Any]:
     """Measure a whole profile beside the load, and add to the windows.
 
@@ -121,9 +121,9 @@ def to_its_end(
     return {"loaded_s": None, "progress": progress}
 
 
-def play(service: ProfileService, beside: str, number: int, rate: float, seconds: float) -> Window:
+def play(service: ProfileService, beside: str, number: int, rate: float, seconds: float) -> ProfilingWindow:
     """Play the script of a number: the same arrivals for the same number."""
     script = Script(calm_s=0.0, burst_s=seconds, calm_again_s=0.0, calm_rate=0.0, burst_rate=rate)
     others = OtherPrograms(service)
     outcomes = play_to_end(service.url(), script.arrivals(seed=number)).run.outcomes
-    return Window(beside, number, outcomes, others.cores())
+    return ProfilingWindow(beside, number, outcomes, others.cores())

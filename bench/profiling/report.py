@@ -20,7 +20,7 @@ QUANTITIES: Final = ("ttft", "tpot", "longest_pause")  # seconds of each request
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ProfilingWindow:
     """A script that was played, and what ran beside it; `others_cores` is what other programs kept busy."""
 
     beside: str
@@ -37,7 +37,7 @@ class Window:
         )
 
 
-def summary(windows: Sequence[Window]) -> dict[str, float]:
+def summary(windows: Sequence[ProfilingWindow]) -> dict[str, float]:
     """Return percentiles over the requests of all windows, in milliseconds."""
     outcomes = [outcome for one in windows for outcome in one.outcomes]
     found: dict[str, float] = {"requests": len(outcomes)}
@@ -48,7 +48,7 @@ def summary(windows: Sequence[Window]) -> dict[str, float]:
     return found
 
 
-def report(windows: Sequence[Window]) -> dict[str, Any]:
+def report(windows: Sequence[ProfilingWindow]) -> dict[str, Any]:
     """Return `rows` by what ran beside the load, and `times`: each over that of the load alone.
 
     There is a row of the windows that took turns, and one of the whole profile, which was measured after

@@ -24,8 +24,8 @@ from bench.common.results import DEMO, RESULTS, conclude, parser, say
 # isort: split
 import torch
 
-from bench.quality.perplexity import Evaluator, Shape, Text, difference, perplexity, swapped
-from bench.quality.setup import Model, held_out, make_missing_sets, open_demo
+from bench.quality.perplexity import CorpusText, Evaluator, Shape, difference, perplexity, swapped
+from bench.quality.setup import QualityModel, held_out, make_missing_sets, open_demo
 from bus.precisions import Precision
 from worker.shape.layer_order import load_order, plain_order
 
@@ -37,7 +37,7 @@ SIGNIFICANT = 2.0  # standard errors
 # --------------------------------------------------------------------------- orders
 
 
-def orders_of(model: Model) -> dict[str, list[list[int]]]:
+def orders_of(model: QualityModel) -> dict[str, list[list[int]]]:
     """Return the orders by name; there are several random ones, whose mean counts."""
     config = model.config
     return {
@@ -54,7 +54,7 @@ def counts_of(num_layers: int) -> list[int]:
     return [0, *powers, num_layers]
 
 
-def by_order(model: Model, text: Text, name: str) -> dict[str, Any]:
+def by_order(model: QualityModel, text: CorpusText, name: str) -> dict[str, Any]:
     """Return the perplexity of each order at each count, and how LIS compares.
 
     `name` is that of the quantised weights.
@@ -87,7 +87,7 @@ def perplexities(order: Sequence[int], precision: Precision, num_windows: int) -
     kernels.configure(2)
     model = open_demo(DEMO, precision, method="", name=precision)
     shapes = [swapped(order, count, precision) for count in range(len(order) + 1)]
-    losses = Evaluator(model.whole, model.layers).losses(Text(held_out(512, num_windows)), shapes)
+    losses = Evaluator(model.whole, model.layers).losses(CorpusText(held_out(512, num_windows)), shapes)
     return [perplexity(losses[shape]) for shape in shapes]
 
 
@@ -121,7 +121,7 @@ def mixtures(low: Shape, full: Shape) -> dict[str, list[tuple[int, Shape]]]:
     }
 
 
-def over_time(model: Model, text: Text, name: str) -> dict[str, Any]:
+def over_time(model: QualityModel, text: CorpusText, name: str) -> dict[str, Any]:
     """Return the perplexity of each row, and whether it lies between the bounds within its standard error."""
     num_layers = model.config.num_layers
     low, full = (name,) * num_layers, ("full",) * num_layers
@@ -189,8 +189,8 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     began = time.perf_counter()
     text, mixed = (
-        Text(held_out(512, args.windows)),
-        Text(held_out(CONTEXT + OUTPUT, args.mixed_windows), CONTEXT),
+        CorpusText(held_out(512, args.windows)),
+        CorpusText(held_out(CONTEXT + OUTPUT, args.mixed_windows), CONTEXT),
     )
     say(f"{text.num_scored} held-out tokens for the orders, {mixed.num_scored} for changes on the way")
     orders, changes = {}, {}

@@ -21,7 +21,7 @@ Losses = dict[Shape, list[float]]  # nats per scored token, for each window
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class CorpusText:
     """Windows of text, int64 [W, T + 1]; what follows position `scored_from` - 1 of each window is scored."""
 
     windows: torch.Tensor
@@ -39,7 +39,7 @@ class Evaluator:
     model: LayerwiseModel
     layers: Sequence[dict[str, Layer]]
 
-    def losses(self, text: Text, shapes: Sequence[Shape]) -> Losses:
+    def losses(self, text: CorpusText, shapes: Sequence[Shape]) -> Losses:
         """Return the loss of each window, for each shape."""
         found: Losses = {shape: [] for shape in shapes}
         with torch.inference_mode():
@@ -49,7 +49,7 @@ class Evaluator:
                     found[shape].append(loss)
         return found
 
-    def mixed_losses(self, text: Text, pieces: Sequence[tuple[int, Shape]]) -> list[float]:
+    def mixed_losses(self, text: CorpusText, pieces: Sequence[tuple[int, Shape]]) -> list[float]:
         """Return the losses of windows whose shape changes.
 
         A piece is (first position, shape from there on).

@@ -27,7 +27,7 @@ CALIBRATION_WINDOWS = 16  # the default of `instar quantize`
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class QualityModel:
     """A model; layers[i] has full weights under "full" and quantised ones under the name that was given."""
 
     config: ModelConfig
@@ -68,7 +68,7 @@ def make_missing_sets(folder: Path, methods: Sequence[str], precisions: Sequence
     assert all(set_path(folder, p, "awq").is_file() for p in precisions if "awq" in methods)
 
 
-def open_demo(folder: Path, precision: Precision, method: str, name: str) -> Model:
+def open_demo(folder: Path, precision: Precision, method: str, name: str) -> QualityModel:
     """Open the demo model in float32, with its quantised layers under `name`."""
     config, checkpoint = read_config(folder), CheckpointWeights(folder)
     matrices = find_matrices(config, checkpoint, precision, method)
@@ -83,4 +83,4 @@ def open_demo(folder: Path, precision: Precision, method: str, name: str) -> Mod
         {"full": whole.layer(i), name: whole.quantized_layer(i, precision, matrices)}
         for i in range(config.num_layers)
     ]
-    return Model(config, whole, layers)
+    return QualityModel(config, whole, layers)

@@ -33,7 +33,7 @@ from typing import Any, Final
 from bench.common.dummy_model import model_folder
 from bench.common.results import RESULTS, conclude, parser, say
 from bench.common.service import OtherPrograms
-from bench.serving.load import Arrival, Load, Served, arrivals, replay
+from bench.serving.load import LoadArrival, LoadServed, ServingLoad, arrivals, replay
 from bench.serving.report import (
     BAR,
     HEAD,
@@ -42,8 +42,8 @@ from bench.serving.report import (
     ROUND_ROBIN,
     TPOT_LIMIT_S,
     TTFT_LIMIT_S,
-    Outcome,
-    Run,
+    ServingOutcome,
+    ServingRun,
     as_json,
     bars,
     card,
@@ -52,7 +52,7 @@ from bench.serving.report import (
     row,
     shapes_of,
 )
-from bench.serving.service import ServingService, Way
+from bench.serving.service import ServingService, ServingWay
 from bench.serving.setup import GROUP, MODELS, calibrate, make_load, oracle
 
 LONG_OUTPUT: Final = 32
@@ -60,19 +60,19 @@ MAX_LEN: Final = 16384
 SEED: Final = 0
 
 
-def ways(num_workers: int) -> list[Way]:
+def ways(num_workers: int) -> list[ServingWay]:
     alone = (1,) * num_workers
     num_groups = num_workers // GROUP
     rest = num_workers - GROUP
     mix = (GROUP, *(1,) * rest) if rest else (GROUP // 2, *(1,) * (num_workers - GROUP // 2))
     mixed = f"TP{mix[0]} + {len(mix) - 1} x TP1"
     return [
-        Way(OURS, alone),
-        Way(ROUND_ROBIN, alone, pick=ROUND_ROBIN),
-        Way(LEAST_LOAD, alone, pick=LEAST_LOAD),
-        Way(f"static {num_workers} x TP1", alone, is_static=True),
-        Way(f"static {num_groups} x TP{GROUP}", (GROUP,) * num_groups, is_static=True),
-        Way(f"static {mixed}", mix, is_static=True),
+        ServingWay(OURS, alone),
+        ServingWay(ROUND_ROBIN, alone, pick=ROUND_ROBIN),
+        ServingWay(LEAST_LOAD, alone, pick=LEAST_LOAD),
+        ServingWay(f"static {num_workers} x TP1", alone, is_static=True),
+        ServingWay(f"static {num_groups} x TP{GROUP}", (GROUP,) * num_groups, is_static=True),
+        ServingWay(f"static {mixed}", mix, is_static=True),
     ]
 
 
@@ -106,33 +106,37 @@ def main() -> int:
         load, capacity = calibrate(service, load, args.short_tokens)
         script = arrivals(load, SEED)
         texts = oracle(service, script)
-        runs: list[Run] = []
+        runs: list[ServingRun] = []
         for way in chosen:
             runs.append(run_one(service, way, load, script, texts))
             say(HEAD + "\n" + row(way.name, outcome(runs[-1], load)))
     return report(runs, load, capacity, args, round(time.monotonic() - began_s))
 
 
-def chosen_ways(there: Sequence[Way], names: str) -> list[Way]:
+def chosen_ways(there: Sequence[ServingWay], names: str) -> list[ServingWay]:
     parts = [part.strip() for part in names.replace("ours", OURS).split(",")]
     return [way for way in there if any(part in way.name for part in parts)]
 
 
 def run_one(
-    service: ServingService, way: Way, load: Load, script: Sequence[Arrival], texts: Mapping[int, str]
-) -> Run:
+    service: ServingService,
+    way: ServingWay,
+    load: ServingLoad,
+    script: Sequence[LoadArrival],
+    texts: Mapping[int, str],
+) -> ServingRun:
     say(f"\n{way.name}: {load.seconds:.0f} s")
     service.use(way)
     before, others, began_s = service.given_up(), OtherPrograms(service), time.time()
 
-    def watch(at_s: float, served: Sequence[Served]) -> None:
+    def watch(at_s: float, served: Sequence[LoadServed]) -> None:
         say(progress(service, at_s, served))
 
     served = replay(service.url(), script, load.seconds + load.drain_s, watch)
     others_cores, after = others.cores(), service.given_up()
     reports = service.transforms(began_s)
     compared = [one for one in served if one.is_whole and one.arrival.number in texts]
-    return Run(
+    return ServingRun(
         way=way.name,
         served=served,
         shapes_at_first=way.shapes,
@@ -146,7 +150,7 @@ def run_one(
     )
 
 
-def progress(service: ServingService, at_s: float, served: Sequence[Served]) -> str:
+def progress(service: ServingService, at_s: float, served: Sequence[LoadServed]) -> str:
     due = [one for one in served if one.arrival.at_s <= at_s and not (one.refused or one.error)]
     begun = [one for one in due if one.token_s]
     tokens = sum(one.tokens_between(at_s - 10.0, at_s) for one in begun) / 10.0
@@ -159,10 +163,14 @@ def progress(service: ServingService, at_s: float, served: Sequence[Served]) -> 
 
 
 def report(
-    runs: Sequence[Run], load: Load, capacity: Mapping[str, float], args: argparse.Namespace, seconds: int
+    runs: Sequence[ServingRun],
+    load: ServingLoad,
+    capacity: Mapping[str, float],
+    args: argparse.Namespace,
+    seconds: int,
 ) -> int:
     """Print all, write what is no quick run, and return the exit status."""
-    outcomes: dict[str, Outcome] = {run.way: outcome(run, load) for run in runs}
+    outcomes: dict[str, ServingOutcome] = {run.way: outcome(run, load) for run in runs}
     judged = bars(outcomes)
     say("\n" + card(outcomes, judged))
     result: dict[str, Any] = {

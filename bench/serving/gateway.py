@@ -37,7 +37,7 @@ ORDER_TIMEOUT_S: Final = 60.0
 Pick = Callable[[Sequence[ReadyInstance], Mapping[str, int]], ReadyInstance]
 
 
-class RoundRobin:
+class RoundRobinPick:
     """Picks one instance after the other, in the order of their workers."""
 
     def __init__(self) -> None:
@@ -59,13 +59,13 @@ def least_load(instances: Sequence[ReadyInstance], left_at: Mapping[str, int]) -
 
 
 PICKS: Final[dict[str, Callable[[], Pick]]] = {
-    "round-robin": RoundRobin,
+    "round-robin": RoundRobinPick,
     "least-load-first": lambda: least_load,
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LongRequestGroup:
     """The workers that form a group for a long request."""
 
     workers: tuple[str, ...]
@@ -80,14 +80,14 @@ class Orders:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._sent: dict[Group, asyncio.Task[None]] = {}
+        self._sent: dict[LongRequestGroup, asyncio.Task[None]] = {}
 
-    def send(self, group: Group) -> None:
+    def send(self, group: LongRequestGroup) -> None:
         if group not in self._sent:
             task = self._sent[group] = asyncio.get_running_loop().create_task(self._carry_out(group))
             task.add_done_callback(lambda _: self._sent.pop(group))
 
-    async def _carry_out(self, group: Group) -> None:
+    async def _carry_out(self, group: LongRequestGroup) -> None:
         """Order the group. The cards show if it formed; a refused order is sent again."""
         body = {"workers": list(group.workers), "tp": len(group.workers)}
         url = f"{self._url}/admin/instances/transform"
@@ -95,7 +95,7 @@ class Orders:
             await client.post(url, params={"wait": "true"}, json=body)
 
 
-class Unaware(Placement):
+class UnawarePlacement(Placement):
     """A placement that sends requests where `pick` says."""
 
     def __init__(
@@ -104,7 +104,7 @@ class Unaware(Placement):
         super().__init__(cluster, table, *args, **named)
         self._pick = pick
         self._orders = orders
-        self._made: dict[str, Group] = {}  # for which request
+        self._made: dict[str, LongRequestGroup] = {}  # for which request
 
     def find(self, state: RequestState) -> Candidate | Wait | None:
         instances = self._cluster.ready(state.request.model)
@@ -156,12 +156,12 @@ def _left_of(state: RequestState) -> int:
     return state.request.num_tokens - through
 
 
-def neighbours(chosen: ReadyInstance, num_tokens: int, workers: Iterable[str]) -> Group:
+def neighbours(chosen: ReadyInstance, num_tokens: int, workers: Iterable[str]) -> LongRequestGroup:
     """Return the workers of the lowest degree that holds the tokens, from a multiple of that degree on."""
     tp = lowest_degree(chosen.card, num_tokens)
     ordered = sorted(workers, key=natural)
     first = ordered.index(chosen.worker) // tp * tp
-    return Group(tuple(ordered[first : first + tp]))
+    return LongRequestGroup(tuple(ordered[first : first + tp]))
 
 
 def lowest_degree(card: InstanceCard, num_tokens: int) -> int:
@@ -175,5 +175,7 @@ def workers_of(ready: ReadyInstance) -> tuple[str, ...]:
 if __name__ == "__main__":
     orders = Orders(f"http://127.0.0.1:{os.environ['INSTAR_GATEWAY__PORT']}")
     pick = PICKS[os.environ["BENCH_PICK"]]()
-    vars(state)["Placement"] = partial(Unaware, pick=pick, orders=orders)  # its parts are put together there
+    vars(state)["Placement"] = partial(
+        UnawarePlacement, pick=pick, orders=orders
+    )  # its parts are put together there
     sys.exit(run("gateway", service.main))

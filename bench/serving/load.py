@@ -17,7 +17,7 @@ OUTPUT_SHARE: Final = 0.103  # of a short request (Gyges §5)
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ServingLoad:
     """The lengths of requests in tokens, and times in seconds.
 
     Long requests come every `long_every_s` from `first_long_s` on. What comes and goes in [warm_up_s,
@@ -47,7 +47,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class LoadArrival:
     """A request, due `at_s` after the beginning."""
 
     number: int
@@ -58,7 +58,7 @@ class Arrival:
 
 
 @dataclass(slots=True)
-class Served:
+class LoadServed:
     """The outcome of a request.
 
     Times are seconds after the beginning, `token_s` one for each event with tokens.
@@ -66,7 +66,7 @@ class Served:
     `refused` and `error` name the failure. A request with neither that is not `is_whole` was still running.
     """
 
-    arrival: Arrival
+    arrival: LoadArrival
     token_s: list[float] = field(default_factory=list, repr=False)
     text: str = field(default="", repr=False)
     is_whole: bool = False
@@ -94,7 +94,7 @@ class Served:
         return (self.token_s[-1] - self.token_s[0]) / max(1, self.arrival.num_out - 1)
 
 
-def arrivals(load: Load, seed: int) -> list[Arrival]:
+def arrivals(load: ServingLoad, seed: int) -> list[LoadArrival]:
     """Return the requests, the same for the same seed.
 
     Short ones come at random, as of a Poisson process, but their number is what the rate says: with some
@@ -110,18 +110,18 @@ def arrivals(load: Load, seed: int) -> list[Arrival]:
     return [_arrival(load, rng, number, *one) for number, one in enumerate(sorted(due))]
 
 
-def _arrival(load: Load, rng: random.Random, number: int, at_s: float, is_long: bool) -> Arrival:
+def _arrival(load: ServingLoad, rng: random.Random, number: int, at_s: float, is_long: bool) -> LoadArrival:
     length = load.long_prompt if is_long else load.short_prompt
     num_out = load.long_output if is_long else load.short_output
-    return Arrival(number, at_s, rng.choices(VOCABULARY, k=length), num_out, is_long)
+    return LoadArrival(number, at_s, rng.choices(VOCABULARY, k=length), num_out, is_long)
 
 
 def replay(
     url: str,
-    script: Sequence[Arrival],
+    script: Sequence[LoadArrival],
     end_s: float,
-    watch: Callable[[float, Sequence[Served]], None] | None = None,
-) -> list[Served]:
+    watch: Callable[[float, Sequence[LoadServed]], None] | None = None,
+) -> list[LoadServed]:
     """Send the requests when they are due, and give up those that have not ended `end_s` after the beginning.
 
     `watch` is called every few seconds, in a thread of its own, with the time and all requests as they are.
@@ -138,17 +138,17 @@ def replay(
     return served_by(recorder, script)
 
 
-def served_by(recorder: Recorder, script: Sequence[Arrival]) -> list[Served]:
+def served_by(recorder: Recorder, script: Sequence[LoadArrival]) -> list[LoadServed]:
     return [
         served(arrival, outcome, recorder.token_s[outcome.number], recorder.texts.get(outcome.number, ""))
         for arrival, outcome in zip(script, recorder.run.outcomes, strict=True)
     ]
 
 
-def served(arrival: Arrival, outcome: RequestOutcome, token_s: Sequence[float], text: str) -> Served:
+def served(arrival: LoadArrival, outcome: RequestOutcome, token_s: Sequence[float], text: str) -> LoadServed:
     """Return the outcome of a request so far."""
     error = "" if outcome.error == UNFINISHED else outcome.error
-    return Served(
+    return LoadServed(
         arrival,
         list(token_s),
         text,

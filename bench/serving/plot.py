@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.plots import picture
-from bench.serving.load import Load
-from bench.serving.report import TTFT_LIMIT_S, Run, grouped
+from bench.serving.load import ServingLoad
+from bench.serving.report import TTFT_LIMIT_S, ServingRun, grouped
 
 BIN_S = 10.0
 
 
-def draw(runs: Sequence[Run], load: Load, path: Path) -> None:
+def draw(runs: Sequence[ServingRun], load: ServingLoad, path: Path) -> None:
     """Write the picture as PNG."""
     options = {"figsize": (11, 10), "sharex": True, "height_ratios": (3, 1, 3)}
     with picture(path, 3, 1, **options) as (_, (rates, groups, waits)):

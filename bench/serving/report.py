@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from bench.common.results import Bar, bar, bar_lines, busy_lines, digits, quantile
-from bench.serving.load import Load, Served
+from bench.serving.load import LoadServed, ServingLoad
 from bus.morphs import MorphReport
 
 BAR: Final = 1.26  # Gyges §6.2.4: 26.1 % to 39.2 % more throughput than both
@@ -18,7 +18,7 @@ TPOT_LIMIT_S: Final = 1.0  # ten times the paper's: two cores are slower than ei
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ServingShape:
     """A transform that was applied, `at_s` after the beginning of the run."""
 
     at_s: float
@@ -27,7 +27,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ServingRun:
     """One way under the load.
 
     `samples_differ` are the requests whose text was not the oracle's, of `num_samples` that ended;
@@ -35,9 +35,9 @@ class Run:
     """
 
     way: str
-    served: list[Served]
+    served: list[LoadServed]
     shapes_at_first: tuple[int, ...]
-    shapes: list[Shape]
+    shapes: list[ServingShape]
     unapplied: list[str]  # the reasons of transforms that were not applied
     recomputed_tokens: int
     preemptions: int
@@ -47,7 +47,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ServingOutcome:
     """Seconds and tokens per second.
 
     TTFT and TPOT are of requests that were due in the window; a request without a first token counts with the
@@ -76,13 +76,13 @@ class Outcome:
     others_cores: float
 
 
-def outcome(run: Run, load: Load) -> Outcome:
+def outcome(run: ServingRun, load: ServingLoad) -> ServingOutcome:
     begin_s, end_s, last_s = load.warm_up_s, load.seconds, load.seconds + load.drain_s
     due = [one for one in run.served if one.arrival.at_s >= begin_s]
     short, long = ([one for one in due if one.arrival.is_long == is_long] for is_long in (False, True))
     in_time = [one for one in run.served if is_in_time(one)]
     taken = [one for one in long if not one.refused]
-    return Outcome(
+    return ServingOutcome(
         tokens_per_s=_sum(run.served, begin_s, end_s) / (end_s - begin_s),
         in_time_tokens_per_s=_sum(in_time, begin_s, end_s) / (end_s - begin_s),
         short_ttft_p95_s=quantile([one.ttft_s(last_s) for one in short], 0.95),
@@ -106,17 +106,17 @@ def outcome(run: Run, load: Load) -> Outcome:
     )
 
 
-def is_in_time(one: Served) -> bool:
+def is_in_time(one: LoadServed) -> bool:
     if not one.is_whole:
         return False
     return one.arrival.is_long or (one.ttft_s(0.0) <= TTFT_LIMIT_S and one.tpot_s <= TPOT_LIMIT_S)
 
 
-def _sum(served: Sequence[Served], begin_s: float, end_s: float) -> float:
+def _sum(served: Sequence[LoadServed], begin_s: float, end_s: float) -> float:
     return sum(one.tokens_between(begin_s, end_s) for one in served)
 
 
-def _directions(run: Run) -> list[bool]:
+def _directions(run: ServingRun) -> list[bool]:
     """Return for each transform whether it went up."""
     degrees = {f"w{i}": tp for tp, i in _workers(run.shapes_at_first)}
     found = []
@@ -126,7 +126,7 @@ def _directions(run: Run) -> list[bool]:
     return found
 
 
-def grouped(run: Run, end_s: float) -> list[tuple[float, int]]:
+def grouped(run: ServingRun, end_s: float) -> list[tuple[float, int]]:
     """Return pairs of seconds and the number of workers in groups from then on, to the end."""
     degrees = {f"w{i}": tp for tp, i in _workers(run.shapes_at_first)}
     steps = [(0.0, sum(tp > 1 for tp in degrees.values()))]
@@ -136,7 +136,7 @@ def grouped(run: Run, end_s: float) -> list[tuple[float, int]]:
     return [*steps, (end_s, steps[-1][1])]
 
 
-def grouped_share(run: Run, load: Load) -> float:
+def grouped_share(run: ServingRun, load: ServingLoad) -> float:
     """Return the share of the workers' time in the window that they were in groups."""
     steps = grouped(run, load.seconds)
     spent = sum(
@@ -151,7 +151,7 @@ def _workers(shapes: Sequence[int]) -> list[tuple[int, int]]:
     return [(tp, i) for i, tp in enumerate(tp for tp in shapes for _ in range(tp))]
 
 
-def shapes_of(reports: Sequence[MorphReport], began_s: float) -> list[Shape]:
+def shapes_of(reports: Sequence[MorphReport], began_s: float) -> list[ServingShape]:
     """Return the transforms that were applied and changed anything.
 
     The run began at `began_s` (time.time()).
@@ -161,14 +161,14 @@ def shapes_of(reports: Sequence[MorphReport], began_s: float) -> list[Shape]:
         numbers = one.numbers
         if one.state == "applied" and numbers.get("tp_after") != numbers.get("tp_before"):
             at_s = (one.ended_ms or one.started_ms) / 1e3 - began_s
-            found.append(Shape(round(at_s, 2), int(numbers["tp_after"]), tuple(one.workers)))
+            found.append(ServingShape(round(at_s, 2), int(numbers["tp_after"]), tuple(one.workers)))
     return found
 
 
 # ------------------------------------------------------------------------------------- all ways
 
 
-def bars(outcomes: Mapping[str, Outcome]) -> dict[str, Bar]:
+def bars(outcomes: Mapping[str, ServingOutcome]) -> dict[str, Bar]:
     """Return the bar of ours to each of the others that ran, if ours ran."""
     if OURS not in outcomes:
         return {}
@@ -181,7 +181,7 @@ def bars(outcomes: Mapping[str, Outcome]) -> dict[str, Bar]:
     return found
 
 
-def ratios(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, float]]:
+def ratios(outcomes: Mapping[str, ServingOutcome]) -> dict[str, dict[str, float]]:
     """Return the ratios of ours to every other way."""
     if OURS not in outcomes:
         return {}
@@ -200,7 +200,7 @@ def _ratio(ours: float, other: float) -> float:
     return round(ours / max(other, 1e-9), 3)
 
 
-Column = tuple[str, Callable[[Outcome], str]]
+Column = tuple[str, Callable[[ServingOutcome], str]]
 COLUMNS: Final[tuple[Column, ...]] = (
     ("tokens/s", lambda one: f"{one.tokens_per_s:.0f}"),
     ("in time", lambda one: f"{one.in_time_tokens_per_s:.0f}"),
@@ -222,12 +222,12 @@ WIDTH: Final = 22  # of a way's name
 HEAD: Final = " " * WIDTH + "  ".join(f"{title:>10}" for title, _ in COLUMNS)
 
 
-def row(name: str, one: Outcome) -> str:
+def row(name: str, one: ServingOutcome) -> str:
     cells = [f"{tell(one):>{max(10, len(title))}}" for title, tell in COLUMNS]
     return f"{name:<{WIDTH}}" + "  ".join(cells)
 
 
-def card(outcomes: Mapping[str, Outcome], judged: Mapping[str, Bar]) -> str:
+def card(outcomes: Mapping[str, ServingOutcome], judged: Mapping[str, Bar]) -> str:
     compared = [
         f"ours to {name}: {one['tokens_per_s']:.2f} times the tokens/s, "
         f"{one['in_time_tokens_per_s']:.2f} times in time"
@@ -238,7 +238,7 @@ def card(outcomes: Mapping[str, Outcome], judged: Mapping[str, Bar]) -> str:
     return "\n".join([HEAD, *rows, *compared, *bar_lines(judged), *busy])
 
 
-def as_json(run: Run, load: Load) -> dict[str, Any]:
+def as_json(run: ServingRun, load: ServingLoad) -> dict[str, Any]:
     """Return the numbers of one way, what happened, and every request in short."""
     return {
         "way": run.way,

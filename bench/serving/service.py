@@ -32,7 +32,7 @@ POLICY_S: Final = 3.0  # until an idle gateway has read a policy
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class ServingWay:
     """A way to schedule.
 
     `pick` names the choice of a gateway that knows nothing of transformations ("" is the service's own
@@ -53,7 +53,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class GivenUp:
+class ServiceGivenUp:
     """Tokens of KV that were given up and computed again, by failed transforms or preemptions."""
 
     tokens: int
@@ -81,7 +81,7 @@ class ServingService(Service):
             BENCH_PICK=self.pick,
         )
 
-    def use(self, way: Way) -> None:
+    def use(self, way: ServingWay) -> None:
         """Start a new gateway, monitor and controller, and make the way's first shape. No request may run."""
         for name in ("gateway0", "controller", "monitor"):
             self.processes[name].terminate()
@@ -128,7 +128,7 @@ class ServingService(Service):
         reports = self.messages(Names().events, MorphReport, since_s)
         return [one for one in reports if one.kind == "transform" and one.state != "running"]
 
-    def given_up(self) -> GivenUp:
+    def given_up(self) -> ServiceGivenUp:
         """Return what was given up so far, by the last report of each worker."""
         last: dict[str, WorkerTelemetry] = {}
         entries: Any = self.redis.xrevrange(Names().telemetry, count=LAST_REPORTS)
@@ -139,7 +139,7 @@ class ServingService(Service):
         if len(last) != self.num_workers:
             raise RuntimeError(f"of {self.num_workers} workers {sorted(last)} reported lately")
         instances = [one for report in last.values() for one in report.instances]
-        return GivenUp(
+        return ServiceGivenUp(
             tokens=sum(one.recomputed_tokens for one in instances),
             preemptions=sum(one.preemptions for one in instances),
         )

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Final
 
 from bench.common.results import say
-from bench.serving.load import OUTPUT_SHARE, Arrival, Load, Served, arrivals, replay
-from bench.serving.service import ServingService, Way
+from bench.serving.load import OUTPUT_SHARE, LoadArrival, LoadServed, ServingLoad, arrivals, replay
+from bench.serving.service import ServingService, ServingWay
 
 MODELS: Final = {False: ("50M", 268), True: ("4M", 22)}  # quick?: size, MB that hold it and KV
 GROUP: Final = 4  # workers that a long request needs
@@ -20,7 +20,7 @@ NUM_SATURATING, SATURATING_PROMPT, SATURATING_OUTPUT = 24, 256, 29
 PATIENCE_S: Final = 300.0  # for what is measured or asked alone
 
 
-def make_load(held: Mapping[int, int], long_output: int, *, is_quick: bool) -> Load:
+def make_load(held: Mapping[int, int], long_output: int, *, is_quick: bool) -> ServingLoad:
     """Return a load with the longest short requests, and long ones that only TP4 holds.
 
     `held` is the number of tokens that one sequence may have, by degree. Raises RuntimeError if no length
@@ -33,8 +33,8 @@ def make_load(held: Mapping[int, int], long_output: int, *, is_quick: bool) -> L
     short_prompt, short_output = short_lengths(int(SHORT_SHARE * held[1]))
     lengths = (short_prompt, short_output, long_tokens - long_output, long_output)
     if is_quick:
-        return Load(*lengths, seconds=75.0, warm_up_s=10.0, first_long_s=10.0, drain_s=10.0)
-    return Load(*lengths, seconds=195.0, warm_up_s=15.0, first_long_s=15.0, drain_s=15.0)
+        return ServingLoad(*lengths, seconds=75.0, warm_up_s=10.0, first_long_s=10.0, drain_s=10.0)
+    return ServingLoad(*lengths, seconds=195.0, warm_up_s=15.0, first_long_s=15.0, drain_s=15.0)
 
 
 def short_lengths(num_tokens: int) -> tuple[int, int]:
@@ -43,11 +43,13 @@ def short_lengths(num_tokens: int) -> tuple[int, int]:
     return num_tokens - output, output
 
 
-def calibrate(service: ServingService, load: Load, short_tokens: int) -> tuple[Load, dict[str, float]]:
+def calibrate(
+    service: ServingService, load: ServingLoad, short_tokens: int
+) -> tuple[ServingLoad, dict[str, float]]:
     """Return the load, its short requests so long that it asks for LOAD times what a group gets done."""
     capacity = {}
     for tp in (1, GROUP):
-        service.use(Way("calibration", (tp,) * (service.num_workers // tp), is_static=True))
+        service.use(ServingWay("calibration", (tp,) * (service.num_workers // tp), is_static=True))
         capacity[f"TP{tp}"] = round(saturate(service), 1)
     most = load.short_prompt + load.short_output
     fitting = LOAD * capacity[f"TP{GROUP}"] - load.long_tokens / load.long_every_s
@@ -67,7 +69,7 @@ def saturate(service: ServingService) -> float:
     """Return the tokens per second, in and out, of many requests that come at once, after a warm-up."""
     rate = 0.0
     for seed in range(2):
-        burst = Load(
+        burst = ServingLoad(
             short_prompt=SATURATING_PROMPT,
             short_output=SATURATING_OUTPUT,
             long_prompt=0,
@@ -85,20 +87,20 @@ def saturate(service: ServingService) -> float:
     return rate
 
 
-def oracle(service: ServingService, script: Sequence[Arrival]) -> dict[int, str]:
+def oracle(service: ServingService, script: Sequence[LoadArrival]) -> dict[int, str]:
     """Return the texts of some requests by number, made by workers whose shape does not change meanwhile."""
     found: dict[int, str] = {}
     short = [one for one in script if not one.is_long][: 4 * NUM_SAMPLES : 4]
     long = next(one for one in script if one.is_long)
     num_groups = service.num_workers // GROUP
     for shapes, sample in (((GROUP,) * num_groups, [long]), ((1,) * service.num_workers, short)):
-        service.use(Way("oracle", shapes, is_static=True))
+        service.use(ServingWay("oracle", shapes, is_static=True))
         served = through(service, [replace(one, at_s=0.0) for one in sample])
         found |= {one.arrival.number: one.text for one in served}
     return found
 
 
-def through(service: ServingService, script: Sequence[Arrival]) -> list[Served]:
+def through(service: ServingService, script: Sequence[LoadArrival]) -> list[LoadServed]:
     """Send requests and read all to their ends. Raises RuntimeError if one does not end."""
     served = replay(service.url(), script, PATIENCE_S)
     for one in served:

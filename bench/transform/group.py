@@ -34,7 +34,7 @@ WAIT_S, START_S = 120.0, 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class GroupStep:
     seconds: float
     tp: int
     boundary: int  # of the group; 0 if all layers have one degree
@@ -56,17 +56,17 @@ class Change:
 
     layers_per_step: int
     tp: int  # afterwards
-    steps: list[Step]
+    steps: list[GroupStep]
     moving_seconds: float  # added between steps, in all
     bytes_exchanged: int
 
 
 def measure(
     folder: Path, settings: Sequence[int], rounds: int, **options: Any
-) -> tuple[list[Change], list[Step]]:
+) -> tuple[list[Change], list[GroupStep]]:
     """Return changes, and steps without a change (alone and together). `settings` are layers per step."""
     changes: list[Change] = []
-    calm: list[Step] = []
+    calm: list[GroupStep] = []
     with Leader(folder, 4, **options) as leader:
         for _ in range(rounds):
             for layers in settings:
@@ -87,10 +87,10 @@ class Leader(Children):
         self._peers: list[Peer] = self.ready(START_S)
         self._ids = itertools.count()
 
-    def watch(self, number: int) -> list[Step]:
+    def watch(self, number: int) -> list[GroupStep]:
         """Return the next steps, without the first, which may still belong to a change."""
         self.ask(0, "take_steps")
-        seen: list[Step] = []
+        seen: list[GroupStep] = []
         while len(seen) <= number:
             time.sleep(0.05)
             seen += self.ask(0, "take_steps")
@@ -157,7 +157,7 @@ class Worker:
         assert loaded.grouping is not None and transport is not None
         self._grouping = loaded.grouping
         self._instance = self._grouping.local.instance
-        self._steps: list[Step] = []
+        self._steps: list[GroupStep] = []
         self._made: dict[str, list[Made]] = {}  # by request
         self._ended: dict[str, float] = {}  # requests, and when
         self._last = time.perf_counter()
@@ -204,7 +204,7 @@ class Worker:
         self.thread.cancel(list(wanted))
         return {name: list(made) for name, made in self._made.items()}
 
-    def take_steps(self) -> list[Step]:
+    def take_steps(self) -> list[GroupStep]:
         taken, self._steps = self._steps, []
         return taken
 
@@ -229,7 +229,7 @@ class Worker:
     def _stepped(self, epoch: int, results: list[StepResult]) -> None:
         now, executor = time.perf_counter(), self._grouping.executor
         boundary = executor.formation.boundary if executor else 0
-        self._steps.append(Step(now - self._last, self._instance.tp, boundary))
+        self._steps.append(GroupStep(now - self._last, self._instance.tp, boundary))
         self._last = now
         for result in results:
             for delta in (output.delta for output in result.outputs):

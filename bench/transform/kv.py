@@ -48,7 +48,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Took:
+class KVTimes:
     time: Timed
     extra_bytes: int  # most memory besides the cache's own pages
     bytes: int  # sent
@@ -60,7 +60,7 @@ def measure(group: Communicator, sizes: Sizes, layers: int, rounds: int, stage_b
     pool = PagePool(CpuBackend(PAGE_BYTES), 4 * layers * sizes.blocks * sizes.block_bytes)
     ours, theirs = InPlace(pool, sizes, layers, group, live), Trimmed(pool, sizes, group, live)
     boxes = Outboxes(group, stage_bytes // 2)
-    ways: dict[str, Callable[[int], Took]] = {
+    ways: dict[str, Callable[[int], KVTimes]] = {
         "in place": lambda layer: ours.exchange(layer, stage_bytes),
         "in place, through sockets": lambda layer: ours.exchange_through_sockets(layer, stage_bytes),
         "migrate and trim": lambda layer: theirs.migrate(1 << 40),
@@ -113,7 +113,7 @@ class InPlace:
                 for head in range(sizes.heads):
                     layer[block, head] = _mark(group.rank, block, head)
 
-    def exchange(self, layer: int, stage_bytes: int) -> Took:
+    def exchange(self, layer: int, stage_bytes: int) -> KVTimes:
         """Exchange a layer up, or down if it is up; both ways move as many bytes."""
         grows = not self._is_high[layer]
         group, high = self._group, self.cache.layers_at(self._group.size)[layer]
@@ -125,9 +125,9 @@ class InPlace:
         extra = moved.peak_bytes + (self._pool.counts().kv - used) * PAGE_BYTES
         self._is_high[layer] = grows
         self._check(layer, high)
-        return Took(time, extra, moved.bytes)
+        return KVTimes(time, extra, moved.bytes)
 
-    def exchange_through_sockets(self, layer: int, stage_bytes: int) -> Took:
+    def exchange_through_sockets(self, layer: int, stage_bytes: int) -> KVTimes:
         """Do the same with messages, as the other ways send."""
         with through_sockets(self._group):
             return self.exchange(layer, stage_bytes)
@@ -155,7 +155,7 @@ class Trimmed:
         self._pool, self._sizes, self._group, self._live = pool, sizes, group, live
         self._part_bytes = sizes.block_bytes // group.size
 
-    def migrate(self, stage_bytes: int, boxes: Outboxes | None = None) -> Took:
+    def migrate(self, stage_bytes: int, boxes: Outboxes | None = None) -> KVTimes:
         """Migrate the layer, packing at most `stage_bytes` at once, through the boxes or else sockets."""
         sizes, pool = self._sizes, self._pool
         held = pool.pages_for(sizes.blocks * sizes.block_bytes)
@@ -171,7 +171,7 @@ class Trimmed:
         self._check(space, held)
         space.release()
         sent = (self._group.size - 1) * len(self._live[self._group.rank]) * self._part_bytes
-        return Took(time, packed + came * PAGE_BYTES, sent)
+        return KVTimes(time, packed + came * PAGE_BYTES, sent)
 
     def _run(
         self, space: Any, cache: torch.Tensor, held: int, stage_bytes: int, boxes: Outboxes | None

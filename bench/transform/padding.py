@@ -34,7 +34,7 @@ BAR_DEGREE, BAR = 4, 0.14
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class PaddingSizes:
     """The sizes in a model's config.json."""
 
     name: str
@@ -72,34 +72,34 @@ class Sizes:
 
 
 MODELS = (
-    Sizes("GPT-OSS-120B", 2880, 2880, 36, 64, 8, 64, 201088, 128, is_in_paper=True),
-    Sizes("GPT-OSS-20B", 2880, 2880, 24, 64, 8, 64, 201088, 32, is_in_paper=True),
-    Sizes("Llama-3.1-70B", 8192, 28672, 80, 64, 8, 128, 128256, is_in_paper=True),
-    Sizes("Qwen2.5-32B", 5120, 27648, 64, 40, 8, 128, 152064, is_in_paper=True),
-    Sizes("Qwen3-32B", 5120, 25600, 64, 64, 8, 128, 151936),
-    Sizes("Llama-3-8B", 4096, 14336, 32, 32, 8, 128, 128256),
-    Sizes("Llama-2-7B", 4096, 11008, 32, 32, 32, 128, 32000),
+    PaddingSizes("GPT-OSS-120B", 2880, 2880, 36, 64, 8, 64, 201088, 128, is_in_paper=True),
+    PaddingSizes("GPT-OSS-20B", 2880, 2880, 24, 64, 8, 64, 201088, 32, is_in_paper=True),
+    PaddingSizes("Llama-3.1-70B", 8192, 28672, 80, 64, 8, 128, 128256, is_in_paper=True),
+    PaddingSizes("Qwen2.5-32B", 5120, 27648, 64, 40, 8, 128, 152064, is_in_paper=True),
+    PaddingSizes("Qwen3-32B", 5120, 25600, 64, 64, 8, 128, 151936),
+    PaddingSizes("Llama-3-8B", 4096, 14336, 32, 32, 8, 128, 128256),
+    PaddingSizes("Llama-2-7B", 4096, 11008, 32, 32, 32, 128, 32000),
 )
 
 
-def pages_per_tensor(model: Sizes, tp: int) -> list[float]:
+def pages_per_tensor(model: PaddingSizes, tp: int) -> list[float]:
     """Return the pages of one shard of a matrix; for a mixture also of `gate` and `up`, stored as one."""
     config = model.config()
     pages = config.hidden_size * config.intermediate_size * DTYPE.itemsize / PAGE_BYTES / tp
     return [pages, 2 * pages] if model.num_experts else [pages]
 
 
-def padded(model: Sizes, max_tp: int) -> Padded:
+def padded(model: PaddingSizes, max_tp: int) -> Padded:
     return pad_ffn(model.config(), DTYPE, PAGE_BYTES, max_tp)
 
 
-def ffn_overhead(model: Sizes, max_tp: int) -> float:
+def ffn_overhead(model: PaddingSizes, max_tp: int) -> float:
     """Return the share that padding adds to the FFN, for shards of every degree up to max_tp."""
     stored, config = padded(model, max_tp), model.config()
     return stored.rows * stored.row_size / (config.intermediate_size * config.hidden_size) - 1
 
 
-def model_overhead(model: Sizes, max_tp: int) -> float:
+def model_overhead(model: PaddingSizes, max_tp: int) -> float:
     """Return the share that padding adds to all weights."""
     plan = plan_model(model.config(), DTYPE, PAGE_BYTES, max_tp)
     return plan.padding_bytes / plan.weight_bytes

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from bench.common.results import Bar, bar, say, say_bars
-from bench.transform.group import Change, Step
+from bench.transform.group import Change, GroupStep
 from bench.transform.ranks import Timed
 from bench.transform.rows import PEERS, chosen
 from bench.transform.weights import Case, median_ratio
@@ -99,7 +99,7 @@ def whole_found(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def steps_found(changes: Sequence[Change], calm: Sequence[Step]) -> dict[str, Any]:
+def steps_found(changes: Sequence[Change], calm: Sequence[GroupStep]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "calm_ms": {
             f"TP{tp}": round(1e3 * statistics.median(step.seconds for step in calm if step.tp == tp), 2)

@@ -160,9 +160,9 @@ def _tensors(memory: torch.Tensor, plan: RangePlan) -> dict[str, torch.Tensor]:
 
 
 def _config(hidden: int, intermediate: int) -> ModelConfig:
-    from bench.transform.padding import Sizes
+    from bench.transform.padding import PaddingSizes
 
-    return Sizes("bench", hidden, intermediate, 1, 8, 8, hidden // 8, 1).config()
+    return PaddingSizes("bench", hidden, intermediate, 1, 8, 8, hidden // 8, 1).config()
 
 
 def median_ratio(seconds: dict[str, list[float]], way: str, base: str) -> float:

@@ -37,7 +37,7 @@ OURS, THROUGH_HOST, WAITING = "in place", "through host memory", "the same, weig
 
 
 @dataclass(frozen=True, slots=True)
-class Took:
+class WholeTimes:
     time: Timed
     weights_seconds: float  # of this time
     longest_layer: float  # what the longest step pays with one layer per step
@@ -47,13 +47,13 @@ class Took:
 
 def measure(
     group: Communicator, folder: Path, kv_bytes: int, use: float, rounds: int, stage_bytes: int, shm: Path
-) -> dict[str, list[Took]]:
+) -> dict[str, list[WholeTimes]]:
     """Return what each way took in each round on one rank.
 
     The share `use` of the cache's `kv_bytes` is live.
     """
     rank = _Rank(group, folder, kv_bytes, use, stage_bytes, shm)
-    ways: dict[str, Callable[[], Took]] = {
+    ways: dict[str, Callable[[], WholeTimes]] = {
         OURS: rank.in_place,
         THROUGH_HOST: lambda: rank.through_host(writes_weights=True),
         WAITING: lambda: rank.through_host(writes_weights=False),
@@ -87,7 +87,7 @@ class _Rank:
         for i, layer in enumerate(self._cache.layers):
             layer[self._live] = float(100 * group.rank + i)
 
-    def in_place(self) -> Took:
+    def in_place(self) -> WholeTimes:
         group, shard = self._group, Shard(self._group.rank, self._group.size)
         layers = list(reversed(range(len(self._model.layers))))
         views = self._cache.layers_at(group.size)
@@ -110,9 +110,9 @@ class _Rank:
             self._weights.map(layer, ALONE)
             self._weights.fill(layer, ALONE)(lambda: True)
             self._weights.widen(layer, ALONE)
-        return Took(took, narrowing, max(each), self._weight_bytes(), self._kv_bytes())
+        return WholeTimes(took, narrowing, max(each), self._weight_bytes(), self._kv_bytes())
 
-    def through_host(self, *, writes_weights: bool) -> Took:
+    def through_host(self, *, writes_weights: bool) -> WholeTimes:
         group, pool = self._group, self._pool
         shard = Shard(group.rank, group.size)
         parts = list(self._parts(shard))
@@ -144,7 +144,7 @@ class _Rank:
             for memory in (*fresh, blocks):
                 memory.release()
             group.all_reduce(torch.zeros(1))
-        return Took(took, weights_s, took.seconds, self._weight_bytes(), self._kv_bytes())
+        return WholeTimes(took, weights_s, took.seconds, self._weight_bytes(), self._kv_bytes())
 
     def close(self) -> None:
         self._cache.release()

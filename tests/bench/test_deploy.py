@@ -9,15 +9,25 @@ import pytest
 
 from bench.deploy.compare import complete
 from bench.deploy.plot import draw
-from bench.deploy.report import FIXED, NUM_WORKERS, SLO, Chosen, Run, batches, intents_of, report, say_card
+from bench.deploy.report import (
+    FIXED,
+    NUM_WORKERS,
+    SLO,
+    Chosen,
+    DeployRun,
+    batches,
+    intents_of,
+    report,
+    say_card,
+)
 from bus.deployments import Configuration, Intent
 
 SMALL = Configuration(precision="int4")
 EXPECTED = {"latency_s": {"value": 1.0}, "memory_bytes": {"value": 1e6}}
 
 
-def run(configuration: Configuration, seconds: float, mib: int, number: int = 0) -> Run:
-    return Run(
+def run(configuration: Configuration, seconds: float, mib: int, number: int = 0) -> DeployRun:
+    return DeployRun(
         model="m",
         configuration=configuration,
         round=number,

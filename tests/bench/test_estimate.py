@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from bench.estimate.measure import fits
-from bench.estimate.report import Measured, report
+from bench.estimate.report import MeasuredModel, report
 from bench.estimate.truth import Case, Found
 from bus.deployments import Configuration, Intent
 from tests.support.known_truths import PAIR, SINGLE, SPEED, STAGED, Truth, profile_of
@@ -22,7 +22,7 @@ SHAPES = {"tp1 pp1": SINGLE, "tp2 pp1": PAIR, "tp1 pp2": STAGED}
 LINKED = Truth(hop=1e-4, all_reduce=1e-5)
 
 
-def measured(truth: Truth, found: Truth | None = None) -> Measured:
+def measured(truth: Truth, found: Truth | None = None) -> MeasuredModel:
     """found: what the whole model really is, where that is not what its fingerprints tell. In stages only the
     requests that come alone were run."""
     found = found or truth
@@ -35,10 +35,10 @@ def measured(truth: Truth, found: Truth | None = None) -> Measured:
         if one.pp == 1 or intent.batch_size == 1
     }
     profile = profile_of(truth, configurations=configurations)
-    return Measured("m", replace(profile, device_seconds=2.0, peak_bytes=2**20), cases, 2**30)
+    return MeasuredModel("m", replace(profile, device_seconds=2.0, peak_bytes=2**20), cases, 2**30)
 
 
-def slowed(one: Measured, configuration: Configuration, times: float) -> Measured:
+def slowed(one: MeasuredModel, configuration: Configuration, times: float) -> MeasuredModel:
     def latency(case: Case, found: Found) -> float:
         return found.latency_s * (times if case[0] == configuration else 1.0)
 

@@ -1,4 +1,4 @@
-"""What `make gpu` measures of two layers and of the whole model, on a CPU."""
+"""The measurements of `make gpu` on two layers and of the whole model, on a CPU."""
 
 from __future__ import annotations
 

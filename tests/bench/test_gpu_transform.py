@@ -1,4 +1,4 @@
-"""What `make gpu` measures of tensor parallelism, on a CPU: the parts it is made of, and once the whole."""
+"""The measurements of `make gpu` on tensor parallelism, on a CPU: their parts, and once the whole."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Counting:
 
 
 def made(tokens: list[int], off: float = 0.0) -> Iterator[Made]:
-    """Of a model that says the same, up to `off`."""
+    """The numbers of a model that says the same, up to `off`."""
     likely = float((10 * torch.eye(VOCABULARY)[0]).log_softmax(0)[0])
     for i, token in enumerate(tokens):
         yield Made(token, likely + off, (1, 2, 4)[i % 3], boundary=i % 2)

@@ -10,7 +10,7 @@ from bench.transform.padding import (
     BAR,
     MODELS,
     PAGE_BYTES,
-    Sizes,
+    PaddingSizes,
     ffn_overhead,
     model_overhead,
     padded,
@@ -35,7 +35,7 @@ def test_pages_per_tensor_are_those_of_the_paper(name: str) -> None:
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 @pytest.mark.parametrize("max_tp", [2, 4, 8])
-def test_every_shard_of_every_degree_ends_on_a_page(model: Sizes, max_tp: int) -> None:
+def test_every_shard_of_every_degree_ends_on_a_page(model: PaddingSizes, max_tp: int) -> None:
     stored = padded(model, max_tp)
     for tp in (1, 2, 4, 8):
         if tp <= max_tp:
@@ -66,7 +66,7 @@ def test_padding_for_four_ranks_stays_within_what_the_paper_has(name: str, overh
 def test_a_feed_forward_over_padded_weights_never_reads_the_padding(
     tokens: int, rows: int, row_size: int
 ) -> None:
-    config = Sizes("toy", 64, 96, 1, 4, 2, 16, 100).config()
+    config = PaddingSizes("toy", 64, 96, 1, 4, 2, 16, 100).config()
     stored = torch.full((3, rows, row_size), torch.nan)
     stored[:, :96, :64] = torch.randn(3, 96, 64, generator=torch.Generator().manual_seed(1)) / 8
     tensors = {"gate_up": stored[:2, :, :64], "down": stored[2, :, :64]}

@@ -1,4 +1,4 @@
-"""From runs to numbers, figures and the page: all of it from the JSON alone."""
+"""Numbers, figures and the page from runs: all of it from the JSON alone."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from bench.peers.report import (
     rows_as_json,
     say_card,
 )
-from bench.peers.workloads import AT_ONCE, ONE_BY_ONE, OPEN_LOOP, WORKLOADS, Load, Measured
+from bench.peers.workloads import AT_ONCE, ONE_BY_ONE, OPEN_LOOP, WORKLOADS, PeerLoad, WorkloadValues
 
 MACHINE = {"processor": "A Processor", "cores": 2, "memory_gb_s": 21.5}
 AS_FAST = {INSTAR: 2.0, LLAMA: 1.0, TRANSFORMERS: 0.5}  # as llama.cpp
@@ -65,7 +65,7 @@ def rows(*names: str, rounds: int = 3, foreign_cores: float = 0.02) -> list[Row]
 
 
 def test_every_contender_is_asked_the_same() -> None:
-    load = Load()
+    load = PeerLoad()
     assert load.at_once() == load.at_once() and load.open_loop() == load.open_loop()
     assert len(load.at_once()) == 64 and all(64 <= len(prompt) <= 512 for prompt in load.at_once())
     assert [len(prompt) for prompt in load.one_by_one()] == [128] * 3
@@ -77,10 +77,10 @@ def test_every_contender_is_asked_the_same() -> None:
 
 
 def test_the_open_loop_has_its_rate() -> None:
-    arrivals = Load(seconds=600.0).open_loop()
+    arrivals = PeerLoad(seconds=600.0).open_loop()
     assert len(arrivals) == pytest.approx(1200, rel=0.1)
     assert all(0 <= one.at_s < 600 and 64 <= one.prompt_tokens <= 256 for one in arrivals)
-    assert Load(seconds=0.001).open_loop(), "there is always one"
+    assert PeerLoad(seconds=0.001).open_loop(), "there is always one"
 
 
 # ------------------------------------------------------------------------------------- the numbers
@@ -219,11 +219,11 @@ def contender(name: str, running: list[str], workloads: Any = WORKLOADS) -> Cont
     """A contender of which only one runs at a time, with 1 for everything."""
 
     @contextmanager
-    def start(folder: Path, load: Load) -> Iterator[Running]:
+    def start(folder: Path, load: PeerLoad) -> Iterator[Running]:
         assert not running, "one runs at a time"
         running.append(name)
         values = {one.name: 1.0 for one in QUANTITIES}
-        yield Running([], lambda workload: Measured(values, text=f"{folder.name} {workload}"))
+        yield Running([], lambda workload: WorkloadValues(values, text=f"{folder.name} {workload}"))
         running.clear()
 
     return Contender(name, start, workloads)
@@ -234,7 +234,7 @@ def test_contenders_take_turns_in_each_workload(tmp_path: Path) -> None:
     assert [one.name for one in contenders(tmp_path)] == [INSTAR, LLAMA, TRANSFORMERS]
     running: list[str] = []
     there = [contender("a", running), contender("b", running), contender("c", running, WORKLOADS[:2])]
-    found = list(compare.play(there, {"4M": tmp_path / "4M", "30M": tmp_path / "30M"}, 2, Load()))
+    found = list(compare.play(there, {"4M": tmp_path / "4M", "30M": tmp_path / "30M"}, 2, PeerLoad()))
     first = [(row.workload, row.contender) for row in found if row.round == 0 and row.size == "4M"]
     assert first == [
         *((AT_ONCE, name) for name in "abc"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.placement.compare import model, outcome_of
-from bench.placement.model import INTENT, MODELS, NUM_DEVICES, Cluster, Served, trace_of
+from bench.placement.model import INTENT, MODELS, NUM_DEVICES, PlacedModel, PlacementCluster, trace_of
 from bench.placement.models import ARCHITECTURES, BLOCK_TOKENS, profile_of
 from controller.planning.estimates import estimate_all
 from controller.planning.placement import POLICIES, PlacementPolicy, Placing
@@ -41,9 +41,9 @@ def test_least_loaded_takes_all_devices_packing_few_and_hybrid_lies_between() ->
 
 
 def test_two_models_on_one_device_take_turns_and_one_alone_takes_its_time() -> None:
-    cluster = Cluster(Placing())
+    cluster = PlacementCluster(Placing())
     for number, worker in enumerate(("gpu0", "gpu0", "gpu1")):
-        cluster.served[number] = one = Served(number, (worker,), 2.0)
+        cluster.served[number] = one = PlacedModel(number, (worker,), 2.0)
         cluster._arrive(one)
     cluster._arrive(cluster.served[2])  # queues behind the first
     cluster._advance(10.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.profiling.report import LOADING, MEASURING, WHOLE, WITHOUT, Window, report, say_card
+from bench.profiling.report import LOADING, MEASURING, WHOLE, WITHOUT, ProfilingWindow, report, say_card
 from instar.replay.outcomes import RequestOutcome
 
 
@@ -22,9 +22,11 @@ def outcome(ttft_s: float, tpot_s: float) -> RequestOutcome:
     )
 
 
-def window(beside: str, times: float, number: int = 0) -> Window:
+def window(beside: str, times: float, number: int = 0) -> ProfilingWindow:
     """TTFT of 10, 20, ... 110 ms and TPOT of a tenth of that, each so many times."""
-    return Window(beside, number, [outcome(0.01 * i * times, 0.001 * i * times) for i in range(1, 12)], 0.1)
+    return ProfilingWindow(
+        beside, number, [outcome(0.01 * i * times, 0.001 * i * times) for i in range(1, 12)], 0.1
+    )
 
 
 def test_what_runs_beside_a_profile_is_told_over_what_runs_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,14 +14,21 @@ from bench.common.load import text_of
 from bench.serving import compare as serving
 from bench.serving import load as serving_load
 from bench.serving import setup as serving_setup
-from bench.serving.gateway import PICKS, Group, Orders, RoundRobin, Unaware, least_load
-from bench.serving.load import Arrival, Load, Served, arrivals
+from bench.serving.gateway import (
+    PICKS,
+    LongRequestGroup,
+    Orders,
+    RoundRobinPick,
+    UnawarePlacement,
+    least_load,
+)
+from bench.serving.load import LoadArrival, LoadServed, ServingLoad, arrivals
 from bench.serving.report import (
     OURS,
     ROUND_ROBIN,
-    Outcome,
-    Run,
-    Shape,
+    ServingOutcome,
+    ServingRun,
+    ServingShape,
     bars,
     card,
     grouped,
@@ -39,7 +46,7 @@ from instar.replay import outcomes
 from instar.replay.outcomes import UNFINISHED, conclude
 from tests.support.gateway_core import Core
 
-LOAD = Load(
+LOAD = ServingLoad(
     short_prompt=90,
     short_output=10,
     long_prompt=900,
@@ -111,7 +118,7 @@ def ready(*workers: str) -> ReadyInstance:
 
 
 def test_round_robin_takes_one_after_the_other_by_number_whatever_they_have_to_do() -> None:
-    pick = RoundRobin()
+    pick = RoundRobinPick()
     there = [ready(name) for name in ("w10", "w2", "w1")]
     assert [pick(there, {"w2": 99}).worker for _ in range(4)] == ["w1", "w2", "w10", "w1"]
     assert pick([ready("w0", "w1"), ready("w3")], {}).worker == "w3"
@@ -126,15 +133,17 @@ def test_least_load_takes_the_instance_with_the_fewest_tokens_left_its_members_t
 class Told(Orders):
     def __init__(self) -> None:
         super().__init__("")
-        self.groups: list[Group] = []
+        self.groups: list[LongRequestGroup] = []
 
-    def send(self, group: Group) -> None:
+    def send(self, group: LongRequestGroup) -> None:
         self.groups.append(group)
 
 
 def core_of(monkeypatch: pytest.MonkeyPatch, pick: str, orders: Orders) -> Core:
     """A gateway's core that goes where `pick` says, with four workers alone."""
-    monkeypatch.setitem(vars(state), "Placement", partial(Unaware, pick=PICKS[pick](), orders=orders))
+    monkeypatch.setitem(
+        vars(state), "Placement", partial(UnawarePlacement, pick=PICKS[pick](), orders=orders)
+    )
     core = Core()
     for name in WORKERS:
         core.worker(name)
@@ -167,7 +176,7 @@ def test_short_requests_are_spread_and_a_long_one_makes_a_group_of_neighbours_at
     assert [at(one) for one in short] == ["w0", "w1", "w2"]
     long = long_flight(core, "long")
     core.delivery.submit(long)
-    assert (orders.groups, at(long)) == ([Group(WORKERS)], "")
+    assert (orders.groups, at(long)) == ([LongRequestGroup(WORKERS)], "")
     (late,) = core.submit("d")
     assert at(late) in WORKERS  # who is becoming one still takes requests
     become(core, WORKERS)
@@ -187,17 +196,19 @@ def test_an_unaware_gateway_refuses_what_no_shape_holds(monkeypatch: pytest.Monk
 # ------------------------------------------------------------------------------------- what it says
 
 
-def served(at_s: float, *token_s: float, is_long: bool = False, is_whole: bool = True, **more: Any) -> Served:
+def served(
+    at_s: float, *token_s: float, is_long: bool = False, is_whole: bool = True, **more: Any
+) -> LoadServed:
     num_out, length = (100, 900) if is_long else (10, 90)
-    arrival = Arrival(0, at_s, [1] * length, num_out, is_long)
-    return Served(arrival, list(token_s), is_whole=is_whole, **more)
+    arrival = LoadArrival(0, at_s, [1] * length, num_out, is_long)
+    return LoadServed(arrival, list(token_s), is_whole=is_whole, **more)
 
 
-def run_of(*all_served: Served, shapes: Sequence[Shape] = (), way: str = OURS) -> Run:
-    return Run(way, list(all_served), (1,) * 4, list(shapes), [], 0, 0, 0, [], 0.0)
+def run_of(*all_served: LoadServed, shapes: Sequence[ServingShape] = (), way: str = OURS) -> ServingRun:
+    return ServingRun(way, list(all_served), (1,) * 4, list(shapes), [], 0, 0, 0, [], 0.0)
 
 
-def outcome_of(*all_served: Served, shapes: Sequence[Shape] = ()) -> Outcome:
+def outcome_of(*all_served: LoadServed, shapes: Sequence[ServingShape] = ()) -> ServingOutcome:
     return outcome(run_of(*all_served, shapes=shapes), LOAD)
 
 
@@ -255,7 +266,7 @@ def test_throughput_is_of_the_window_and_who_still_waits_counts_with_its_wait() 
 
 
 def test_transforms_are_counted_by_their_direction_and_their_time_in_groups_is_known() -> None:
-    shapes = [Shape(40.0, 4, WORKERS), Shape(80.0, 1, WORKERS)]
+    shapes = [ServingShape(40.0, 4, WORKERS), ServingShape(80.0, 1, WORKERS)]
     found = outcome_of(served(30.0, 31.0), shapes=shapes)
     assert (found.num_up, found.num_down) == (1, 1)
     run = run_of(shapes=shapes)
@@ -280,7 +291,7 @@ def test_only_transforms_that_were_applied_and_changed_anything_are_shapes() -> 
         )
 
     assert shapes_of([report("deferred", 4), report("applied", 1), report("applied", 4)], 1.0) == [
-        Shape(2.5, 4, WORKERS)
+        ServingShape(2.5, 4, WORKERS)
     ]
 
 
