@@ -19,7 +19,7 @@ pytest_plugins = ["tests.support.fault_table"]  # here, since pytest-xdist print
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now, torch above all, stays: a collection that looks at it takes half a second, and
+    """Keep what is imported by now, torch above all: a collection that looks at it takes half a second, and
     some tests collect on purpose."""
     gc.collect()
     gc.freeze()
@@ -27,7 +27,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What tests measure on the machine is kept for no one else; the processes that they start share it."""
+    """Keep what tests measure on the machine for them and the processes that they start alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield

@@ -262,6 +262,6 @@ def _name_of(node: ast.stmt) -> str:
 
 
 def _code_of(document: Path) -> str:
-    """What stands in code blocks and between backticks: what a reader will type."""
+    """Return what stands in code blocks and between backticks: what a reader will type."""
     text = document.read_text()
     return "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL))

@@ -1,4 +1,4 @@
-"""What a gateway would tell of a made-up cluster: four workers of one host, a model of 16 layers."""
+"""The state of a made-up cluster: four workers of one host, a model of 16 layers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Instance:
 
     @property
     def weight_pages(self) -> int:
-        """Of each worker: a third of a layer is attention, which everybody has whole."""
+        """The layers of each worker: a third of a layer is attention, which every member has whole."""
         return REST + sum(PAGES[name] // 3 + PAGES[name] * 2 // 3 // self.tp for name in self.layers)
 
     @property

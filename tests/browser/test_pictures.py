@@ -92,7 +92,7 @@ def test_a_picture_of_a_transform(
 
 
 def take_both(page: Page, picture: Callable[..., None]) -> None:
-    """With an answer whose tokens are tinted, and a decision in full."""
+    """Take pictures with an answer whose tokens are tinted, and a decision in full."""
     page.get_by_role("button", name="Send", exact=True).click()
     page.locator(".ask-numbers").filter(has_text="ended").wait_for(timeout=60_000)
     picture(page, "light")

@@ -54,7 +54,7 @@ def test_a_slip_is_answered_with_what_was_meant(
 
 @pytest.fixture
 def texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What `instar complete` would have sent."""
+    """Return the request that `instar complete` would have sent."""
     sent: list[str] = []
 
     def stream_text(_: object, body: dict[str, Any]) -> Iterator[str]:

@@ -43,7 +43,7 @@ def test_help_comes_at_once() -> None:
 
 
 def _seconds_of_help() -> float:
-    """Of a processor: it waits for nothing, and other tests may run meanwhile."""
+    """Measure seconds of a processor: other tests may run meanwhile."""
     began = os.times()
     done = subprocess.run([sys.executable, "-m", "instar", "--help"], capture_output=True, cwd=ROOT)
     assert done.returncode == 0

@@ -1,4 +1,4 @@
-"""What every command that asks a gateway shares: where its keys go, and what a wrong address is answered."""
+"""The client of all commands that ask a gateway: where keys go, and the answer to a wrong address."""
 
 from __future__ import annotations
 

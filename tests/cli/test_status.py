@@ -1,4 +1,4 @@
-"""What `instar status` shows of workers, shapes, morphs and the policy."""
+"""The output of `instar status` about workers, shapes, morphs and the policy."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def workers_of(deployment: dict[str, Any]) -> list[str]:
 def deploying(
     num_workers: int, settings: Mapping[str, str], temporary: pytest.TempPathFactory
 ) -> Iterator[DeployingService]:
-    """It starts without a model, and explains itself where a test fails."""
+    """Start a service without a model, which explains itself where a test fails."""
     host = str(temporary.mktemp("host"))
     service = DeployingService(
         num_workers=num_workers,
@@ -166,7 +166,7 @@ def demo(service: DeployingService, name: str, *, is_measured: bool = True) -> P
 
 
 def pretend_measured(folder: Path, degrees: tuple[int, ...] = (1, 2)) -> None:
-    """Of the demo model: a profile beside it, which workers believe. Measuring takes a minute. degrees: that
+    """Write a profile beside the demo model, which workers believe. Measuring takes a minute. degrees: that
     are worth it; at others what ranks say to each other takes too long."""
     truth = Truth(
         layers=NUM_LAYERS,
@@ -201,7 +201,7 @@ def _in_fewest_bits(samples: list[Any]) -> list[Any]:
 
 
 def settled(service: DeployingService) -> bool:
-    """Nothing comes or goes."""
+    """Return True if nothing comes or goes."""
     return not service.deployments("loading", "retiring") and all(
         not one["stages"] for one in service.deployments("waiting", "failed", "retired")
     )

@@ -181,7 +181,7 @@ class Load:
 
     @property
     def recovery_seconds(self) -> float:
-        """From the fault to the first success of a request that was started after it."""
+        """Return the time from the fault to the first success of a request that was started after it."""
         assert self.fault_at is not None
         return min(x.ended for x in self.after) - self.fault_at
 

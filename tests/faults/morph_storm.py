@@ -156,7 +156,7 @@ class Memory:
         self.samples.append((time.monotonic(), [_own_mib(process.pid) for process in self.processes]))
 
     def growth(self) -> dict[str, tuple[float, float]]:
-        """Of each process: the slope in MiB a minute over the last two thirds, and MiB at the end."""
+        """Return each process's slope in MiB a minute over the last two thirds, and MiB at the end."""
         late = self.samples[len(self.samples) // 3 :]
         minutes = np.array([at for at, _ in late]) / 60
         found = {}

@@ -40,7 +40,7 @@ SMALL_BUDGET = {
 
 
 def settings(host_dir: Path, *more: Mapping[str, str]) -> dict[str, str]:
-    """With host images of the test's own, which it may damage and count."""
+    """Start a service with host images of the test's own, which it may damage and count."""
     merged = QUICK_NUMBERS | {"WORKER__HOST_DIR": str(host_dir)}
     for one in more:
         merged |= one
@@ -57,7 +57,7 @@ class Hand:
     gateway: int = 0
 
     def manual(self) -> Hand:
-        """Nobody else morphs."""
+        """Set the policy so that nothing else morphs."""
         return self.policy(mode="manual")
 
     def policy(self, **changes: Any) -> Hand:
@@ -80,7 +80,7 @@ class Hand:
         return dict(httpx.delete(self._url(f"morphs/{morph_id}"), timeout=20).json())
 
     def ended(self, morph_id: str, within_s: float = 90.0) -> dict[str, Any]:
-        """What became of it."""
+        """Return the end of the morph."""
 
         def look() -> dict[str, Any] | None:
             morph = dict(httpx.get(self._url(f"morphs/{morph_id}"), timeout=60).json())
@@ -96,7 +96,7 @@ class Hand:
         return dict(found[0]) if found else {}
 
     def pages(self) -> dict[str, int]:
-        """Of the instance's worker, which must have reported."""
+        """Return the pages of the instance's worker, which must have reported."""
         worker = self.instance.partition("@")[2]
 
         def find() -> dict[str, int] | None:
@@ -157,7 +157,7 @@ def assert_complete(one: ShapedStream, max_tokens: int) -> None:
 
 
 def assert_exact_while_full(one: ShapedStream, oracle: list[str]) -> None:
-    """Its first tokens, made at full precision, are the oracle's."""
+    """Check that its first tokens, made at full precision, are the oracle's."""
     exact = min(one.num_exact, len(oracle))
     assert one.tokens[:exact] == oracle[:exact]
 
@@ -175,7 +175,7 @@ def told(service: Service) -> list[tuple[float, Event | MorphReport]]:
 
 
 def decisions(service: Service) -> list[Event]:
-    """What the reflex decided by itself."""
+    """Return the morphs that the reflex decided by itself."""
     return [
         message
         for _, message in told(service)

@@ -23,7 +23,7 @@ class Storm:
     patience_s: float = field(default=100.0, kw_only=True)  # for those who wait for an answer in the end
 
     def jobs(self) -> list[Job]:
-        """Of everybody one; a job is done again and again."""
+        """Do one job of each kind, again and again."""
         raise NotImplementedError
 
     def told(self) -> str:

@@ -70,7 +70,7 @@ def request_bytes(body: dict[str, Any]) -> bytes:
 
 
 def is_idle(service: Service) -> bool:
-    """Nothing runs, waits or holds a block, and every request entry was acknowledged and deleted."""
+    """Check that nothing runs, waits or holds a block, and every entry was acknowledged and deleted."""
     state = service.state()
     quiet = all(not i["running"] and not i["waiting"] and not i["kv"]["used"] for i in state["instances"])
     with service.redis as redis:

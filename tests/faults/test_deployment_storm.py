@@ -56,7 +56,7 @@ pytestmark = [*OF_DEMO_MODELS, pytest.mark.timeout(STORM_S + 600)]
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployingService]:
-    """With three models, which are not measured again when they are registered again."""
+    """Start a service with three models, which are not measured again when they are registered again."""
     with deploying(4, SETTINGS, tmp_path_factory) as running:
         folder = demo(running, KEPT)
         running.register(KEPT, folder)

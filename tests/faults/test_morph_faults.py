@@ -138,7 +138,7 @@ def test_a_shrink_that_may_wait_happens_when_the_blocks_are_free(hand: Hand, ora
 
 @contextmanager
 def one_byte_of_every_page_flipped(host_dir: str) -> Iterator[None]:
-    """In the images that all workers of the host share."""
+    """Damage the images that all workers of the host share."""
     [path] = Path(host_dir).glob("*.images")
     _flip(path)
     try:

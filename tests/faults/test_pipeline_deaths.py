@@ -22,7 +22,7 @@ PROMPT, NUM_TOKENS = "Once upon a time", 1200
 
 
 def deploy(service: Service, *stages: Stage) -> None:
-    """As the controller does."""
+    """Deploy as the controller does."""
 
     async def order() -> None:
         async with connect(RedisSettings(url=service.own_redis_url), source="test") as bus:
@@ -59,7 +59,7 @@ def complete(service: Service, model: str) -> str:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_request_outlives_a_worker_of_its_pipeline_and_goes_on_with_the_same_text(tp: int) -> None:
-    """Of a later stage, or of a rank beside the leader."""
+    """The worker of a later stage dies, or of a rank beside the leader."""
     *workers, spare = [f"w{i}" for i in range(2 * tp + 1)]
     settings = {"WORKER__VARIANTS": "[]"}
     with Service(num_workers=len(workers) + 1, settings=settings) as service, service.explained():

@@ -34,7 +34,7 @@ def without_a_file() -> Iterator[Service]:
 
 @pytest.fixture
 def forgetful(without_a_file: Service) -> Iterator[Service]:
-    """Its Redis comes back empty."""
+    """Use a Redis that comes back empty."""
     yield without_a_file
     heal(without_a_file)
 

@@ -20,7 +20,7 @@ Report = Callable[[dict[str, Any]], None]
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shapes]:
-    """Nobody dies here: leases and the group's patience are long. Redis keeps what it has."""
+    """Use long leases and a long patience, so that nobody dies. Redis keeps what it has."""
     with serving(tmp_path_factory.mktemp("host"), ONLY_FULL, num_gateways=2, append_only=True) as shapes:
         yield shapes
 

@@ -31,7 +31,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shapes]:
 def test_a_member_stopped_beyond_its_lease_is_somebody_new_in_the_same_group(
     shapes: Shapes, victim: str, report: Report
 ) -> None:
-    """What it ran goes on elsewhere; what the other runs stands still, and is not computed anew."""
+    """Requests of the stopped worker go on elsewhere; those of the other stand still, and are not redone."""
     service, process = shapes.service, shapes.service.processes[victim]
     with service.explained():
         before = shapes.recomputed()

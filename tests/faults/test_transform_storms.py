@@ -32,7 +32,7 @@ class ShapeStorm(MorphStorm):
         super()._order(rng)
 
     def _swap(self, rng: random.Random) -> dict[str, Any]:
-        """Of all layers, to one of two: workers whose layers differ become no group."""
+        """Swap all layers to one of two: workers whose layers differ become no group."""
         precision = rng.choice(("full", "int8"))
         return self._hand.swap(precision, wait=False, count=NUM_LAYERS, wait_s=rng.choice((0.2, 1.0)))
 

@@ -57,7 +57,7 @@ class Shapes:
     blocks: dict[str, int] = field(default_factory=dict)
 
     def learn(self) -> Shapes:
-        """What the service gives and has where nothing changes, and nobody else morphs."""
+        """Return what the service gives and has where nothing changes, and nothing else morphs."""
         Hand(self.service, gateway=self.gateway).manual()
         streams = {prompt: stream(self.service, TOKENS, self.gateway, prompt=prompt) for prompt in PROMPTS}
         for prompt, one in streams.items():
@@ -94,7 +94,7 @@ class Shapes:
         return Order(self, str(given["id"]), last[0])
 
     def upwards(self, *workers: str, layers: int = 2) -> Order:
-        """They become one, and so many layers have come to it."""
+        """Wait until they become one, and so many layers have come to it."""
         return self.order(len(workers), *workers).met(layers)
 
     def apply(self, tp: int, *workers: str, within_s: float = 60.0) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class Order:
         return max((int(one.numbers.get("layers_done", 0)) for one in self.reports()), default=0)
 
     def met(self, layers: int, within_s: float = 30.0) -> Order:
-        """It has begun (0), or at least so many layers have their new degree. Tells within milliseconds."""
+        """Wait until it has begun (0), or so many layers have their new degree, within milliseconds."""
         with self.shapes.service.redis as client:
             last, deadline = self.since, time.monotonic() + within_s
             while time.monotonic() < deadline:

@@ -38,7 +38,7 @@ async def http(pair: Gate) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def instances(gate: Gate, count: int) -> list[dict[str, Any]]:
-    """As soon as there are so many."""
+    """Return the instances as soon as there are so many."""
     for _ in range(200):
         found: list[dict[str, Any]] = (await gate.state())["instances"]
         if len(found) == count:

@@ -1,4 +1,4 @@
-"""What a client does to its connection harms nobody else, and holds no place for ever."""
+"""Clients that misuse their connections harm nobody else, and hold no place without end."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ async def test_a_client_that_leaves_is_cancelled_at_the_worker(gate: Gate, strea
 
 
 async def test_an_answer_nobody_waits_for_is_cancelled_again(gate: Gate) -> None:
-    """As after a restart of a gateway under the same id: the worker goes on for the old one."""
+    """After a restart of a gateway under the same id, the worker goes on for the old one."""
     gateway = (await gate.state())["gateway"]["id"]
     await answer(gate)
     ghost = dataclasses.replace(gate.worker.submits[0], request_id="cmpl-ghost-0")

@@ -18,7 +18,7 @@ from tests.support.known_truths import BLOCK_BYTES
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a tiny model of four layers, without weights; for reading."""
+    """The folder of a tiny model of four layers, without weights; for reading."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     tiny_model.byte_level(folder)
     (folder / "config.json").write_text('{"num_hidden_layers": 4, "max_position_embeddings": 1024}')

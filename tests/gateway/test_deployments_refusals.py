@@ -1,4 +1,4 @@
-"""What cannot be deployed, over HTTP with a controller beside the gateway: the answer says what is wrong and
+"""Refused deployments, over HTTP with a controller beside the gateway: the answer says what is wrong and
 names the numbers, and nothing is half-deployed."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ANY_PRECISION = ", ".join(map(repr, PRECISIONS[:-1])) + f" or {PRECISIONS[-1]!r
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of a tiny model of four layers, whose weights nobody reads."""
+    """The folder of a tiny model of four layers, whose weights nobody reads."""
     folder = tmp_path / "tiny"
     tiny_model.byte_level(folder)
     (folder / "config.json").write_text('{"num_hidden_layers": 4}')
@@ -38,7 +38,7 @@ async def cluster(redis_settings: RedisSettings, folder: Path) -> AsyncIterator[
 
 
 async def shown(cluster: Cluster, path: str, true: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    """What lies at this path of /admin, once it is so."""
+    """Return what lies at this path of /admin, once it is so."""
     async with asyncio.timeout(8):
         while True:
             found: dict[str, Any] = (await cluster.http.get(f"/admin/{path}")).json()

@@ -36,7 +36,7 @@ def full(name: str, short: float = LOW, load: float = 0.0, **changes: Any) -> Ca
 
 
 def one(name: str, load: float = 0.0, **changes: Any) -> Candidate:
-    """Of one worker; a group of four with `tp=4`."""
+    """A candidate of one worker; a group of four with `tp=4`."""
     tp = changes.get("tp", 1)
     base: dict[str, Any] = {
         "worker": name,

@@ -1,4 +1,4 @@
-"""What wraps every request: its id, and an answer for what nobody foresaw."""
+"""The wrapper of every request: its id, and an answer to unforeseen errors."""
 
 from __future__ import annotations
 

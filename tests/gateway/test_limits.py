@@ -1,4 +1,4 @@
-"""What keeps one client, or a thousand, from spoiling it for the rest."""
+"""The limits that keep one client, or a thousand, from spoiling it for the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the log says of a request at its end, and what the SLO counters make of it."""
+"""The log line of a request at its end, and the SLO counters."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_line_is_json_where_that_is_asked_for(log: pytest.LogCaptureFixture) -
 
 
 def state(first: float = 0.0, last: float = 0.0, num_tokens: int = 0) -> RequestState:
-    """That came at 100 s, with its first and last token so many seconds later."""
+    """A request that came at 100 s, with its first and last token so many seconds later."""
     core = Core()
     core.now = 100.0
     one = core.state("r")

@@ -1,4 +1,4 @@
-"""What other people's tools read: counters of precision, and the files for Prometheus and Grafana."""
+"""The interface for other tools: counters of precision, and the files for Prometheus and Grafana."""
 
 from __future__ import annotations
 

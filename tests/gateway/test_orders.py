@@ -1,4 +1,4 @@
-"""What an operator may order: each slip is answered with what there is, before anything is sent."""
+"""The orders of an operator: each slip is answered with what there is, before anything is sent."""
 
 from __future__ import annotations
 

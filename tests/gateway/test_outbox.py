@@ -1,4 +1,4 @@
-"""What the outbox does with submissions that cannot be written, each for itself."""
+"""The outbox and submissions that cannot be written, each for itself."""
 
 from __future__ import annotations
 

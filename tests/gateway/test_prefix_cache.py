@@ -141,7 +141,7 @@ async def test_the_choices_of_a_prompt_count_once_and_prompts_add_up(gate: Gate,
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_after_a_replay_the_usage_is_that_of_the_first_attempt(gate: Gate, stream: bool) -> None:
-    """What the second worker finds again is the answer so far, not work that the client was spared."""
+    """The second worker finds the answer so far again, which is not work that the client was spared."""
     first, second = gate.worker, await gate.add_worker("w1")
     for worker, found in ((first, 16), (second, 32)):
         worker.mangle = caching([found])

@@ -1,4 +1,4 @@
-"""From the groups there are to the groups that were asked for, whatever they are."""
+"""Steps from the groups there are to the groups that were asked for, whatever they are."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_group_that_was_joined_parts_into_what_it_was() -> None:
 
 
 def apply(there: list[Members], step: DegreeStep) -> list[Members]:
-    """As workers carry it out: whole groups of one degree become one, or one becomes several."""
+    """Carry a step out as workers do: whole groups of one degree become one, or one becomes several."""
     taking_part = [group for group in there if set(group) & set(step.workers)]
     assert sorted(name for group in taking_part for name in group) == sorted(step.workers)
     rest = [group for group in there if group not in taking_part]

@@ -1,4 +1,4 @@
-"""What programs are told of precisions, morphs, the policy and charts: once, and by the gateway."""
+"""The tables of precisions, morphs, the policy and charts that the gateway gives to programs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_kind_of_morph_has_one_entry() -> None:
 
 
 def test_every_field_of_an_order_is_a_field_of_its_command() -> None:
-    """Or says which instance it is for."""
+    """Only `model` is not: it says which instance the order is for."""
     for entry in MORPHS:
         names = {one.name for one in fields(entry.command)}
         assert {one.name for one in entry.fields} - {"model"} <= names, entry.name

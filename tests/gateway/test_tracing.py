@@ -41,7 +41,7 @@ def collector() -> Iterator[Collector]:
 def traced(
     redis_settings: RedisSettings, folder: Path, collector: Collector
 ) -> AbstractAsyncContextManager[Gate]:
-    """Once it has left, the collector has all its spans."""
+    """A gateway; the collector has all its spans once it has left."""
     return running(redis_settings, folder, tracing=TracingSettings(endpoint=collector.url))
 
 

@@ -1,4 +1,4 @@
-"""Who may become a group, and what everybody else is told, before an order is sent."""
+"""The workers that may become a group, and the refusals of others, before an order is sent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.fake_worker import FakeWorker
 
 
 def card(name: str, *group: str, state: str = "serving", **changes: Any) -> WorkerCard:
-    """Of a worker w7 with the instance demo@w7 and the epoch 7, in a group or alone."""
+    """The card of a worker w7 with the instance demo@w7 and the epoch 7, in a group or alone."""
     worker = FakeWorker(None, None, list, worker=name)  # type: ignore[arg-type]
     worker.group = list(group) or [name]
     for field, value in changes.items():

@@ -221,7 +221,7 @@ def test_every_candidate_is_timed_by_the_importance_of_the_number_of_tokens() ->
     ],
 )
 def test_a_turn_reads_the_same_bytes_whatever_the_product(product: Product) -> None:
-    """Or a matrix of many outputs would have the time of all others."""
+    """Otherwise a matrix of many outputs would have the time of all others."""
     memory = timing.WeightMemory()
     for _ in range(12):  # more than the memory has: it begins again
         some = memory.take(product)

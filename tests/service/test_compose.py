@@ -112,7 +112,7 @@ def test_a_worker_that_ended_is_started_again(service: Composed) -> None:
 
 
 def epochs(service: Composed) -> list[int]:
-    """Of the workers that serve; a later start has a larger one."""
+    """Return the epochs of the workers that serve; a later start has a larger one."""
     state = json.loads(service.compose("exec", "-T", "gateway", "instar", "status", "--json"))
     return [worker["epoch"] for worker in state["workers"] if worker["state"] == "serving"]
 

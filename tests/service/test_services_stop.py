@@ -1,4 +1,4 @@
-"""What all services owe their supervisor."""
+"""The duties of all services towards their supervisor."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def service() -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def oracle(service: Service) -> list[str]:
-    """What each prompt gives where nothing changes."""
+    """Return what each prompt gives where nothing changes."""
     streams = [Stream(service, LONG, prompt=prompt).start() for prompt in PROMPTS]
     return [stream.finished().text for stream in streams]
 

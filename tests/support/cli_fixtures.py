@@ -1,4 +1,4 @@
-"""Of tests of the command line."""
+"""Fixtures of the tests of the command line."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class Cluster:
         return worker
 
     async def report(self) -> None:
-        """For ever: what a monitor would say of memory."""
+        """Publish without end what a monitor would report of memory."""
         while True:
             pages = PageCounts(budget=self.free_pages, weights=0, kv=0, free=self.free_pages)
             told = [

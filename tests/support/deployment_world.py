@@ -274,7 +274,7 @@ class World:
                 pass
 
     def restart_controller(self) -> None:
-        """It knows the records and the reports, and nothing else."""
+        """Start a controller that knows the records and the reports, and nothing else."""
         self.sent = {}
         self.num_restarts += 1
 

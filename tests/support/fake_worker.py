@@ -75,7 +75,7 @@ class FakeWorker:
         self._step = 0
 
     def behave(self, reply: Reply) -> None:
-        """As new: no misbehaviour, nothing remembered."""
+        """Become as new: no misbehaviour, nothing remembered."""
         self.reply = reply
         self.token_s = 0.0
         self.tokens_per_step = 1
@@ -141,12 +141,12 @@ class FakeWorker:
         )
 
     async def join(self, *group: str) -> None:
-        """Its card tells of another group, itself included, in the order of shards."""
+        """Show another group on its card, itself included, in the order of shards."""
         self.group = list(group)
         assert await self.bus.update_card(self.card())
 
     async def die(self) -> None:
-        """As by kill -9: nothing more is said, the lease runs out by itself."""
+        """Stop as by kill -9: nothing more is said, the lease runs out by itself."""
         doomed = [*self._tasks, *self._runs.values(), *self._morphs.values()]
         for task in doomed:
             task.cancel()
@@ -275,7 +275,7 @@ class FakeWorker:
         await self.bus.publish(self.bus.names.events, report)
 
     def telemetry(self) -> WorkerTelemetry:
-        """Its numbers now, as a real worker sends them with the end of a morph."""
+        """Return its numbers now, as a real worker sends them with the end of a morph."""
         sample = metrics_samples.metrics_of(
             self.instance, self.epoch, kv_blocks=self.shape.blocks, layers=self.shape.layers
         )

@@ -199,7 +199,7 @@ class Core:
         self.delivery.flush()
 
     def written(self) -> list[Submit | Cancel]:
-        """What waits in the outbox, in order; it is taken out."""
+        """Take out what waits in the outbox, in order."""
         outbox = self.gateway.outbox
         messages = [write.message for write in outbox._queue if not write.is_void]
         outbox._queue.clear()

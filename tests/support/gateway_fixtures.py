@@ -14,7 +14,7 @@ from tests.support.gateway_harness import Gate, running
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a tiny model; for reading."""
+    """The folder of a tiny model; for reading."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     tiny_model.byte_level(folder)
     return folder

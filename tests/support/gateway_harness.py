@@ -105,7 +105,7 @@ class Gate:
             await asyncio.sleep(0.02)
 
     async def settled(self) -> None:
-        """Nothing in state any more."""
+        """Check that nothing is left in the state."""
         deadline = time.monotonic() + 8
         while (found := (await self.state())["gateway"])["inflight"] or found["streams"]:
             assert time.monotonic() < deadline, f"still in state: {found}"

@@ -10,7 +10,7 @@ from tests.support.gateway_harness import ANSWER, BODY, Gate
 
 
 async def answer(gate: Gate, **body: Any) -> tuple[str, str | None, Any]:
-    """Of a stream: text, finish reason, usage."""
+    """Return text, finish reason and usage of a stream."""
     text, reason, usage = "", None, None
     async with gate.client() as client:
         options = {"include_usage": True}

@@ -77,7 +77,7 @@ class Ranks:
                 rank.runner.kv.layers[i].copy_(own.view(rank.runner.kv.layers[i].shape))
 
     def expected_kv(self, rank: int) -> list[torch.Tensor]:
-        """What its cache holds when the twins' keys and values lie at the degree of each layer."""
+        """Return what its cache holds when the twins' keys and values lie at the degree of each layer."""
         made = []
         for i in range(self.num_layers):
             shard = self.ranks[rank].shard(self.degrees[i >= self.boundary])
@@ -110,7 +110,7 @@ class Ranks:
     def logits(
         self, chunks: list[Chunks], rows: list[list[int]], own: slice | None = None
     ) -> list[torch.Tensor]:
-        """Of each rank. own: of the rows that all ask for; default: its own."""
+        """Return the logits of each rank. own: of the rows that all ask for; default: its own."""
         plans = [
             rank.runner._plan(own) if own else None for rank, own in zip(self.ranks, chunks, strict=True)
         ]
@@ -174,7 +174,7 @@ class Ranks:
         return sorted(members, key=self._row_key)
 
     def _members(self, rank: int, degree: int) -> list[int]:
-        """Of its group, in the order of their shards there."""
+        """Return the members of its group, in the order of their shards there."""
         if degree == 1:
             return [rank]
         if degree == self.size:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.common.engines import Shape, fill_cache, make_instance
+from bench.common.engines import EngineShape, fill_cache, make_instance
 from bench.common.loading import load_model
 from bench.common.oracles import make_oracle
 from bus.messages import SamplingParams
@@ -82,7 +82,7 @@ class GroupWorker(ThreadedWorker):
         super().__init__(name)
         self.pool = PagePool(CpuBackend(page_bytes), int(megabytes * 1024 * 1024))
         self.model = load_model(folder, self.pool, dtype=torch.float32, max_tp=max_tp)
-        limits: Limits = Shape(
+        limits: Limits = EngineShape(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             block_tokens=BLOCK_TOKENS,
@@ -158,7 +158,7 @@ class GroupWorker(ThreadedWorker):
         return ended()[0]
 
     def check(self) -> None:
-        """Nothing is lost or owned twice."""
+        """Check that nothing is lost or owned twice."""
         self.call(self._check)
 
     def stop(self) -> None:

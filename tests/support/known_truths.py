@@ -37,24 +37,24 @@ class Truth:
         return SPEED[one.precision] * (self.serial + (1 - self.serial) / one.tp)
 
     def said(self, layers: int, one: Configuration) -> float:
-        """In a step: what stages and ranks, a ring, say to each other. A rank says that it is ready and is
+        """The seconds of messages in a step of stages and ranks, a ring. A rank says that it is ready and is
         called."""
         hops = self.hop * one.pp if one.pp > 1 else 0.0
         sums = 2 * layers * self.all_reduce * 2 * (one.tp - 1) / one.tp
         return hops + (sums + 2 * self.hop if one.tp > 1 else 0.0)
 
     def ttft(self, layers: int, one: Configuration, prompt: int, batch: int) -> float:
-        """Of its own work."""
+        """The part of its own work."""
         work = self.layer + batch * prompt * self.per_token + batch * prompt**2 * self.attention
         return (self.other + layers * work) * self._degree(one)
 
     def tpot(self, layers: int, one: Configuration, context: float, batch: int) -> float:
-        """Of its own work."""
+        """The part of its own work."""
         work = self.layer + batch * self.per_sequence + batch * context * self.per_context
         return (self.other + layers * work) * self._degree(one)
 
     def seconds(self, layers: int, one: Configuration, prompt: int, batch: int, output: int) -> float:
-        """Of its own work, step by step, as an engine would."""
+        """Return the seconds of its own work, step by step, as an engine would."""
         steps = (self.tpot(layers, one, prompt + done, batch) for done in range(1, output))
         return self.ttft(layers, one, prompt, batch) + sum(steps)
 
@@ -68,7 +68,7 @@ class Truth:
         return one.tp * self.activation_bytes + (one.pp * self.stage_bytes if one.pp > 1 else 0)
 
     def latency(self, one: Configuration, intent: Intent) -> float:
-        """Of a batch that goes through stages at once."""
+        """Return the latency of a batch that goes through stages at once."""
         output = intent.output_tokens
         own = self.seconds(self.layers, one, intent.prompt_tokens, intent.batch_size, output)
         return own + output * self.said(self.layers, one)

@@ -1,4 +1,4 @@
-"""In which order a KV cache is stored, and how kernels see every order the same (Gyges §4.1, Table 2).
+"""The orders in which a KV cache is stored; kernels see every order the same (Gyges §4.1, Table 2).
 
 Kernels take [block, head, K/V, token, dim] with any strides, so a layout is a permutation of the storage:
 

@@ -78,7 +78,7 @@ class FaultyLinux(Faults):
 
 
 def _page_at(address: int) -> int:
-    """By the line of /proc/self/maps that covers the address: start-end access offset device inode path."""
+    """Return the page that the address is mapped to, by /proc/self/maps; NO_PAGE: none."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, end = (int(part, 16) for part in line.split()[0].split("-"))
         if start <= address < end:

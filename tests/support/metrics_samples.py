@@ -1,4 +1,4 @@
-"""What a monitor says of one worker with one instance."""
+"""The metrics of one worker with one instance."""
 
 from __future__ import annotations
 

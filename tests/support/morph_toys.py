@@ -114,7 +114,7 @@ class ToyVariants:
             raise RuntimeError(f"{key} is not what it should be")
 
     def check_integrity(self) -> None:
-        """Of each half exactly the variant that serves is mapped."""
+        """Check that of each half exactly the variant that serves is mapped."""
         for (layer, part, precision), memory in self.ranges.items():
             expected = memory.num_pages if self.resident[layer, part] == precision else 0
             assert memory.num_mapped == expected, (layer, part, precision, memory.num_mapped)

@@ -49,7 +49,7 @@ class Collector:
             self.spans += [_seen(span) for scope in group.scope_spans for span in scope.spans]
 
     def named(self, name: str) -> list[Seen]:
-        """In the order of their start."""
+        """The spans in the order of their start."""
         return sorted((span for span in self.spans if span.name == name), key=lambda span: span.start)
 
     def root(self) -> Seen:

@@ -76,7 +76,7 @@ def live(*cards: WorkerCard) -> list[LiveWorker]:
 def metrics_for(
     *cards: WorkerCard, used: int = 0, longest: int = 0, running: int = 0, age_s: float = 0.0
 ) -> Metrics:
-    """Of all of them; `used` and `longest` in tokens. Of a group's each member has the same share."""
+    """Return the metrics of all; `used` and `longest` in tokens. Members of a group have the same share."""
     told = [_metrics(card, used, longest, running) for card in cards]
     workers = [replace(report, age_seconds=age_s) for one in told for report in one.workers]
     return replace(told[0], workers=workers, instances=[m for one in told for m in one.instances])

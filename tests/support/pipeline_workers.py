@@ -111,7 +111,7 @@ def load(
     dtype: torch.dtype,
     shard: Shard = ALONE,
 ) -> tuple[Model, KVCache]:
-    """With as much KV as there is room for."""
+    """Load layers with as much KV as there is room for."""
     model = load_model(folder, pool, dtype=dtype, layers=layers, max_tp=shard.size)
     if shard != ALONE:
         resharder = make_resharder(model, pool, NoVariants())
@@ -220,7 +220,7 @@ class Line:
         self.leader.submit(self.id, name, prompt, max_tokens, **sampling)
 
     def end(self, reason: str = "retired") -> None:
-        """As a Retire does."""
+        """Remove the instance as a Retire does."""
 
         def release() -> None:
             self.leader.engine.send_away(self.id, reason)

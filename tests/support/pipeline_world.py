@@ -18,7 +18,7 @@ PATIENCE_MS = 300_000  # of a stage that nobody leads
 
 @dataclass
 class Part:
-    """What a worker has of a pipeline that another one leads, or is to lead."""
+    """The part of a pipeline on a worker that another one leads, or is to lead."""
 
     worker: str
     command: Deploy
@@ -41,7 +41,7 @@ class PipelineWorld(World):
         super().__init__(*workers, **shape)
 
     def join(self, name: str, **facts: Any) -> Worker:
-        """What it had a part in ends with its lease."""
+        """End with its lease everything that it had a part in."""
         alone = [card for card in facts.pop("instances", []) if card.pp == 1]
         worker = super().join(name, instances=alone, **facts)
         self._mend()
@@ -92,7 +92,7 @@ class PipelineWorld(World):
     # ------------------------------------------------------------------------------------- pipelines
 
     def _mend(self, after_ms: int = 0) -> None:
-        """Who waits and has all others leads; who lost one gives up; who is not led in time goes."""
+        """Let workers with all others lead, those that lost one give up, and those not led in time go."""
         for part in [*self.parts, *self.leading]:
             if not self._is_there(part):
                 self._drop(part, "stale")

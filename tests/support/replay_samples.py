@@ -78,7 +78,7 @@ def run_file(
 
 
 def flags(*argv: str) -> argparse.Namespace:
-    """Of `instar bench ...`."""
+    """Return the arguments of `instar bench ...`."""
     parser = CommandParser(prog="instar bench")
     add_to(parser)
     return parser.parse_args(argv)

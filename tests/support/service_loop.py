@@ -13,7 +13,7 @@ from bus.settings import Settings
 
 @asynccontextmanager
 async def running(main: Main, settings: Settings, bus: Bus) -> AsyncIterator[None]:
-    """For as long as the block; at its end the service is asked to stop, and what it raised is raised."""
+    """Run a service for as long as the block; at its end, stop it and raise what it raised."""
     stop = asyncio.Event()
     task = asyncio.ensure_future(main(settings, bus, stop))
     try:

@@ -30,7 +30,7 @@ class ThreadedWorker:
         self._changed = threading.Condition()
 
     def call(self, work: Callable[[], Any]) -> Any:
-        """In the engine's thread, between two steps; returns what it returns and raises what it raises."""
+        """Call in the engine's thread, between two steps; return what it returns and raise what it raises."""
         done, made, errors = threading.Event(), list[Any](), list[BaseException]()
 
         def run() -> None:

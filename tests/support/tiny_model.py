@@ -18,7 +18,7 @@ TEXT = "the quick brown fox jumps over the lazy dog. Größe, 你好 and 🌍�
 
 
 def byte_level(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE, size: int = 400) -> Tokenizer:
-    """As Llama 3's and Qwen's: a beginning-of-text token before every text; `END` ends an answer."""
+    """A tokenizer as Llama 3's: a beginning-of-text token before every text; `END` ends an answer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -38,7 +38,7 @@ def byte_level(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE, size:
 
 
 def sentencepiece(folder: Path) -> Tokenizer:
-    """As Llama 2's and Mistral's: `▁` for spaces, bytes for what is not in the vocabulary."""
+    """A tokenizer as Llama 2's and Mistral's: `▁` for spaces, bytes for unknown characters."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefghijklmnopqrstuvwxyz"]
     tokenizer = Tokenizer(
         models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)

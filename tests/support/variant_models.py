@@ -35,7 +35,7 @@ class Morphing:
         self.variants = LayerVariants(self.model, self.runner.pool, method=method, host_dir=host_dir)
 
     def swap(self, layer: int, part: Part, precision: Precision) -> None:
-        """As the executor does it."""
+        """Install a variant as the executor does."""
         shape = self.model.shape()[layer]
         old = shape.attention if part == "attention" else shape.ffn
         if old == precision:
@@ -52,12 +52,12 @@ class Morphing:
                 self.swap(layer, part, precision)
 
     def tensors(self, layer: int, part: Part, precision: Precision) -> dict[str, torch.Tensor]:
-        """Of a mapped variant."""
+        """Return the bytes of a mapped variant."""
         ranges = self.variants.ranges
         return tensors_of(ranges.memory((layer, part, precision)), ranges.plans[part, precision])
 
     def bytes(self, layer: int, part: Part, precision: Precision) -> torch.Tensor:
-        """Of a mapped variant, all pages."""
+        """Return all pages of a mapped variant."""
         memory = self.variants.ranges.memory((layer, part, precision))
         return memory.tensor(torch.uint8, (memory.nbytes,))
 

@@ -96,7 +96,7 @@ class Bench:
         return any(live.card.state == "draining" for live in await self.bus.workers())
 
     async def lose_lease(self) -> int:
-        """As if it had run out. Returns the epoch that the worker takes then."""
+        """End the lease as if it had run out, and return the epoch that the worker takes then."""
         before = await self.epoch()
         lease = self.bus.names.lease("w0")
         await self.bus.run(lambda client: client.delete(lease))
@@ -124,7 +124,7 @@ class Bench:
         instance: str = INSTANCE,
         **changes: Any,
     ) -> None:
-        """As gateway g0 does, greedily and to the epoch of now; `changes` are other fields of Submit."""
+        """Submit as gateway g0 does, greedily, to this epoch; `changes` are other fields of Submit."""
         fields: dict[str, Any] = {
             "request_id": name,
             "attempt": 1,
@@ -156,7 +156,7 @@ class Bench:
         ]
 
     def tokens(self, name: str, epoch: int | None = None) -> list[int]:
-        """By index, as a gateway puts them together."""
+        """Return the tokens by index, as a gateway puts them together."""
         placed: dict[int, int] = {}
         for delta in self.deltas(name, epoch):
             placed |= {delta.index + i: token for i, token in enumerate(delta.token_ids)}

@@ -1,4 +1,4 @@
-"""From what became of requests to numbers, card, files and pictures."""
+"""Numbers, card, files and pictures from the outcomes of requests."""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ def test_the_command_teaches_its_verbs(capsys: pytest.CaptureFixture[str]) -> No
 
 
 async def test_the_command_runs_writes_and_compares(tmp_path: Path, gate: Gate) -> None:
-    """As typed, in a process of its own loop: the gateway runs in this one."""
+    """Run the command as typed, in a process of its own: the gateway runs in this loop."""
     out = tmp_path / "runs" / "one"
     argv = ["bench", "replay", "gamma:40:1:0.5:8:4", "--url", gate.url, "--out", str(out), "--no-plot"]
     assert await asyncio.to_thread(main, argv) == 0

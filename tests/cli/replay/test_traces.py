@@ -38,7 +38,7 @@ def own(**fields: object) -> str:
 
 
 def told_of(rest: str, reason: str) -> str:
-    """Of the second of these lines, from its prompt_tokens on."""
+    """Return the second of these lines, from its prompt_tokens on."""
     return f'line 2: \'{{"at": 1.0, "prompt_tokens": {rest}\': {reason}'
 
 

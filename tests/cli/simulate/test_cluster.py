@@ -150,7 +150,7 @@ def test_relief_lowers_the_wait_and_costs_quality() -> None:
 
 
 def test_an_envelope_that_nobody_renews_allows_no_loss_once_it_is_stale() -> None:
-    """It is valid for 60 s after the controller is down; what was taken before goes back all the same."""
+    """An envelope is valid for 60 s after the controller is down; what was taken before goes back."""
     bursts = [
         Arrival(begin_s + n / 25, 200, 100) for begin_s in (10.0, 40.0, 120.0, 250.0) for n in range(100)
     ]

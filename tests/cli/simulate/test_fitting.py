@@ -99,7 +99,7 @@ def test_swaps_tell_what_a_half_costs() -> None:
 
 
 def without_steps(run: RunFile, num_requests: int) -> RunFile:
-    """As an older version recorded it: times of requests, and what ran."""
+    """Return a run as an older version recorded it: times of requests, and what ran."""
     for sample in run.observed["samples"]:
         shape = sample["instances"]["small@w0"]
         for name in ("steps", "step_s", "halves"):

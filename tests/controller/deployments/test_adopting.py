@@ -1,4 +1,4 @@
-"""What is served although no record tells of it, or tells of it as it was: it stays, and is known again."""
+"""Instances without a record, or with an old one: they stay, and are known again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is seen of memory: who holds what on a worker, stages that no card shows too, and what is free."""
+"""The view of memory: what each holds on a worker, with stages that no card shows, and what is free."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_each_of_several_deployments_of_a_worker_owns_what_it_loaded() -> None:
 
 
 def test_a_later_stage_that_no_card_shows_holds_its_weights_and_its_kv() -> None:
-    """It has as many blocks as its leader: of 10 blocks 30 pages in three layers; the rest is the other's."""
+    """A stage has as many blocks as its leader: 10 blocks are 30 pages in three layers."""
     leader = instance("m", "w0", deployed="d1-1-w0", stages=LINE.stages, pp=2)
     devices = [device("w0", leader), device("w1", instance("other", "w1"))]
     found = room(devices, seen(("m@w0", 10, 0), ("other@w1", 15, 5)), LINE)

@@ -149,7 +149,7 @@ def test_a_controller_that_starts_again_remembers_the_cool_down() -> None:
 
 
 def crowded(intent: Intent, **seconds: float) -> tuple[World, Answer, Answer]:
-    """Of two workers each has a model, and one waits that wants a worker of its own."""
+    """Each of two workers has a model, and one waits that wants a worker of its own."""
     world = World("w0", "w1")
     for name in ("a", "b", "c"):
         world.register(name)

@@ -1,4 +1,4 @@
-"""From waiting to serving: placed, loaded, made one, and tried again where that fails."""
+"""Deployments from waiting to serving: placed, loaded, made one, and tried again after a failure."""
 
 from __future__ import annotations
 

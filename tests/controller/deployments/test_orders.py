@@ -1,4 +1,4 @@
-"""What is registered and deployed at all, and how a refusal is worded."""
+"""The orders that are accepted, and the words of refusals."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class PagedWorld(World):
             self.step(name)
 
     def _hear(self, place: Place) -> None:
-        """In the world's time."""
+        """Wait in the world's time."""
         for one in place.reports:
             ended_ms = None if one.ended_ms is None else self.now_ms
             self.reports[one.id] = replace(one, started_ms=self.now_ms, ended_ms=ended_ms)
@@ -119,7 +119,7 @@ class PagedWorld(World):
 
 
 def _real(command: Any) -> Any:
-    """With the folder of the model, whose digest the world makes up."""
+    """Return a card with the folder of the model, whose digest the world makes up."""
     if isinstance(command, Deploy):
         return replace(command, path=str(folder_of(command.model)), digest="", wait_s=1.0)
     return replace(command, wait_s=1.0)
@@ -228,7 +228,7 @@ class Histories(RuleBasedStateMachine):
             world.die(name)
 
     def _morph(self, kind: Any, name: str, **fields: Any) -> None:
-        """As a gateway orders it."""
+        """Send the order as a gateway does."""
         worker = self.world.at(name)
         for card in worker.cards if worker else ():
             assert worker and worker.place

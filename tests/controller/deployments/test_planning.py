@@ -1,4 +1,4 @@
-"""From cards and pages to a plan: the controller's own question, answered by the transitions of intents."""
+"""Plans from cards and pages: the controller's own question, answered by the transitions of intents."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_fixed_number_of_stages_waits_for_workers_that_are_yet_to_come() -> No
 
 
 def able(asked: Question, *degrees: int) -> Question:
-    """Of weights that can be cut to these."""
+    """Return a profile of weights that can be cut to these."""
     profiles = {kind: replace(one, degrees=list(degrees)) for kind, one in asked.profiles.items()}
     return replace(asked, profiles=profiles)
 

@@ -1,4 +1,4 @@
-"""What a deployment's configuration means to the policy that morphs."""
+"""The meaning of a deployment's configuration to the policy that morphs."""
 
 from __future__ import annotations
 

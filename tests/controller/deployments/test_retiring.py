@@ -1,4 +1,4 @@
-"""What serves and loses its workers, and what is retired: nothing is left behind."""
+"""Deployments that lose their workers, and those that are retired: nothing is left behind."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_it_is_retired_when_every_page_is_given_back() -> None:
 
 
 def stuck(world: World, answer: Answer) -> list[Retire]:
-    """Its worker says that it gives the model back, and goes on saying so."""
+    """The worker reports again and again that it gives the model back."""
     world.turn()
     orders = [order for _, order in world.commands(Retire)]
     world.workers["w0"].instances.clear()

@@ -1,4 +1,4 @@
-"""What a deployment that waits says: of every worker why not, whether it ever could, and what to do."""
+"""The reason of a deployment that waits: why each worker cannot take it, and what to do."""
 
 from __future__ import annotations
 

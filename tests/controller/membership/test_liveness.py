@@ -1,4 +1,4 @@
-"""Who is declared dead, when, and why: pictures in, changes out, no clock and no Redis."""
+"""The verdict on dead workers: pictures in, changes out, no clock and no Redis."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ async def test_nobody_dies_of_a_redis_that_was_frozen_or_came_back_empty(
 
 
 async def keep_alive_through_outages(bus: Bus) -> None:
-    """What a worker does: renew, and register as a new incarnation when the lease is lost."""
+    """Act as a worker: renew, and register as a new incarnation when the lease is lost."""
     epoch = 5
     while True:
         await bus.wait_up()

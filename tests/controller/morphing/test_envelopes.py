@@ -1,4 +1,4 @@
-"""What the controller lets instances do by themselves, and when it says so again."""
+"""The envelopes that the controller grants, and when it sends them again."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def ramps(at_s: float) -> float:
 
 
 def saw(at_s: float) -> float:
-    """It rises, and turns back below the limit."""
+    """Let the load rise, and turn back below the limit."""
     return 20.0 + at_s % 6 * 9
 
 

@@ -61,7 +61,7 @@ class Hand:
         return made[-1] if made else None
 
     def answer(self, outcome: MorphOutcome = "applied", kind: MorphKind = "transform") -> None:
-        """To the last one; applied, the groups are what it made of them."""
+        """Report the end of the last decision; applied, the groups are what it made of them."""
         _, one = self.decisions[-1]
         report = MorphReport(
             id=f"morph-{len(self.decisions)}",

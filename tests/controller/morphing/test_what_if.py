@@ -1,4 +1,4 @@
-"""What the planner would do: the service as it is, and load that is only imagined."""
+"""The decisions of the planner for the service as it is, and load that is only imagined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From measured fingerprints to the configuration map: known truths are found again."""
+"""The configuration map from measured fingerprints: known truths are found again."""
 
 from __future__ import annotations
 

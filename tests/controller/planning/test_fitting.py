@@ -91,7 +91,7 @@ def test_the_one_that_leads_is_named_first_where_it_alone_has_room_for_it() -> N
 
 
 def test_the_leader_takes_the_fullest_along_where_others_would_be_wasted_on_it() -> None:
-    """Of 12, 10, 9 and 5 two by two in order 12 layers at most."""
+    """Ranks two by two, in order, from 12, 10, 9 and 5 hold 12 layers at most."""
     need = Footprint(layer_bytes=1, lead_bytes=7)
     assert shares(fit(need, Configuration(tp=2, pp=2), 14, devices(12, 10, 9, 5))) == [
         ("w0+w3", 5),

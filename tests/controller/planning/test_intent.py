@@ -1,4 +1,4 @@
-"""What an intent allows, what it prefers, and what is said where nothing meets it."""
+"""The configurations that an intent allows and prefers, and the answer where nothing meets it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What morphs cost on these devices, learned from their reports."""
+"""The costs of morphs on these devices, learned from their reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner takes: situations in, plans out, without clock and Redis."""
+"""The levers that the planner takes: situations in, plans out, without clock and Redis."""
 
 from __future__ import annotations
 

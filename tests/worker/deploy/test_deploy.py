@@ -36,7 +36,7 @@ def place(folders: dict[str, Path], tmp_path: Path) -> Iterator[Place]:
 
 
 def alone(folder: Path, host_dir: Path, precision: Any = "full", **changes: Any) -> dict[str, list[int]]:
-    """What a worker of this model only answers."""
+    """Return what a worker of this model alone answers."""
     place = Place(settings_for(folder, host_dir, **changes))
     if precision != "full":
         swap = place.begin(Swap, epoch=0, instance="first@w0", precision=precision, layers=[0, 1, 2])

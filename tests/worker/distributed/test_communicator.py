@@ -15,7 +15,7 @@ from worker.distributed.communicator import Communicator, PeerLost, Staged, conn
 
 
 def together(size: int, work: Callable[[Communicator], object], timeout_s: float = 20.0) -> list[object]:
-    """What each rank's `work` returned."""
+    """Return what each rank's `work` returned."""
     store = HashStore()
 
     def run(rank: int) -> object:

@@ -54,7 +54,7 @@ def test_what_is_sent_before_a_link_is_open_comes_in_order(pair: tuple[End, End]
 
 
 def test_a_stopped_worker_is_not_waited_for(pair: tuple[End, End]) -> None:
-    """Its system takes the connection, and then nothing comes."""
+    """The peer's system takes the connection, and then nothing comes."""
     one, _ = pair
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         began = time.monotonic()

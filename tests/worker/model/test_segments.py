@@ -30,7 +30,7 @@ def tokens(n: int, seed: int) -> list[int]:
 
 
 def check(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[list[int]]:
-    """That logits and greedy tokens are alike; returns the tokens."""
+    """Check that logits and greedy tokens are alike; return the tokens."""
     for got, wanted in pairs:
         torch.testing.assert_close(got, wanted, **EXACT)
         assert got.argmax(1).equal(wanted.argmax(1))

@@ -50,7 +50,7 @@ def shape(halves: dict[Half, Precision] | None = None, **fields: Any) -> Shape:
 
 
 def due(load: Load, steps: int = 3, state: ReflexState | None = None, **fields: Any) -> list[Need]:
-    """What is due after so many such steps."""
+    """Return what is due after so many such steps."""
     state, needs = state or ReflexState(preemptions=load.preemptions), list[Need]()
     for _ in range(steps):
         state, needs = reflex.judge(state, load, envelope(**fields))

@@ -55,7 +55,7 @@ class Resharding:
         )
 
     def bytes(self, layer: int = 1, part: Part = "ffn") -> torch.Tensor:
-        """Of the resident half, whose pages are all mapped."""
+        """Return the bytes of the mapped half."""
         ranges, place = self.weights._ranges, self.weights._resident(layer, part)
         return ranges.memory(place).tensor(torch.uint8, (ranges.plans[place[1:]].nbytes,)).clone()
 

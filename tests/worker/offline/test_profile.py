@@ -78,7 +78,7 @@ class Parts:
 
 
 def algorithm_1(parts: Parts, weights: ScoreWeights, metric: Metric) -> tuple[list[int], list[float]]:
-    """As the paper writes it, every output computed from the start: the sequence and its LIS."""
+    """Return the sequence and its LIS as the paper writes it, every output computed from the start."""
 
     def mean(values: list[float]) -> float:
         return sum(values) / len(values)

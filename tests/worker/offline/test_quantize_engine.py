@@ -1,4 +1,4 @@
-"""What the offline tools compute is what workers serve: the demo model, its sets, the engine's own model."""
+"""The offline tools compute what workers serve: the demo model, its sets, the engine's own model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from bench.common.results import DEMO
 from bench.quality.measure import CONTEXT, OUTPUT, counts_of, mixtures
-from bench.quality.perplexity import Evaluator, Text, difference
-from bench.quality.setup import Model, held_out, open_demo
+from bench.quality.perplexity import CorpusText, Evaluator, difference
+from bench.quality.setup import QualityModel, held_out, open_demo
 from bus.messages import PARTS
 from tests.support import model_folders
 from tests.support.variant_models import Morphing
@@ -24,7 +24,7 @@ LOW = "int3 awq"
 
 
 @pytest.fixture(scope="module")
-def demo() -> Model:
+def demo() -> QualityModel:
     return open_demo(DEMO, "int3", "awq", LOW)
 
 
@@ -48,9 +48,9 @@ def shape(precision: str) -> tuple[str, ...]:
 
 
 def test_swapped_layers_lose_in_the_engine_what_they_lose_in_the_benchmark(
-    demo: Model, morphing: Morphing
+    demo: QualityModel, morphing: Morphing
 ) -> None:
-    text = Text(held_out(TOKENS, 1))
+    text = CorpusText(held_out(TOKENS, 1))
     window = text.windows[0]
     losses = Evaluator(demo.whole, demo.layers).losses(text, [shape("full"), shape(LOW)])
     for sequence, precision in enumerate(("full", LOW)):
@@ -61,9 +61,9 @@ def test_swapped_layers_lose_in_the_engine_what_they_lose_in_the_benchmark(
     assert losses[shape("full")] != losses[shape(LOW)]
 
 
-def test_precision_that_changes_on_the_way_is_the_engines_too(demo: Model, morphing: Morphing) -> None:
+def test_precision_that_changes_on_the_way_is_the_engines_too(demo: QualityModel, morphing: Morphing) -> None:
     """Keys and values stay as they were made; only new tokens see the new weights."""
-    text = Text(held_out(TOKENS, 1))
+    text = CorpusText(held_out(TOKENS, 1))
     window = text.windows[0]
     pieces = [(0, "full"), (70, LOW), (71, "full"), (120, LOW)]
     (mixed,) = Evaluator(demo.whole, demo.layers).mixed_losses(text, [(at, shape(p)) for at, p in pieces])
@@ -76,8 +76,8 @@ def test_precision_that_changes_on_the_way_is_the_engines_too(demo: Model, morph
     assert served == pytest.approx(mixed, abs=1e-4)
 
 
-def test_shapes_that_share_layers_are_scored_as_if_alone(demo: Model) -> None:
-    text = Text(held_out(64, 2), scored_from=10)
+def test_shapes_that_share_layers_are_scored_as_if_alone(demo: QualityModel) -> None:
+    text = CorpusText(held_out(64, 2), scored_from=10)
     evaluator = Evaluator(demo.whole, demo.layers)
     shapes = [tuple(LOW if layer < count else "full" for layer in range(8)) for count in (0, 1, 5, 8)]
     together = evaluator.losses(text, shapes)

@@ -76,7 +76,7 @@ class Ready:
 
 
 def awq(full: Path) -> tuple[Ready, list[Named]]:
-    """With scales folded into norms, v and up, as AutoAWQ does; and the dense layers that it stands for."""
+    """Write a checkpoint with scales folded into norms, v and up, as AutoAWQ does; and its dense layers."""
     config = read_config(full)
     generator = torch.Generator().manual_seed(0)
     said = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
@@ -121,7 +121,7 @@ def gptq(full: Path) -> Ready:
 
 
 def dense_layer(ready: Ready, layer: int) -> Named:
-    """What the checkpoint computes with, unpacked the slow and obvious way (AWQ)."""
+    """Return what the checkpoint computes with, unpacked the slow and obvious way (AWQ)."""
     prefix = f"model.layers.{layer}."
     found: Named = {}
     for name in MATRICES:

@@ -146,7 +146,7 @@ def hosts(first: Path, tmp_path: Path) -> Iterator[Hosts]:
 
 
 def alone(folder: Path, host_dir: Path, prompt: list[int], **changes: Any) -> list[int]:
-    """What one worker makes of it."""
+    """Return what one worker makes of it."""
     place = Place(settings_for(folder, host_dir, variants=[], **changes))
     place.submit("a", "first", prompt, 12)
     place.run()

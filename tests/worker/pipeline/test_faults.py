@@ -40,7 +40,7 @@ def hang_up(link: Link) -> None:
 
 
 def vanish(worker: StageWorker) -> None:
-    """As a process that is killed: its connections end, nobody says anything."""
+    """End as a process that is killed: connections end, and nothing is said."""
     worker.transport._listener.close()
     followers = worker.stages.runners
     for link in worker.stages._endpoint._links:
@@ -51,7 +51,7 @@ def vanish(worker: StageWorker) -> None:
 
 
 def let_go(line: Line) -> None:
-    """What a worker does about a lost pipeline that it leads."""
+    """Do what a worker does about a lost pipeline that it leads."""
 
     def gone(reason: str) -> None:
         line.leader.engine.remove_instance(line.id)

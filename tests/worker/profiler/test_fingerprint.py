@@ -116,7 +116,7 @@ def test_halves_of_fewer_bits_are_those_that_a_swap_would_bring(folder: Path, tm
 
 
 def test_layers_that_caches_would_hold_take_turns(folder: Path) -> None:
-    """Of full precision three of the five, of fewer bits all: there each is smaller."""
+    """Three of the five fit in full precision, and all in fewer bits, where each is smaller."""
     of_layer = sum(part.nbytes for part in plan_of(folder).layer_ranges("full"))
     plan = plan_of(folder, ("full", "int4"), cache_bytes=3 * of_layer)
     assert plan.turns == {"full": 3, "int4": 5}
@@ -186,7 +186,7 @@ def test_a_profile_has_every_point_of_both_depths_and_lengths(folder: Path) -> N
 
 
 def test_one_run_tells_both_lengths_also_where_prompts_take_several_steps(folder: Path) -> None:
-    """By a clock whose every step takes a second."""
+    """Measure by a clock whose every step takes a second."""
     profiler = Profiler(
         plan_of(folder), grid_of(rounds=1), make_pool(), clock=map(float, itertools.count()).__next__
     )

@@ -1,4 +1,4 @@
-"""What two workers say to each other is measured, in bounded time, and never holds a profile up."""
+"""The messages of two workers are measured in bounded time, and never hold a profile up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker takes from the bus: each attempt once, for the epoch of now, until it is cancelled."""
+"""The intake of a worker from the bus: each attempt once, for the epoch of now, until it is cancelled."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ LEASE_S = 0.6
 
 @pytest.fixture
 async def bench(redis_settings: RedisSettings) -> AsyncIterator[Bench]:
-    """Its lease is a short one."""
+    """A worker with a short lease."""
     async with running(redis_settings, lease_s=LEASE_S) as started:
         yield started
 
@@ -112,7 +112,7 @@ async def test_commands_for_another_epoch_are_not_obeyed(bench: Bench) -> None:
 
 
 async def test_a_batch_that_an_earlier_epoch_read_is_not_run(bus: Bus) -> None:
-    """Its reader is cancelled a moment after the epoch changed."""
+    """The old reader is cancelled a moment after the epoch changed."""
     intake = Intake(bus, "w0", lambda: 2, Ledger(), Unusable(), Unusable())  # type: ignore[arg-type]
     stream = bus.names.requests("other@w0")
     async with bus.group_reader(stream, consumer("w0", 1), Submit) as reader:

@@ -24,7 +24,7 @@ from tests.support.worker_bench import INSTANCE, Bench, started
 
 @dataclass
 class MorphBench(Bench):
-    """Its model has variants; `reports` and `telemetry` are what it said of them."""
+    """A worker whose model has variants; `reports` and `telemetry` are what it said of them."""
 
     reports: list[MorphReport] = field(default_factory=list)
     telemetry: list[WorkerTelemetry] = field(default_factory=list)
@@ -68,7 +68,7 @@ class MorphBench(Bench):
         return not self.morphs.num_running
 
     def check(self) -> None:
-        """Once the worker is gone, its books can be read."""
+        """Read its books, once the worker is gone."""
         self.rig.pool.check_integrity()
 
 

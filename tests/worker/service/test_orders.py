@@ -31,7 +31,7 @@ class Engine:
 
 
 class Bus:
-    """Its control stream has these commands; who is a member, it says when it may."""
+    """A bus whose control stream has these commands; it says when it may who is a member."""
 
     names = Names("test:")
 

@@ -76,7 +76,7 @@ async def pair(redis_settings: RedisSettings, folder: Path) -> AsyncIterator[tup
 
 
 async def deploy(benches: Sequence[StageBench], name: str) -> None:
-    """In two stages, each on half of the workers."""
+    """Deploy in two stages, each on half of the workers."""
     names, tp = [each.worker for each in benches], len(benches) // 2
     stages = [
         Stage(workers=names[:tp], first=0, end=1),

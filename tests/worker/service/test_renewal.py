@@ -1,4 +1,4 @@
-"""What the answer to a renewal means, and what its absence does: a bus that answers as a test tells it to."""
+"""The answer to a renewal, and its absence: a bus that answers as a test tells it to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker reports."""
+"""The reports of a worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from worker.service.telemetry import TelemetryReporter
 
 
 class Idle:
-    """As much of an engine's thread as a report needs."""
+    """The part of an engine's thread that a report needs."""
 
     def busy_seconds(self) -> float:
         return 0.0

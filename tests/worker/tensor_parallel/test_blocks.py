@@ -88,7 +88,7 @@ def test_after_a_count_that_nobody_wants_any_more_all_plan_again() -> None:
 
 
 def test_a_block_that_is_given_back_as_blocks_move_is_not_lost() -> None:
-    """Its request ends in the very step after which they do; it was counted before."""
+    """The request ends in the very step after which they do; it was counted before."""
     shares = [BlockShare(range(0, 12, 2), [2, 10], 12), BlockShare(range(1, 12, 2), [9], 12)]
     moves = plan_moves_below([2, 10, 9], 8)
     shares[0].free([10])
@@ -135,7 +135,7 @@ class TwoShares:
         self.shares[1 - who].take(self.shares[who].give(n))
 
     def shrink(self, capacity: int, freed: Sequence[set[int]]) -> None:
-        """As a group does: some blocks are freed between the count and the moves."""
+        """Count and move as a group does: some blocks are freed in between."""
         used = self.held[0] | self.held[1]
         if not len(used) <= capacity <= self.capacity:
             return
@@ -151,7 +151,7 @@ class TwoShares:
             self.held[who] = {moves.get(block, block) for block in self.held[who]}
 
     def renumber(self) -> None:
-        """As the end of a merge does."""
+        """Grow as the end of a merge does."""
 
         def number(block: int) -> int:
             return block * 2 + 1
@@ -204,7 +204,7 @@ def test_shares_find_what_a_block_holds_however_blocks_are_lent_moved_and_renumb
 
 @pytest.mark.parametrize(("subgroups", "blocks"), [(2, 6), (3, 6)])
 def test_blocks_find_their_homes_wherever_they_lie_if_there_are_enough(subgroups: int, blocks: int) -> None:
-    """In every state of a few blocks, with none free, too: then they change places."""
+    """Blocks move in every state of a few blocks; with none free they change places."""
     for owners in product([None, *range(subgroups)], repeat=blocks):
         used = [[i for i in range(blocks) if owners[i] == j] for j in range(subgroups)]
         for capacity in range(1, blocks // subgroups + 1):
@@ -266,7 +266,7 @@ def test_who_came_first_gets_what_all_can_spare_in_the_end(planners: list[tuple[
 
 
 def test_groups_with_caches_of_different_sizes_do_not_become_one() -> None:
-    """Nobody moves the blocks of the larger one below what the smaller one has."""
+    """The blocks of the larger one never move below what the smaller one has."""
     members = ["w0", "w2", "w1", "w3"]
     invite = Prepare(
         group="g", leader="w0", model="m", members=members, low=2, grows=True, peers={}, shape=[]

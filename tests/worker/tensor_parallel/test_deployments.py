@@ -48,7 +48,7 @@ def service(running: DeployingService) -> Iterator[DeployingService]:
 
 @pytest.fixture(scope="module")
 def text(running: DeployingService) -> str:
-    """That one worker answers."""
+    """Return what one worker answers."""
     running.reaches(running.deploy("demo", {"tp": 1, "pp": 1, "precision": "full"}), "serving")
     found = text_of(running)
     assert_everything_is_given_back(running)
@@ -61,7 +61,7 @@ def text_of(service: DeployingService) -> str:
 
 
 def deployed(service: DeployingService, **shape: int) -> dict[str, Any]:
-    """Once it serves."""
+    """Return the card once it serves."""
     return service.reaches(service.deploy("demo", {"precision": "full"} | shape), "serving")
 
 

@@ -34,7 +34,7 @@ def before_the_order(_: Grouping, proposal: Proposal) -> None:
 
 
 def once(grouping: Grouping, first: Callable[..., None] | None, then: Callable[..., None] | None) -> None:
-    """In front of, or behind, the order to enter."""
+    """The message comes in front of, or behind, the order to enter."""
     plain = grouping.commit
 
     def commit(proposal: Proposal, blocks: int) -> None:
@@ -83,7 +83,7 @@ def test_a_member_lost_as_two_groups_enter_leaves_four_that_serve_alone(
 
 
 def slow_to_part(grouping: Grouping) -> None:
-    """It hears of the last step, and before it makes it, that the others have gone."""
+    """A member hears of the last step, and before it makes it, that the others have gone."""
     plain = grouping._take
 
     def take(link: Link, message: GroupMessage) -> None:
@@ -147,7 +147,7 @@ def test_a_parting_that_was_given_up_leaves_nothing_to_the_next_one(
 
 
 def test_an_order_of_a_group_that_falls_apart_ends_at_once(folder: Path) -> None:
-    """It waited ten seconds for the answer of a member that is in no group with it any more."""
+    """The leader waited ten seconds for the answer of a member that is in no group with it any more."""
     with workers(folder, 2) as each:
         assert each[0].end_of(transform(each, 2)).state == "applied"
         take = each[1].grouping._take

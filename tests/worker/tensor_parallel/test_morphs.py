@@ -101,7 +101,7 @@ def test_swapped_layers_leave_their_pages_to_the_cache_when_the_group_has_parted
 def test_workers_whose_layers_differ_in_precision_become_no_group(
     folder: Path, model: Any, tmp_path: Path
 ) -> None:
-    """What runs at each has a right to the precision that it has there."""
+    """Requests at each have a right to the precision that they have there."""
     with workers(folder, 2, host_dir=tmp_path) as each:
         load = Load(each, model)
         applied(each[1], swap(each[1], "int8", count=1))

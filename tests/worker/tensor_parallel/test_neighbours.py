@@ -110,7 +110,7 @@ def test_of_two_meetings_of_the_same_members_the_later_one_counts(order: list[in
 
 
 def test_nothing_is_kept_of_a_meeting_that_nobody_waits_for(tmp_path: Path) -> None:
-    """Its order was given up while the members met; or one of them is never reached, again and again."""
+    """An order was given up while the members met; or one of them is never reached, again and again."""
     make_oracle("llama").save_pretrained(tmp_path)
     with workers(tmp_path, 1, timeout_s=30.0) as (worker,):
         grouping = worker.grouping

@@ -188,7 +188,7 @@ def applied(leader: GroupWorker, members: list[GroupWorker], tp: int, per_step: 
 
 
 def ffn_bytes(worker: GroupWorker) -> list[torch.Tensor]:
-    """Of every layer, as it is at its shard."""
+    """Return the bytes of every layer, as it is at its shard."""
     weights, found = worker.grouping.local.weights, list[torch.Tensor]()
 
     def read() -> None:
@@ -281,7 +281,7 @@ def test_four_part_by_twos_and_then_each_alone(
 
 
 def test_what_a_group_measured_decides_and_is_told(folder: Path) -> None:
-    """From a checkpoint the first group learns both rates: its copier by a rehearsal, the way to each other
+    """The first group learns both rates from a checkpoint: its copier by a rehearsal, the way to each other
     by a probe, since no KV went over it."""
     with workers(folder, 2) as each:
         applied(each[0], each, 2)
@@ -303,7 +303,7 @@ def test_rows_that_do_not_come_leave_each_alone_with_those_of_its_host(
     monkeypatch: pytest.MonkeyPatch,
     fault: str,
 ) -> None:
-    """In the middle: one layer has come before."""
+    """Stop in the middle: one layer has come before."""
     take("peers")
     real, calls = CheckedPages.put, iter(range(10_000))
 

@@ -31,7 +31,7 @@ class Recorded:
 
 
 def asked(worker: str, to_leader: Any) -> Any:
-    """It stands by for the parting that w0 leads."""
+    """The worker stands by for the parting that w0 leads."""
     executor = SimpleNamespace(member=SimpleNamespace(drop_next_low=lambda: None))
     place: Any = SimpleNamespace(name="m", num_layers=2)
     links: Any = SimpleNamespace(connect=Recorded)

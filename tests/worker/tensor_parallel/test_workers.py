@@ -54,7 +54,7 @@ class Load:
                 return
 
     def renew(self) -> None:
-        """As many run as before."""
+        """Check that as many run as before."""
         for worker in self.each:
             running = [n for n, (w, _, _) in self.asked.items() if w is worker and n not in worker.ends]
             if len([name for name in running if name not in self.cancelled]) < 2:
@@ -121,7 +121,7 @@ def test_workers_come_together_and_part_while_requests_come_end_and_are_cancelle
 @pytest.mark.faults
 @pytest.mark.slow
 def test_groups_of_two_come_together_and_part_into_groups_of_two(folder: Path, model: Any) -> None:
-    """By twos: 1 to 2 to 4 to 2 to 1; the first of each two leads."""
+    """Change by twos: 1 to 2 to 4 to 2 to 1; the first of each two leads."""
     with workers(folder, 4) as each:
         load = Load(each, model)
         w0, w1, w2, w3 = each
