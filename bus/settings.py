@@ -162,7 +162,8 @@ class WorkerSettings(Section):
     )
     threads: int = _key(0, "CPU threads of the kernels; 0: all cores", ge=0)
     product_kernel: str = _key(
-        "", "kernels of products on a CPU: few, row, lanes, torch, vnni, amx, decode; empty: the fastest"
+        "",
+        "kernels of products on a CPU: few, row, pairs, lanes, torch, vnni, amx, decode; empty: the fastest",
     )
     spin: bool = _key(False, "CPU threads spin while they wait: faster if nothing else needs the cores")
     lease_s: float = _key(3.0, "a worker is dead after this long without a sign", gt=0.3)

@@ -26,6 +26,7 @@ from bus.service import run
 
 PARTS_OF_KERNELS: Final = {
     "_dot": "products",
+    "_dot_pairs": "products",
     "_add_up": "products",
     "_multiply_t": "products",
     "_prepare": "products",

@@ -5,6 +5,7 @@ kernel   what it is                                            runs
 =======  ====================================================  =====================
 few      reads the weights once, four rows at a time           up to MOST_FEW tokens
 row      the same, row by row                                  2 to MOST_ROW tokens, weights [N, K]
+pairs    pairs of bfloat16 without widening them               up to MOST_FEW tokens, weights [N, K]
 lanes    `kernels.cpu.products`: tiles of sums in registers    float32, from LEAST_LANES tokens on
 torch    MKL or oneDNN                                         dense weights
 vnni     whole numbers, four bytes to a lane                   quantised, up to MOST_FEW tokens
@@ -27,10 +28,9 @@ from itertools import groupby
 from typing import Final, Literal, NamedTuple, get_args
 
 Form = Literal["linear", "linear_t", "quantized"]
-KernelName = Literal["few", "row", "lanes", "torch", "vnni", "amx", "decode"]
+KernelName = Literal["few", "row", "pairs", "lanes", "torch", "vnni", "amx", "decode"]
 Seconds = Mapping[KernelName, Sequence[float]]  # seconds of the rounds in which all took turns
 
-DENSE: Final[tuple[KernelName, ...]] = ("few", "row", "lanes", "torch")
 MOST_FEW: Final = 16
 MOST_ROW: Final = 4
 LEAST_LANES: Final = 9  # fewer would waste more than half of the lanes
@@ -79,9 +79,17 @@ def parse_product(text: str) -> Product:
 
 
 @cache
+def of_dense() -> tuple[KernelName, ...]:
+    """Return the kernels of dense products that this processor has."""
+    from kernels.cpu.few_tile import CAN_PAIR  # numba takes a while to import
+
+    return ("few", "row", "pairs", "lanes", "torch") if CAN_PAIR else ("few", "row", "lanes", "torch")
+
+
+@cache
 def of_quantized() -> tuple[KernelName, ...]:
     """Return the kernels of quantised products that this processor has."""
-    from kernels.cpu import amx, bytes_tile  # numba takes a while to import
+    from kernels.cpu import amx, bytes_tile
 
     found: list[KernelName] = ["vnni"] if bytes_tile.CAN_DOT else []
     return (*found, "amx", "decode") if amx.CAN_USE else (*found, "decode")
@@ -96,6 +104,9 @@ def candidates(product: Product, tokens: int) -> list[KernelName]:
         found.append("few")
     if product.form == "linear" and 2 <= tokens <= MOST_ROW:
         found.append("row")
+    is_short = product.form == "linear" and product.dtype == "bfloat16"
+    if is_short and tokens <= MOST_FEW and "pairs" in of_dense():
+        found.append("pairs")
     if product.dtype == "float32" and tokens >= LEAST_LANES:
         found.append("lanes")
     return [*found, "torch"]
@@ -184,7 +195,7 @@ class Table:
         ValueError for a kernel that there is not.
         """
         wanted = [name.strip() for name in names.split(",") if name.strip()]
-        there_are = (*DENSE, *of_quantized()) if wanted else ()
+        there_are = (*of_dense(), *of_quantized()) if wanted else ()
         if unknown := [name for name in wanted if name not in there_are]:
             raise ValueError(
                 f"no kernel {unknown[0]!r} for products on this processor; it has {', '.join(there_are)}"

@@ -18,12 +18,14 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kernels.cpu.processor import has_all
 from kernels.cpu.simd import (
     F32,
     I8,
     I32,
     I64,
     LANES,
+    call,
     constant,
     fused_multiply_add,
     load,
@@ -33,6 +35,8 @@ from kernels.cpu.simd import (
     store_scalar,
     wide,
 )
+
+CAN_PAIR = has_all("avx512f", "avx512bf16")  # products of pairs of bfloat16, added in float32
 
 
 def _plus(builder: Any, base: Any, count: int) -> Any:
@@ -77,6 +81,7 @@ def dots(
     num_tokens: Any,
     num_lines: Any,
     kind: Any,
+    x_kind: Any,
     ahead: Any,
     depth: Any,
     w: Any,
@@ -92,15 +97,17 @@ def dots(
 
     The first three are literals: the sums stay in num_rows * num_tokens registers, and for each line of a
     row num_lines lines are prefetched, from `ahead` on. Byte addresses and strides: w, bias and out of
-    `kind`, x float32. A bias_step of 0 reads one bias for all.
+    `kind`, x float32, or of x_kind bfloat16 like w: then pairs are multiplied (`CAN_PAIR`). A bias_step of 0
+    reads one bias for all.
     """
     if not isinstance(num_rows, types.IntegerLiteral):
         return None  # numba asks a second time with the literals forgotten
     rows, tokens, lines = num_rows.literal_value, num_tokens.literal_value, num_lines.literal_value
-    size = kind.dtype.bitwidth // 8
+    size, x_size = kind.dtype.bitwidth // 8, x_kind.dtype.bitwidth // 8
+    is_paired = x_size == 2
 
     def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
-        ahead, depth, w, w_row, x, x_row, bias, bias_step, out, out_row = args[4:]
+        ahead, depth, w, w_row, x, x_row, bias, bias_step, out, out_row = args[5:]
         sums = [cgutils.alloca_once(builder, wide(F32)) for _ in range(rows * tokens)]
         for register in sums:
             builder.store(constant(F32, 0.0), register)
@@ -122,14 +129,31 @@ def dots(
                     total = fused_multiply_add(builder, weights, values, builder.load(register))
                     builder.store(total, register)
 
+        def add_pairs(at: Any, count: int) -> None:
+            """Multiply `count` elements from `at` on: a line of them, or half."""
+            place = _times(builder, at, size)
+            for r in range(rows):
+                weights = _pairs(builder, builder.add(w_rows[r], place), count)
+                for t in range(tokens):
+                    register = sums[r * tokens + t]
+                    values = _pairs(builder, builder.add(x_rows[t], place), count)
+                    operands = builder.load(register), weights, values
+                    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+                    builder.store(call(builder, name, wide(F32), *operands), register)
+
         with cgutils.for_range(builder, whole) as loop:
             at = _times(builder, loop.index, vectors * LANES)
             _prefetch_lines(builder, builder.add(ahead, _times(builder, loop.index, lines * 64)), lines)
-            for v in range(vectors):
+            if is_paired:
+                add_pairs(at, vectors * LANES)
+            for v in range(0 if is_paired else vectors):
                 add_products(at, v)
         done = _times(builder, whole, vectors * LANES)
         with builder.if_then(builder.icmp_signed("<", done, depth)):
-            add_products(done, 0)
+            if is_paired:
+                add_pairs(done, LANES)
+            else:
+                add_products(done, 0)
         for r in range(rows):
             plus = load_scalar(builder, kind.dtype, builder.add(bias, _times(builder, bias_step, r)))
             for t in range(tokens):
@@ -138,7 +162,15 @@ def dots(
                 store_scalar(builder, kind.dtype, place, total)
         return context.get_dummy_value()
 
-    return types.void(num_rows, num_tokens, num_lines, kind, *(types.int64,) * 10), emit
+    return types.void(num_rows, num_tokens, num_lines, kind, x_kind, *(types.int64,) * 10), emit
+
+
+def _pairs(builder: Any, address: Any, count: int) -> Any:
+    """Load `count` elements of 16 bits, two to a lane; zeros behind them."""
+    some = ir.VectorType(I32, count // 2)
+    loaded = builder.load(builder.inttoptr(address, some.as_pointer()), align=2)
+    order = ir.Constant(wide(I32), list(range(LANES)))
+    return builder.shuffle_vector(loaded, ir.Constant(some, [0] * (count // 2)), order)
 
 
 @intrinsic

@@ -27,6 +27,7 @@ from kernels.cpu.team import Kernel, next_item
 from kernels.cpu.tile import tile, transpose
 
 F32 = np.float32
+FEW = ("few", "row", "pairs")  # kernels of `kernels.cpu.products_few`
 ITEM_OUTPUTS = 48  # outputs of a work item: whole tiles of any height below, whole vectors
 MOST_LANES = 64  # tokens at once with weights [N, K]: four vectors
 PANEL = 4 * LANES  # outputs of one work item with weights [K, N]
@@ -170,8 +171,8 @@ MULTIPLY_T = Kernel(_multiply_t, "q" * 10)
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     name = _pick("linear", x, weight)
-    if name in ("few", "row"):
-        return few(x, weight[None], bias, by_row=name == "row")[:, 0]
+    if name in FEW:
+        return few(x, weight[None], bias, by_row=name == "row", by_pairs=name == "pairs")[:, 0]
     if name == "torch":
         return calls.linear.reference(x, weight, bias)
     out = _product(x, weight[None])[:, 0]
@@ -180,8 +181,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def stacked_linear(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     name = _pick("linear", x, weights)
-    if name in ("few", "row"):
-        return few(x, weights, by_row=name == "row")
+    if name in FEW:
+        return few(x, weights, by_row=name == "row", by_pairs=name == "pairs")
     if name == "lanes":
         return _product(x, weights)
     # torch's batched product of short floats runs word by word: a decode in bfloat16 took 26 times as long.
@@ -205,7 +206,7 @@ def _pick(form: Form, x: torch.Tensor, weight: torch.Tensor) -> KernelName:
 
 def can_run(name: KernelName, form: Form, x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return True if the kernel takes x and the weight as they lie; the number of tokens is the table's."""
-    if name in ("few", "row"):
+    if name in FEW:
         return can_multiply(x, weight)
     return name == "torch" or _has_lanes(form, x, weight)
 
@@ -218,7 +219,7 @@ def multiply(name: KernelName, form: Form, x: torch.Tensor, weight: torch.Tensor
         return few_t(x, weight) if name == "few" else _product_t(x, weight)
     if name == "lanes":
         return _product(x, weight[None])[:, 0]
-    return few(x, weight[None], by_row=name == "row")[:, 0]
+    return few(x, weight[None], by_row=name == "row", by_pairs=name == "pairs")[:, 0]
 
 
 def _has_lanes(form: Form, x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -42,27 +42,27 @@ def _widen(kind, x, x_row, tokens, inputs, size, wide):
 
 
 @compiled
-def _one_row(kind, tokens, depth, w, w_row, x, x_row, bias, bias_step, out, out_row):
+def _one_row(kind, x_kind, tokens, depth, w, w_row, x, x_row, bias, bias_step, out, out_row):
     """Compute one output for all tokens."""
     t = 0
     while t < tokens:
         a, c = x + t * x_row, out + t * out_row
         if tokens - t >= 4:
-            dots(1, 4, 0, kind, 0, depth, w, w_row, a, x_row, bias, bias_step, c, out_row)
+            dots(1, 4, 0, kind, x_kind, 0, depth, w, w_row, a, x_row, bias, bias_step, c, out_row)
             t += 4
         elif tokens - t == 3:
-            dots(1, 3, 0, kind, 0, depth, w, w_row, a, x_row, bias, bias_step, c, out_row)
+            dots(1, 3, 0, kind, x_kind, 0, depth, w, w_row, a, x_row, bias, bias_step, c, out_row)
             t += 3
         elif tokens - t == 2:
-            dots(1, 2, 0, kind, 0, depth, w, w_row, a, x_row, bias, bias_step, c, out_row)
+            dots(1, 2, 0, kind, x_kind, 0, depth, w, w_row, a, x_row, bias, bias_step, c, out_row)
             t += 2
         else:
-            dots(1, 1, 0, kind, 0, depth, w, w_row, a, x_row, bias, bias_step, c, out_row)
+            dots(1, 1, 0, kind, x_kind, 0, depth, w, w_row, a, x_row, bias, bias_step, c, out_row)
             t += 1
 
 
 @compiled
-def _four_rows(kind, tokens, depth, w, w_row, x, x_row, bias, bias_step, out, out_row):
+def _four_rows(kind, x_kind, tokens, depth, w, w_row, x, x_row, bias, bias_step, out, out_row):
     """Compute ROWS outputs for all tokens, and prefetch the ROWS rows behind while they are multiplied.
 
     The prefetches are spread over the groups of tokens, so that the memory is always at work.
@@ -72,18 +72,19 @@ def _four_rows(kind, tokens, depth, w, w_row, x, x_row, bias, bias_step, out, ou
     while t < tokens:
         a, c = x + t * x_row, out + t * out_row
         if tokens - t >= 4:
-            dots(ROWS, 4, LINES, kind, ahead, depth, w, w_row, a, x_row, bias, bias_step, c, out_row)
+            dots(ROWS, 4, LINES, kind, x_kind, ahead, depth, w, w_row, a, x_row, bias, bias_step, c, out_row)
             t += 4
         elif tokens - t >= 2:
-            dots(ROWS, 2, LINES, kind, ahead, depth, w, w_row, a, x_row, bias, bias_step, c, out_row)
+            dots(ROWS, 2, LINES, kind, x_kind, ahead, depth, w, w_row, a, x_row, bias, bias_step, c, out_row)
             t += 2
         else:
-            dots(ROWS, 1, LINES, kind, ahead, depth, w, w_row, a, x_row, bias, bias_step, c, out_row)
+            dots(ROWS, 1, LINES, kind, x_kind, ahead, depth, w, w_row, a, x_row, bias, bias_step, c, out_row)
             t += 1
         ahead += w_row * LINES
 
 
-def _dot(kind):
+@compiled
+def _dot_items(kind, x_kind, widens):
     """Multiply x by one or more matrices [N, K]; the outputs of a matrix follow those of the one before it.
 
     Words: x and its row stride; w, its row stride and that of its matrices; bias and its step; out and its
@@ -99,8 +100,9 @@ def _dot(kind):
     item = next_item(p)
     if item < 0:
         return
-    buffer, widened = aligned(LANES if size == 4 else tokens * inputs)
-    if size != 4:
+    is_widened = widens and size != 4
+    buffer, widened = aligned(tokens * inputs if is_widened else LANES)
+    if is_widened:
         _widen(kind, x, x_row, tokens, inputs, size, widened)
         x, x_row = widened, inputs * 4
     follows = tokens > 1 and by_row == 0 and w_row == inputs * size
@@ -113,13 +115,23 @@ def _dot(kind):
             a, b = w + matrix * w_matrix + n * w_row, bias + n * bias_step
             c = out + (matrix * outputs + n) * size
             if follows and end - n >= ROWS:
-                _four_rows(kind, tokens, inputs, a, w_row, x, x_row, b, bias_step, c, out_row)
+                _four_rows(kind, x_kind, tokens, inputs, a, w_row, x, x_row, b, bias_step, c, out_row)
                 n += ROWS
             else:
-                _one_row(kind, tokens, inputs, a, w_row, x, x_row, b, bias_step, c, out_row)
+                _one_row(kind, x_kind, tokens, inputs, a, w_row, x, x_row, b, bias_step, c, out_row)
                 n += 1
         item = next_item(p)
     buffer[0] = 0  # keeps the buffer alive to here
+
+
+def _dot(kind):
+    """Multiply by float32 inputs: short floats are widened."""
+    _dot_items(kind, F32, True)
+
+
+def _dot_pairs(kind):
+    """Multiply pairs of bfloat16 as they are."""
+    _dot_items(kind, kind, False)
 
 
 @compiled
@@ -208,6 +220,7 @@ def _reduce(kind):
 
 
 DOT = Kernel(_dot, "q" * 15)
+DOT_PAIRS = Kernel(_dot_pairs, "q" * 15)
 ADD_UP = Kernel(_add_up, "q" * 10)
 REDUCE = Kernel(_reduce, "q" * 8)
 _NO_BIAS = np.zeros(1, F32)  # zero in every dtype
@@ -226,12 +239,17 @@ def can_multiply(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def few(
-    x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None = None, *, by_row: bool = False
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    by_row: bool = False,
+    by_pairs: bool = False,
 ) -> torch.Tensor:
     """Multiply x [T, K] by each of weights [M, N, K], transposed, plus bias [N]: [T, M, N].
 
     by_row: work on one row at a time, which some processors are faster with where x is small; the result has
-    the same bits.
+    the same bits. by_pairs: multiply pairs of bfloat16, on a processor that can (`few_tile.CAN_PAIR`).
     """
     tokens, inputs = x.shape
     count, outputs = weights.shape[:2]
@@ -240,7 +258,8 @@ def few(
     items = max(1, ITEMS_OF_THREAD * torch.get_num_threads() // count)  # work items of a matrix
     step = max(-(-outputs // items), LEAST_BYTES // (inputs * size), 1)
     step = -(-step // ROWS) * ROWS
-    DOT(
+    kernel = DOT_PAIRS if by_pairs else DOT
+    kernel(
         x.dtype,
         count * -(-outputs // step),
         *(x.data_ptr(), x.stride(0) * size),

@@ -24,6 +24,7 @@ from kernels.cpu.choice import (
     counts,
     decide,
     describe,
+    of_dense,
     of_quantized,
     parse_product,
 )
@@ -118,7 +119,7 @@ def test_numbers_of_tokens_between_two_measured_ones_go_by_the_larger() -> None:
 
 
 def test_a_kernel_that_the_processor_lacks_is_refused_with_those_it_has() -> None:
-    there_are = ", ".join(("few", "row", "lanes", "torch", *of_quantized()))
+    there_are = ", ".join((*of_dense(), *of_quantized()))
     for name in ("mkl", *{"amx", "vnni"}.difference(of_quantized())):
         with pytest.raises(ValueError, match=f"no kernel '{name}' .* on this processor; it has {there_are}"):
             kernels.configure(0, f"few, {name}")
@@ -156,6 +157,19 @@ def test_every_kernel_that_may_be_chosen_gives_the_product(tokens: int, dtype: t
             torch.testing.assert_close(
                 made.double(), expected, rtol=2e-2, atol=2e-2 if dtype != torch.float32 else 1e-4
             )
+
+
+@pytest.mark.skipif("pairs" not in of_dense(), reason="the processor has no products of bfloat16")
+@pytest.mark.parametrize("inputs", [16, 64, 336])  # whole lines, and half a line
+def test_pairs_of_bfloat16_are_as_exact_as_wide_ones_whatever_the_number_of_tokens(inputs: int) -> None:
+    x, weights = torch.randn(16, inputs).bfloat16(), torch.randn(2, 70, inputs).bfloat16()
+    bias = torch.randn(70).bfloat16()
+    expected = torch.einsum("tk,mnk->tmn", x.double(), weights.double()) + bias.double()
+    together = few(x, weights, bias, by_pairs=True)
+    for tokens in (1, 2, 3, 4, 7, 15):
+        assert few(x[:tokens], weights, bias, by_pairs=True).equal(together[:tokens])
+    errors = [float((made.double() - expected).abs().max()) for made in (together, few(x, weights, bias))]
+    assert errors[0] <= 1.01 * errors[1] + 1e-6  # what the result's own rounding makes of them
 
 
 @pytest.mark.parametrize("tokens", [9, 14, 65, 97, 193])
