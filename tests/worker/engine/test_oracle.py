@@ -162,6 +162,23 @@ def test_sampled_text_survives_a_replay_at_every_position(case: Case, saved: Sav
 
 
 @SOME
+def test_greedy_and_seeded_text_is_the_same_from_cached_blocks_as_without_them(saved: Saved) -> None:
+    seeded: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "seed": 5}
+    texts = []
+    for prefix_cache in (False, True):
+        case = Case(saved.folder, prefix_cache=prefix_cache)
+        for _ in range(2):
+            submit_all(case, saved)
+            for i, prompt in enumerate(saved.prompts):
+                case.engine.submit("m@w0", request(f"seeded {i}", prompt, NUM_NEW, **seeded))
+            texts.append(run(case.engine, Client()).tokens)
+        assert (case.instance.scheduler.num_prefix_hits > sum(LENGTHS) // 2) == prefix_cache
+        case.close()
+    assert texts == [texts[0]] * 4
+    assert [texts[0][str(i)] for i in range(len(LENGTHS))] == saved.expected
+
+
+@SOME
 def test_logprobs_and_prompt_logprobs_are_those_of_the_model(case: Case, saved: Saved) -> None:
     prompt = saved.prompts[3]
     case.engine.submit("m@w0", request("a", prompt, 4, logprobs=2, prompt_logprobs=1))
