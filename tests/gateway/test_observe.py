@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -71,6 +72,22 @@ def test_layers_are_told_by_precision_each_half_for_itself(core: Core) -> None:
 def test_morphs_count_from_zero_so_that_the_first_is_seen(core: Core) -> None:
     counted = samples(core)["instar_morphs_total"]
     assert len(counted) == 5 * len(KIND_OF) and {value for _, value in counted} == {0}
+
+
+def test_forecasts_are_counted_by_whether_they_came_from_zero_on() -> None:
+    core, told = (
+        Core(),
+        Event(kind="forecast_scored", source="controller", subject="m@w0", reason="", at_ms=0),
+    )
+
+    def counted() -> dict[str, float]:
+        return {labels["outcome"]: value for labels, value in samples(core)["instar_forecasts_total"]}
+
+    assert counted() == {"right": 0, "wrong": 0}
+    for is_right in (1, 1, 0):
+        core.gateway.morphs.on_event(replace(told, numbers={"is_right": is_right}))
+    core.gateway.morphs.on_event(replace(told, numbers={"is_right": 1}), is_history=True)
+    assert counted() == {"right": 2, "wrong": 1}
 
 
 def test_morphs_are_counted_by_their_cause_too_and_pauses_are_told() -> None:

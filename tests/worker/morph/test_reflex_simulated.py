@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.policy import Mode, Policy
+from instar.replay.schemas import Arrival
+from instar.simulate.calibration import StepCosts
+from instar.simulate.cluster import SimulatedCluster
 from tests.support.reflex_simulator import KV_PAGES, STEP_S, Simulated, instance, steady
+from tests.support.simulations import SMALL
 
 MODES: tuple[Mode, ...] = ("manual", "accuracy", "default", "performance")
 MINUTES_10, HOUR = 600.0, 3600.0
-
-
-def returns(one: Simulated) -> list[float]:
-    return [at_s for at_s, decision in one.morphs if decision.lever == "swap_up"]
 
 
 def burst(at_s: float) -> float:
@@ -25,18 +27,39 @@ def burst(at_s: float) -> float:
     return 16.0 if 60 <= at_s < 120 else 5.0
 
 
-@pytest.mark.parametrize("period_s", [1, 3, 7, 10, 20, 45, 120, 400, 1200, 3600])
-def test_a_load_that_oscillates_for_an_hour_does_not_swing_the_shape(period_s: float) -> None:
-    """Ten hours in all: no layer goes back more than twice in a period, nor twice within eight seconds."""
+PERIODS_S = (10, 20, 45, 90, 120, 240, 400, 600, 1200, 3600)  # an hour of each
+LONG_STEPS = msgspec.structs.replace(SMALL, step=StepCosts(0.2, 0.0001, 0.0002, 1e-7, SMALL.step.slowdowns))
 
-    def oscillating(at_s: float) -> float:
-        return 9.0 + 6 * math.sin(2 * math.pi * at_s / period_s)
 
-    one = instance(oscillating, HOUR)
-    gone = returns(one)
-    assert len(gone) <= max(2 * HOUR / period_s, 4)
-    early = [later - earlier for earlier, later in pairwise(gone) if later - earlier < 8.0]
-    assert len(early) <= 12  # at the beginning, until the pauses have grown; parts of one way back
+def oscillating() -> Iterator[Arrival]:
+    """Between nothing and 0.8 requests per second, where full precision has room for 0.5."""
+    due = 0.0
+    for tick in range(10 * 36_000):
+        at_s = tick / 10
+        due += 0.04 * (1 - math.cos(2 * math.pi * at_s / PERIODS_S[tick // 36_000]))
+        if due >= 1:
+            due -= 1
+            yield Arrival(at_s, 100, 50)
+
+
+def test_ten_hours_of_an_oscillating_load_do_not_swing_the_shape() -> None:
+    """The scheduler and the reflex that serve: layers go back once in a period, and never for a moment."""
+    cluster = SimulatedCluster(LONG_STEPS, 1, Policy())
+    record = cluster.run(list(oscillating()), drain_s=60.0)
+    assert {outcome for _, outcome in record.levers} == {"applied"}
+    turns = [(one.started_ms / 1000, "the loss by the profile falls" in one.reason) for one in record.morphs]
+    for hour, period_s in enumerate(PERIODS_S):
+        of_hour = [turn for turn in turns if hour * HOUR <= turn[0] < (hour + 1) * HOUR]
+        ways_back = sum(now and not before for (_, before), (_, now) in pairwise(of_hour))
+        assert ways_back <= HOUR / period_s
+        regretted = [
+            later - earlier
+            for (earlier, is_return), (later, is_again) in pairwise(of_hour)
+            if is_return and not is_again
+        ]
+        assert min(regretted, default=HOUR) > min(10, period_s / 3)
+    assert ways_back == 1 and all(one.is_served for one in record.outcomes)
+    assert all(one.instance.shape.is_at_rest for one in cluster.instances.values())
 
 
 @pytest.mark.parametrize("level", [0.4, 0.5, 0.6, 0.75, 0.85, 0.9])
