@@ -18,7 +18,7 @@ import torch
 from bench.common.engines import EngineShape, fill_cache, make_instance
 from bench.common.loading import load_model
 from bench.common.oracles import make_oracle
-from bus.messages import SamplingParams
+from bus.messages import Event, SamplingParams
 from bus.morphs import MorphReport, Resize, Swap, Transform
 from bus.precisions import Precision
 from tests.support.threaded_worker import ThreadedWorker
@@ -62,7 +62,8 @@ def model_fixtures(**changes: Any) -> tuple[Any, Any]:
 
 
 class GroupWorker(ThreadedWorker):
-    """`reports` of morphs; `cached[request]`: tokens of its prompt that were found in the prefix cache."""
+    """`reports` of morphs; `events` of its reflex; `cached[request]`: tokens of its prompt that were found in
+    the prefix cache."""
 
     def __init__(
         self,
@@ -121,6 +122,7 @@ class GroupWorker(ThreadedWorker):
         self.fingerprints: set[str] = set()
         self.cached: dict[str, int] = {}
         self.reports: list[MorphReport] = []
+        self.events: list[Event] = []
         self.thread = EngineThread(
             engine,
             self.pool.counts,
@@ -130,6 +132,7 @@ class GroupWorker(ThreadedWorker):
             on_results=self._results,
             on_snapshot=lambda snapshot: None,
             on_reports=self._reports,
+            on_events=self.events.extend,
             on_death=self._died,
         )
         self.thread.fence(self.epoch)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from bus.messages import LayerShape
+from bus.policy import Envelope, Policy
 from tests.support.group_workers import GroupWorker, model_fixtures, resize, swap, transform, workers
 from tests.worker.tensor_parallel.test_workers import Load, oracle, prompt
 
@@ -145,3 +147,63 @@ def test_a_swap_in_a_group_does_not_undo_a_resize(folder: Path, tmp_path: Path) 
         gained = applied(each[0], swap(each[0], "int4"))["blocks_after"]
         assert resized < gained < resized * 1.6  # what the layers gave, not what the order took
         assert applied(each[0], swap(each[0], "full"))["blocks_after"] <= gained
+
+
+def test_the_pages_of_each_half_become_blocks_before_the_next_ones_are_done(
+    folder: Path, tmp_path: Path
+) -> None:
+    with workers(folder, 2, host_dir=tmp_path, megabytes=1.5) as each:
+        applied(each[0], transform(each, 2))
+        for worker in each:
+            worker.submit("runs through", prompt(7, 30), 150)
+        morph = swap(each[0], "int4")
+        numbers = applied(each[0], morph)
+        on_the_way = [one.numbers for one in each[0].reports if one.id == morph and one.state == "running"]
+        grown = {
+            int(one["halves_applied"]): int(one["blocks_after"])
+            for one in on_the_way
+            if one.get("blocks_after", 0) > numbers["blocks_before"]
+        }
+        assert min(grown) <= LAYERS and max(grown) < 2 * LAYERS, on_the_way
+        assert len(set(grown.values())) > 1 and max(grown.values()) <= numbers["blocks_after"]
+        for worker in each:
+            worker.wait_ends("runs through")
+
+
+def test_the_leaders_reflex_acts_for_all_members_of_its_group(folder: Path, tmp_path: Path) -> None:
+    with workers(folder, 2, host_dir=tmp_path, megabytes=1.5) as each:
+        leader, follower = each
+        applied(leader, transform(each, 2))
+        before = leader.instance.scheduler.blocks.capacity
+        pages = [worker.executor.targets[worker.instance.id].resizer.cache.pages_per_layer for worker in each]
+        policy = Policy(mode="performance", loss_budget=1.0).in_force()
+        assert policy
+        leader.thread.grant(
+            Envelope(
+                id="e",
+                epoch=leader.epoch,
+                instance=leader.instance.id,
+                policy=policy,
+                precisions=["int8", "int4"],
+            )
+        )
+        names = [str(i) for i in range(16)]
+        for name in names:  # all at the follower: the leader sees them by its status alone
+            follower.submit(name, prompt(int(name), 300), 60)
+        leader.wait(lambda: bool(leader.events), "a decision")
+        (decided, *_) = leader.events
+        assert (decided.kind, decided.source, decided.subject) == ("morph_decided", "w0", leader.instance.id)
+        assert decided.numbers["running"] + decided.numbers["waiting"] > 8
+        assert decided.numbers["kv_needed"] > decided.numbers["kv_blocks"] == before
+        assert applied(leader, decided.morph_id)["blocks_after"] > before
+        shapes = [list(worker.instance.shape) for worker in each]
+        assert shapes[0] == shapes[1] != [LayerShape()] * LAYERS
+        for worker, had in zip(each, pages, strict=True):
+            assert worker.executor.targets[worker.instance.id].resizer.cache.pages_per_layer > had
+        follower.wait_ends(*names)
+        assert {follower.ends[name] for name in names} == {"length"} and follower.events == []
+        leader.wait(
+            lambda: all(worker.instance.shape == [LayerShape()] * LAYERS for worker in each),
+            "the way back",
+        )
+        assert leader.events[-1].cause == "ease"
