@@ -5,6 +5,7 @@ An order is answered 202 with its morph; with `?wait=true` when it has ended.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import asdict
@@ -106,7 +107,7 @@ async def transform(request: Request, gateway: Here, sequences: Running, wait: b
         raise invalid("both workers and instance are given; send either", "instance")
     if not body.workers:
         body = with_workers(gateway.cluster, body, partial(num_requests, gateway))
-    model, steps = transforms.plan(gateway.cluster, body)
+    model, steps = transforms.plan(gateway.cluster, body, gateway.policy, time.monotonic())
     if len(steps) == 1:
         place, command = transforms.command(gateway.cluster, model, steps[0], body, new_id())
         record = await send(gateway, place, command)

@@ -15,7 +15,7 @@ from gateway.errors import ApiError
 from gateway.morphs import CARDS_S, ORDER, SILENT_S, MorphRecord
 from gateway.operations import orders, transforms
 from gateway.operations.answers import bus_or_503, new_id
-from gateway.operations.steps import DegreeStep
+from gateway.operations.levelling import ShapeStep
 from gateway.state import Gateway
 
 log = logging.getLogger("gateway")
@@ -76,7 +76,7 @@ class Sequences:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: set[str] = set()
 
-    async def start(self, model: str, steps: list[DegreeStep], body: TransformOrder) -> MorphRecord:
+    async def start(self, model: str, steps: list[ShapeStep], body: TransformOrder) -> MorphRecord:
         """Return the morph that stands for all steps. Raises ApiError 503."""
         gateway, last = self._gateway, steps[-1]
         leader = transforms.place_of(gateway.cluster, last.workers[0], model)
@@ -117,7 +117,7 @@ class Sequences:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(
-        self, report: MorphReport, model: str, steps: list[DegreeStep], body: TransformOrder
+        self, report: MorphReport, model: str, steps: list[ShapeStep], body: TransformOrder
     ) -> None:
         state: MorphOutcome = "applied"
         reason, num_done = "", 0
@@ -141,7 +141,12 @@ class Sequences:
         await self._publish(end)
 
     async def _step(
-        self, report: MorphReport, model: str, step: DegreeStep, morph_id: str, body: TransformOrder
+        self,
+        report: MorphReport,
+        model: str,
+        step: ShapeStep,
+        morph_id: str,
+        body: TransformOrder,
     ) -> tuple[MorphOutcome, str]:
         gateway = self._gateway
         if report.id in self._cancelled:

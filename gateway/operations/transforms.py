@@ -13,16 +13,20 @@ from typing import Final
 from bus.errors import meant
 from bus.groups import joined
 from bus.messages import InstanceCard, WorkerCard
-from bus.morphs import Transform, TransformOrder
+from bus.morphs import Swap, Transform, TransformOrder
+from bus.policy import Policy
 from gateway.delivery.cluster import Cluster
 from gateway.errors import ApiError, invalid, not_found
 from gateway.morphs import MorphRecord
+from gateway.operations.levelling import ShapeStep, SwapStep, with_equal_layers
 from gateway.operations.orders import MorphTarget
 from gateway.operations.steps import DegreeStep, plan_steps
 
 
-def plan(cluster: Cluster, body: TransformOrder) -> tuple[str, list[DegreeStep]]:
+def plan(cluster: Cluster, body: TransformOrder, policy: Policy, now: float) -> tuple[str, list[ShapeStep]]:
     """Return the model and the steps from the groups there are to those of the order.
+
+    Workers whose layers differ get equal ones before they merge.
 
     An order that changes nothing is one step, so that a worker says so. Raises ApiError: 404 for an unknown
     worker, 409 for one that loads, drains or is changing its group, 400 for what makes no group.
@@ -35,15 +39,23 @@ def plan(cluster: Cluster, body: TransformOrder) -> tuple[str, list[DegreeStep]]
     degrees = _check_degree([place.card for place in places], body.tp)
     _check_count(groups, names, body.tp)
     steps = plan_steps(groups, names, body.tp, degrees)
-    return places[0].card.model, steps or [DegreeStep(joined(groups), body.tp)]
+    model = places[0].card.model
+    if not steps:
+        return model, [DegreeStep(joined(groups), body.tp)]
+    return model, with_equal_layers(cluster, named, groups, steps, policy, now)
 
 
 def command(
-    cluster: Cluster, model: str, step: DegreeStep, body: TransformOrder, morph_id: str
-) -> tuple[MorphTarget, Transform]:
+    cluster: Cluster, model: str, step: ShapeStep, body: TransformOrder, morph_id: str
+) -> tuple[MorphTarget, Transform | Swap]:
     """Return the order of one step and where it goes. Raises ApiError 404, 409 if a worker is gone."""
     places = [place_of(cluster, name, model) for name in step.workers]
     leader = places[0]
+    if isinstance(step, SwapStep):
+        epoch, halves = leader.worker.epoch, list(step.halves)
+        return leader, Swap(
+            id=morph_id, epoch=epoch, instance=leader.card.id, halves=halves, wait_s=body.wait_s
+        )
     return leader, Transform(
         id=morph_id,
         epoch=leader.worker.epoch,

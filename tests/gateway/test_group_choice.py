@@ -10,6 +10,7 @@ import pytest
 
 from bus.messages import InstanceCard, WorkerCard
 from bus.morphs import TransformOrder
+from bus.policy import Policy
 from gateway.errors import ApiError
 from gateway.operations import transforms
 from gateway.operations.group_choice import with_workers
@@ -25,7 +26,7 @@ def chosen(
         return (loads or {}).get(worker.id, 0.0)
 
     order = with_workers(cluster(cards), TransformOrder(tp=tp, **fields), load)
-    transforms.plan(cluster(cards), order)
+    transforms.plan(cluster(cards), order, Policy(), 0.0)
     assert order.workers is not None and order.model is not None
     return order.workers, order.model
 

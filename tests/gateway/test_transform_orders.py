@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from bus.client import LiveWorker
-from bus.messages import Stage, WorkerCard
+from bus.messages import LayerShape, Stage, WorkerCard
 from bus.morphs import MorphOutcome, MorphReport, Transform, TransformOrder
+from bus.policy import Policy
 from gateway.delivery.cluster import Cluster
 from gateway.errors import ApiError
 from gateway.morphs import Morphs
@@ -19,6 +20,7 @@ from gateway.operations import orders, transforms
 from gateway.operations.orders import MorphTarget
 from gateway.operations.picture import shown_instances
 from tests.support.fake_worker import FakeWorker
+from tests.support.metrics_samples import metrics_of
 
 
 def card(name: str, *group: str, state: str = "serving", **changes: Any) -> WorkerCard:
@@ -58,13 +60,15 @@ def cluster(cards: list[WorkerCard]) -> Cluster:
 
 def ordered(cards: list[WorkerCard], body: Any) -> tuple[MorphTarget, Transform]:
     parsed = orders.parse_order(TransformOrder, json.dumps(body).encode())
-    model, (step,) = transforms.plan(cluster(cards), parsed)
-    return transforms.command(cluster(cards), model, step, parsed, "id")
+    model, (step,) = transforms.plan(cluster(cards), parsed, Policy(), 0.0)
+    place, command = transforms.command(cluster(cards), model, step, parsed, "id")
+    assert isinstance(command, Transform)
+    return place, command
 
 
 def planned(cards: list[WorkerCard], body: Any) -> list[str]:
     parsed = orders.parse_order(TransformOrder, json.dumps(body).encode())
-    return [str(step) for step in transforms.plan(cluster(cards), parsed)[1]]
+    return [str(step) for step in transforms.plan(cluster(cards), parsed, Policy(), 0.0)[1]]
 
 
 def body(*workers: str, tp: Any, **fields: Any) -> dict[str, Any]:
@@ -286,3 +290,41 @@ def test_members_are_joining_or_parting_until_their_cards_say_so(before: int, af
         morphs.on_report(told)
         assert (morphs.changing("w1", before), morphs.changing("w1", after)) == words
         assert morphs.changing("w2", before) == ""
+
+
+# --------------------------------------------------------------------------- layers that differ
+
+FULL = [LayerShape()] * 4
+LOW = [LayerShape(attention="int8", ffn="int8"), *FULL[1:]]
+LOWER = [*[LayerShape(attention="int8", ffn="int8")] * 3, LayerShape()]
+
+
+def levelled(cards: list[WorkerCard], tp: int, **layers: list[LayerShape]) -> list[str]:
+    """The steps that join all of them, which have these layers."""
+    there = cluster(cards)
+    told = [metrics_of(one.instances[0].id, one.epoch, layers=layers.get(one.id, FULL)) for one in cards]
+    workers = [report for one in told for report in one.workers]
+    instances = [found for one in told for found in one.instances]
+    there.add_metrics(replace(told[0], workers=workers, instances=instances), 0.0)
+    order = TransformOrder(workers=[one.id for one in cards], tp=tp)
+    model, steps = transforms.plan(there, order, Policy(mode="manual"), 0.0)
+    commands = [transforms.command(there, model, step, order, "id") for step in steps]
+    assert all(
+        (place.worker.id, place.worker.epoch) == (step.workers[0], command.epoch)
+        for step, (place, command) in zip(steps, commands, strict=True)
+    )
+    return [str(step) for step in steps]
+
+
+def test_workers_with_unlike_layers_get_equal_ones_before_they_join() -> None:
+    two = ALONE[:2]
+    assert levelled(two, 2) == ["tp 2 on w0, w1"]
+    assert levelled(two, 2, w1=LOW) == ["2 halves of layers to full on w1", "tp 2 on w0, w1"]
+    assert levelled(two, 2, w0=LOW, w1=LOWER) == ["4 halves of layers to int8 on w0", "tp 2 on w0, w1"]
+
+
+def test_groups_part_first_and_swap_as_what_they_then_are() -> None:
+    back = "2 halves of layers to full on"
+    assert levelled(ALONE, 4, w0=LOW, w2=LOW) == [f"{back} w0", f"{back} w2", "tp 4 on w0, w1, w2, w3"]
+    assert levelled(PAIRS, 4, w0=LOW, w1=LOW) == [f"{back} w0, w1", "tp 4 on w0, w2, w1, w3"]
+    assert levelled(PAIRS, 1, w0=LOW, w1=LOW) == ["tp 1 on w0, w1", "tp 1 on w2, w3"]

@@ -167,3 +167,21 @@ def test_a_group_swaps_its_layers_and_resizes_its_cache_and_is_exact_when_all_is
         assert again.finished().text == oracle[0]
         refused = Hand(service, "demo@w7").resize(10)["error"]
         assert refused["code"] == "instance_not_found"
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+def test_workers_whose_layers_differ_get_equal_ones_and_become_one(
+    service: Service, oracle: list[str]
+) -> None:
+    with service.explained():
+        low = Hand(service, "demo@w1")
+        assert low.swap("int4", count=2, wait_s=20)["state"] == "applied"
+        wait_for("two layers to be told", lambda: low.look()["layers_below_full"] == 2)
+        up = transform(service, 2, "w0", "w1")
+        assert up["numbers"] == {"steps": 2, "steps_done": 2}, up
+        assert "halves of layers to full on w1" in up["decided"]
+        wait_for("one instance", lambda: shape(service) == [(2, ["w0", "w1"])])
+        assert Stream(service, LONG, prompt=PROMPTS[0]).start().finished().text == oracle[0]
+        transform(service, 1, "w0", "w1")
+        wait_for("two instances", lambda: len(shape(service)) == 2)
