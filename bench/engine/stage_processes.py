@@ -35,7 +35,8 @@ from worker.engine.core import EngineCore
 from worker.model.layer import Attention, FeedForward, Layer
 from worker.model.shard import Shard
 from worker.model.weights import tensors_of
-from worker.pipeline.build import start_leading
+from worker.morph.variants import NoVariants
+from worker.pipeline.build import stage_target, start_leading
 from worker.pipeline.pipeline import RemoteStage
 from worker.pipeline.stage_host import StageHost
 from worker.pipeline.stage_runner import LoadedStage
@@ -206,7 +207,8 @@ def _follow(parent: Connection, staging: Staging, number: int) -> None:
     stages.wake = woken.set
     with torch.inference_mode():
         stage = LocalStage(staging, number)
-        stages.add(LoadedStage(PIPELINE, number, 1, stage.model, stage.cache, lambda: None), START_S)
+        target = stage_target(stage.model, stage.cache, NoVariants(), useful_pages=0)
+        stages.add(LoadedStage(PIPELINE, number, 1, stage.model, target, lambda: None), START_S)
         parent.send((transport.address, transport.key))
         orders = _orders(parent, woken)
         while True:

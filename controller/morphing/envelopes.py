@@ -66,7 +66,7 @@ def envelopes(
 
     floors: by instance, the precision that a request waits for. expected: the KV blocks by forecast.
     withheld: instances that take no more loss now, since the planner found a cheaper lever.
-    Pipelines do not swap and get no envelope, nor do deployments whose shape at rest is not known.
+    The leader of a group or a pipeline gets it. Deployments whose shape at rest is not known get none.
     """
     found: dict[str, ToWorker] = {}
     for card in (live.card for live in workers if live.card.state == "serving"):
@@ -100,7 +100,7 @@ def due(granted: Granted, wanted: Mapping[str, ToWorker], at_s: float) -> list[T
 
 def _leads(card: WorkerCard, instance: InstanceCard) -> bool:
     """Return True if this worker's reflex acts for the instance."""
-    return instance.workers[:1] in ([], [card.id]) and instance.pp == 1
+    return instance.workers[:1] in ([], [card.id])
 
 
 def _envelope(epoch: int, card: InstanceCard, policy: Policy, rest: Rest) -> Envelope:

@@ -117,9 +117,6 @@ def swap(place: MorphTarget, body: SwapOrder, morph_id: str) -> Swap:
     if (body.layers is None) == (body.count is None):
         given = "neither layers nor count is" if body.layers is None else "both layers and count are"
         raise invalid(f"{given} given; send either layers (their numbers) or count (how many more)", "layers")
-    if card.pp > 1:
-        why = f"{card.id} has stages, and keeps the precision it was deployed in"
-        raise invalid(f"{why}: retire it, and deploy {card.model} in another", "precision")
     if body.precision not in card.variants:
         raise invalid(
             f"precision is {body.precision!r}, which {card.id} has no variant for; "

@@ -13,6 +13,7 @@ from bus.client import connect
 from bus.messages import Stage
 from bus.morphs import Deploy
 from bus.settings import RedisSettings
+from tests.faults.morphs import FULL, Hand
 from tests.support.paths import DEMO_MODEL
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
@@ -45,16 +46,24 @@ def deploy(service: Service, *stages: Stage) -> None:
     wait_for("it to serve", lambda: shape_of(service, f"long@{stages[0].workers[0]}"), 60.0)
 
 
+def two_stages(first: list[str], second: list[str]) -> list[Stage]:
+    return [Stage(workers=first, first=0, end=CUT), Stage(workers=second, first=CUT, end=LAYERS)]
+
+
 def shape_of(service: Service, instance: str) -> tuple[int, int, list[str]] | None:
     found = [one for one in service.state()["instances"] if one["id"] == instance]
     return (found[0]["tp"], found[0]["pp"], found[0]["workers"]) if found else None
 
 
 def complete(service: Service, model: str) -> str:
-    body = {"model": model, "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(f"{service.url()}/v1/completions", json=body, timeout=90)
+    answer = ask(service, model)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["text"])
+
+
+def ask(service: Service, model: str) -> httpx.Response:
+    body = {"model": model, "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+    return httpx.post(f"{service.url()}/v1/completions", json=body, timeout=90)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -63,11 +72,7 @@ def test_a_request_outlives_a_worker_of_its_pipeline_and_goes_on_with_the_same_t
     *workers, spare = [f"w{i}" for i in range(2 * tp + 1)]
     settings = {"WORKER__VARIANTS": "[]"}
     with Service(num_workers=len(workers) + 1, settings=settings) as service, service.explained():
-        halves = [
-            Stage(workers=workers[:tp], first=0, end=CUT),
-            Stage(workers=workers[tp:], first=CUT, end=LAYERS),
-        ]
-        deploy(service, *halves)
+        deploy(service, *two_stages(workers[:tp], workers[tp:]))
         assert shape_of(service, "long@w0") == (tp, 2, workers)
         wanted = complete(service, "demo")
         texts: list[str] = []
@@ -81,3 +86,36 @@ def test_a_request_outlives_a_worker_of_its_pipeline_and_goes_on_with_the_same_t
         asking.join(60)
         assert texts == [wanted]
         assert service.metric("instar_request_replays_total") == 1
+
+
+def test_a_pipeline_swaps_and_resizes_by_hand_and_keeps_no_page_of_a_stage_killed_in_mid_swap() -> None:
+    settings = {"WORKER__VARIANTS": '["int8", "int4"]', "WORKER__QUANTIZATION": "rtn"}
+    slow_morphs = {"WORKER__MORPH_SHARE": "0.004", "WORKER__TELEMETRY_S": "0.1"}
+    with Service(num_workers=2, settings=settings | slow_morphs) as service, service.explained():
+        leader, beside = Hand(service, "demo@w0").manual(), Hand(service, "long@w0")
+        before = leader.pages()
+        deploy(service, *two_stages(["w0"], ["w1"]))
+        wanted, texts = complete(service, "demo"), list[str]()
+        asking = threading.Thread(target=lambda: texts.append(complete(service, "long")))
+        asking.start()
+        wait_for("its first step", lambda: service.metric("instar_num_requests_running"), every_s=0.01)
+        small = beside.swap("int4", count=LAYERS)
+        assert small["state"] == "applied", small
+        blocks = int(small["numbers"]["blocks_after"])
+        assert blocks > int(small["numbers"]["blocks_before"]), small
+        assert {layer["ffn"] for layer in beside.look()["layers"]} == {"int4"}
+        assert beside.resize(blocks // 2)["state"] == "applied"
+        assert beside.resize(blocks)["state"] == "applied"
+        assert beside.swap("full", count=LAYERS)["state"] == "applied"
+        asking.join(60)
+        assert texts and complete(service, "long") == wanted
+        asking = threading.Thread(target=lambda: texts.append(ask(service, "long").text))
+        asking.start()
+        morph = beside.swap("int8", count=LAYERS, wait=False)
+        wait_for("a half of stage 1", lambda: beside.look()["layers"][CUT:] != [FULL] * (LAYERS - CUT))
+        service.processes["w1"].kill()
+        wait_for("the pipeline to go", lambda: shape_of(service, "long@w0") is None)
+        assert beside.ended(morph["id"])["state"] == "failed"
+        wait_for("every page", lambda: leader.pages() == before)
+        asking.join(60)
+        assert len(texts) == 2, "nobody else has the model: it ends with an error"

@@ -14,11 +14,12 @@ import torch
 
 from bench.common.engines import fill_cache
 from bench.common.loading import load_model
-from bus.messages import PageCounts, SamplingParams, TokenLogprobs
+from bus.messages import PageCounts, SamplingParams, Stage, TokenLogprobs
+from bus.morphs import MorphReport
 from tests.support.threaded_worker import ThreadedWorker
 from worker.distributed.messages import Peer
 from worker.distributed.transport import Transport
-from worker.engine.build import make_cache
+from worker.engine.build import make_cache, useful_pages
 from worker.engine.core import EngineCore, Output
 from worker.engine.engine import Engine, StepResult
 from worker.engine.sequence import Limits, own_request
@@ -27,13 +28,15 @@ from worker.model import Model
 from worker.model.shard import ALONE, Shard
 from worker.morph.manager import MorphManager
 from worker.morph.reshard import make_resharder
-from worker.morph.variants import NoVariants
-from worker.pipeline.build import start_leading
+from worker.morph.variants import NoVariants, Variants
+from worker.pipeline.build import leader_target, stage_target, start_leading
 from worker.pipeline.executor import PipelineExecutor
 from worker.pipeline.pipeline import RemoteStage
+from worker.pipeline.split import in_turn
 from worker.pipeline.stage_host import StageHost
 from worker.pipeline.stage_runner import LoadedStage
 from worker.service.engine_thread import EngineThread, Snapshot
+from worker.shape.variants import LayerVariants
 
 WAIT_S = 30.0
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=256, block_tokens=4)
@@ -53,20 +56,34 @@ class StageWorker(ThreadedWorker):
         self.cached: dict[str, int] = {}
         self.ended: dict[str, str] = {}
         self.told_pages: PageCounts | None = None  # in the last snapshot
+        self.morphs = MorphManager(name, {})
+        self.reports: list[MorphReport] = []
         self.thread = EngineThread(
             self.engine,
             self.pool.counts,
-            MorphManager(name, {}),
+            self.morphs,
             snapshot_s=1.0,
             on_results=self._results,
             on_snapshot=self._told,
-            on_reports=lambda reports: None,
+            on_reports=self._reports,
             on_death=self._died,
         )
         self.stages.wake = self.wake
         self.stages.on_ended = self._ended
         self.thread.fence(self.epoch)
         self.thread.start()
+
+    def _reports(self, reports: list[MorphReport]) -> None:
+        with self._changed:
+            self.reports += reports
+            self._changed.notify_all()
+
+    def end_of(self, morph: str) -> MorphReport:
+        def ended() -> list[MorphReport]:
+            return [report for report in self.reports if report.id == morph and report.state != "running"]
+
+        self.wait(lambda: bool(ended()), f"the end of morph {morph}")
+        return ended()[0]
 
     def _told(self, snapshot: Snapshot) -> None:
         self.told_pages = snapshot.pages
@@ -75,7 +92,7 @@ class StageWorker(ThreadedWorker):
         self.thread._inbox.put(lambda: None)
 
     def submit(self, instance: str, name: str, prompt: list[int], max_tokens: int, **sampling: Any) -> None:
-        params = SamplingParams(**{"max_tokens": max_tokens, "seed": 0, "temperature": 0.0, **sampling})
+        params = sampling_of(max_tokens, **sampling)
         self.tokens[name] = []
         self.thread.submit(
             instance,
@@ -103,6 +120,10 @@ class StageWorker(ThreadedWorker):
             self._changed.notify_all()
 
 
+def sampling_of(max_tokens: int, **sampling: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": max_tokens, "seed": 0, "temperature": 0.0, **sampling})
+
+
 def load(
     folder: Path,
     pool: PagePool,
@@ -110,20 +131,28 @@ def load(
     limits: Limits,
     dtype: torch.dtype,
     shard: Shard = ALONE,
-) -> tuple[Model, KVCache]:
-    """Load layers with as much KV as there is room for."""
+    host_dir: Path | None = None,
+) -> tuple[Model, KVCache, Variants]:
+    """Load layers with as much KV as there is room for.
+
+    host_dir: of the images of variants; None: it has none.
+    """
     model = load_model(folder, pool, dtype=dtype, layers=layers, max_tp=shard.size)
+    variants: Variants = NoVariants()
+    if host_dir:
+        variants = LayerVariants(model, pool, precisions=["int8", "int4"], host_dir=host_dir)
     if shard != ALONE:
-        resharder = make_resharder(model, pool, NoVariants())
+        resharder = make_resharder(model, pool, variants)
         for layer in range(len(model.layers)):
             resharder.narrow(layer, shard)
     cache = make_cache(pool, model, limits, "m", shard=shard)
     fill_cache(pool, cache, model, limits)
-    return model, cache
+    return model, cache, variants
 
 
-def release(model: Model, cache: KVCache) -> None:
+def release(model: Model, cache: KVCache, variants: Variants) -> None:
     cache.release()
+    variants.release()
     model.release()
 
 
@@ -139,9 +168,17 @@ def follow(
     dtype: torch.dtype = torch.float32,
     join_within_s: float = WAIT_S,
     shard: Shard = ALONE,
+    host_dir: Path | None = None,
 ) -> None:
-    model, cache = load(folder, worker.pool, layers, limits, dtype, shard)
-    part = LoadedStage(pipeline, stage, epoch, model, cache, partial(release, model, cache), shard=shard)
+    model, cache, variants = load(folder, worker.pool, layers, limits, dtype, shard, host_dir)
+    target = stage_target(model, cache, variants, useful_pages=useful_pages(cache, model, limits))
+    worker.morphs.equip(target)
+
+    def let_go() -> None:
+        target.drop_all()
+        release(model, cache, variants)
+
+    part = LoadedStage(pipeline, stage, epoch, model, target, let_go, shard=shard)
     worker.stages.add(part, join_within_s)
 
 
@@ -162,7 +199,9 @@ class Line:
         limits: Limits = LIMITS,
         name: str = "m",
         dtype: torch.dtype = torch.float32,
+        host_dir: Path | None = None,
     ) -> None:
+        self._host_dir = host_dir
         parts = list(pairwise(bounds))
         self.workers = workers or [StageWorker(f"w{i}", timeout_s=timeout_s) for i in range(len(parts) * tp)]
         self.leader, self.id = self.workers[0], f"{name}@{self.workers[0].name}"
@@ -177,10 +216,10 @@ class Line:
             RemoteStage(*layers, seats[stage * tp : (stage + 1) * tp])
             for stage, layers in enumerate(parts[1:], start=1)
         ]
-        model, cache = self.leader.call(
-            partial(load, folder, self.leader.pool, parts[0], limits, dtype, Shard(0, tp))
+        model, cache, variants = self.leader.call(
+            partial(load, folder, self.leader.pool, parts[0], limits, dtype, Shard(0, tp), host_dir)
         )
-        self._release = partial(release, model, cache)
+        self._release = partial(release, model, cache, variants)
         if max_blocks:
             self.leader.call(partial(cache.limit, max_blocks))
         steps = start_leading(
@@ -198,7 +237,19 @@ class Line:
         self.instance: EngineCore = self.leader.call(lambda: _run(steps))
         assert isinstance(self.instance.executor, PipelineExecutor)
         self.model, self.cache, self.executor = model, cache, self.instance.executor
-        self.leader.call(lambda: self.leader.engine.add_instance(self.instance))
+        stages = [Stage(workers=[], first=first, end=end) for first, end in parts]
+        self.target = leader_target(
+            self.instance,
+            cache,
+            variants,
+            in_turn(range(bounds[-1]), stages),
+            useful_pages=useful_pages(cache, model, limits),
+        )
+        self.leader.call(self._serve)
+
+    def _serve(self) -> None:
+        self.leader.engine.add_instance(self.instance)
+        self.leader.morphs.add(self.target)
 
     def _follow(
         self,
@@ -210,7 +261,17 @@ class Line:
         dtype: Any,
         shard: Shard,
     ) -> None:
-        follow(folder, worker, self.id, layers, stage=stage, limits=limits, dtype=dtype, shard=shard)
+        follow(
+            folder,
+            worker,
+            self.id,
+            layers,
+            stage=stage,
+            limits=limits,
+            dtype=dtype,
+            shard=shard,
+            host_dir=self._host_dir,
+        )
 
     def release(self) -> None:
         """The leader's own pages."""
@@ -225,6 +286,7 @@ class Line:
         def release() -> None:
             self.leader.engine.send_away(self.id, reason)
             self.leader.engine.remove_instance(self.id)
+            self.leader.morphs.targets.pop(self.id)
             self.instance.close()
             self.release()
 

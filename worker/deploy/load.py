@@ -116,7 +116,7 @@ class LoadRun(Run):
             deployed=command.id,
             precision=command.precision,
             products=loader.products,
-            losses=whole_losses(num_layers, loader.losses),
+            losses=whole_losses(loader.num_layers, loader.losses),
             losses_assumed=loader.losses_assumed,
         )
 

@@ -91,7 +91,9 @@ class ModelLoader:
                 "failed", f"this worker keeps no {command.precision} variants; there are {there_are}"
             )
         self.folder = Path(command.path).expanduser().resolve()
-        self.config: ModelConfig = own_part(read_config(self.folder), command, self.host.worker)
+        whole = read_config(self.folder)
+        self.num_layers = whole.num_layers  # of all stages
+        self.config: ModelConfig = own_part(whole, command, self.host.worker)
         dtype = dtype_of(settings.dtype, self.pool.backend.device) or self.config.dtype
         if dtype not in DTYPES:
             there_are = ", ".join(map(str, DTYPES))
@@ -102,15 +104,15 @@ class ModelLoader:
         self.source: WeightSource = RandomWeights() if is_dummy else CheckpointWeights(self.folder)
         self.source.check([source for part in self.plan.ranges() for source in part.sources])
         self.order, self.order_name = (
-            (list(range(self.config.num_layers)), "front-to-back")
-            if is_dummy or len(command.stages) > 1
+            (list(range(self.num_layers)), "front-to-back")
+            if is_dummy
             else load_order(self.folder, settings.layer_order)
         )
         self.losses: Measured = {}
         self.losses_assumed: dict[Precision, str] = {}
-        if not is_dummy and len(command.stages) < 2:
+        if not is_dummy:
             below = [one for one in PRECISIONS if one in settings.variants]
-            found = half_losses_or_why(self.config, below, settings.quantization)
+            found = half_losses_or_why(whole, below, settings.quantization)
             self.losses, self.losses_assumed = found
             for name, why in self.losses_assumed.items():
                 log.warning("the loss of %s is assumed: %s", name, why)

@@ -20,7 +20,7 @@ from worker.model import Model
 from worker.morph.manager import MorphManager
 from worker.morph.plan import Half
 from worker.morph.resizer import KVResizer
-from worker.morph.target import Target
+from worker.morph.target import MemberTarget, Target
 from worker.morph.variants import reserve_pages
 from worker.pipeline.stage_host import StageHost
 
@@ -132,8 +132,12 @@ class ModelHost:
         return self.models.pop(instance)
 
     def retire(self, instance: str, reason: str, wait_s: float) -> None:
-        """Unload an instance whose stages elsewhere are gone or leave. wait_s: for its requests to end."""
+        """Unload an instance whose stages elsewhere are gone or leave; its morphs end.
+
+        wait_s: for its requests to end.
+        """
         log.info("%s is retired: %s", instance, reason)
+        self.morphs.give_up(instance, reason)
         name = f"lost-{instance}-{time.time_ns()}"
         self.morphs.begin(Retire(id=name, epoch=self.morphs.epoch, instance=instance, wait_s=wait_s))
 
@@ -141,13 +145,18 @@ class ModelHost:
 
     @property
     def resizers(self) -> Iterator[KVResizer]:
-        return (hosted.target.resizer for hosted in self.models.values())
+        return (target.resizer for target in self._targets)
+
+    @property
+    def _targets(self) -> list[MemberTarget]:
+        """The models, and the stages that others lead."""
+        stages = self.stages.targets if self.stages else []
+        return [*(one.target for one in self.models.values()), *stages]
 
     @property
     def reserve_pages(self) -> int:
         """Free pages that allow any layer of any model to be swapped down."""
-        models = self.models.values()
-        of_models = [reserve_pages(one.target.variants, len(one.target.instance.shape)) for one in models]
+        of_models = [reserve_pages(one.variants, one.resizer.num_layers) for one in self._targets]
         return max([*of_models, *(claim.reserve_pages for claim in self._claims.values())], default=0)
 
     def claim(self, instance: str, claim: Claim | None) -> None:
@@ -241,7 +250,7 @@ def holder_of(hosted: HostedModel, *, is_keen: bool = False) -> KVHolder:
         num_layers=layers,
         pages=has * layers,
         needed=resizer.pages_for(resizer.needed_blocks()) * layers,
-        useful=max(has, resizer.useful_pages_per_layer) * layers,
+        useful=resizer.useful_alone * layers,
         missing=max(0, missing) * layers,
         is_keen=is_keen,
     )

@@ -15,14 +15,13 @@ from worker.deploy.load import LoadRun
 from worker.deploy.model_host import ModelHost
 from worker.distributed.messages import Peer
 from worker.engine.build import canary_steps
-from worker.morph.resizer import KVResizer
+from worker.morph.losses import losses_of
 from worker.morph.run import NotApplied, Peers, Steps
 from worker.morph.target import Target
-from worker.morph.variants import NoVariants
-from worker.pipeline.build import start_leading
+from worker.pipeline.build import leader_target, stage_target, start_leading
 from worker.pipeline.executor import PipelineExecutor
 from worker.pipeline.pipeline import PipelineLost, RemoteStage
-from worker.pipeline.split import leader_of, pipeline_of
+from worker.pipeline.split import in_turn, leader_of, over_layers, pipeline_of
 from worker.pipeline.stage_host import StageHost
 from worker.pipeline.stage_runner import LoadedStage
 from worker.shape.copier import Copier
@@ -45,17 +44,26 @@ class StageLoadRun(LoadRun):
         _refuse_second_group(command, self._host)  # another may have come meanwhile
         yield from self._fill_cache()
         loader.model.complete()
+        self._target = target = stage_target(
+            loader.model,
+            loader.cache,
+            loader.variants,
+            useful_pages=loader.useful_kv_pages,
+            reserve_pages=self._host.reserve_pages,
+        )
+        self._host.morphs.equip(target)
         part = LoadedStage(
             pipeline_of(command),
             command.stage,
             command.epoch,
             loader.model,
-            loader.cache,
+            target,
             self._let_go,
             command.digest,
             loader.shard,
         )
         follower = _stages(self._host).add(part, JOIN_WITHIN_S)
+        self._host.update_reserve()
         self._host.on_changed()
         self._stage = f"waiting for {leader_of(command)}, which leads"
         try:
@@ -68,7 +76,9 @@ class StageLoadRun(LoadRun):
             raise
 
     def _let_go(self) -> None:
+        self._target.drop_all()
         self._loader.release()
+        self._host.update_reserve()
         self._return_lent_pages()
         self._host.on_changed()
 
@@ -90,7 +100,7 @@ class PipelineLoadRun(LoadRun):
         command, loader, host = self._command, self._loader, self._host
         _refuse_second_group(command, host)  # another may have come meanwhile
         yield from self._fill_cache()
-        cache = loader.cache
+        cache, pages = loader.cache, loader.cache.pages_per_layer
         loader.model.complete()
         self._stage = "waiting for the other stages"
         try:
@@ -120,16 +130,17 @@ class PipelineLoadRun(LoadRun):
         instance.on_lost = partial(host.retire, command.instance, wait_s=0.0)
         assert isinstance(instance.executor, PipelineExecutor)
         instance.executor.on_going = partial(host.retire, command.instance, wait_s=GOING_WAIT_S)
-        useful = min(loader.useful_kv_pages, cache.num_layers * cache.pages_per_layer)
-        resizer = KVResizer(instance, cache, reserve_pages=0, useful_pages=useful, owns_rest=False)
-        # The layers of a pipeline do not swap. Those behind this stage have no page here.
-        own, loaded = range(cache.num_layers), loader.variants
-        kept = NoVariants(
-            command.precision,
-            lambda layer, *half: loaded.pages(layer, *half) if layer in own else 0,
-            loaded.release,
+        losses = losses_of(loader.num_layers, loader.variants.precisions, over_layers(loader.losses))
+        return leader_target(
+            instance,
+            cache,
+            loader.variants,
+            in_turn(loader.order, command.stages),
+            losses,
+            useful_pages=loader.useful_kv_pages,
+            own_pages=(pages - cache.pages_per_layer) * cache.num_layers,
+            reserve_pages=host.reserve_pages,
         )
-        return Target(instance, kept, resizer, loader.order)
 
     def _card(self, target: Target) -> InstanceCard:
         stages = self._command.stages

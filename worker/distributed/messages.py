@@ -1,7 +1,8 @@
 """Messages between workers: one msgpack struct per frame, some with one tensor as payload.
 
 The leader of a pipeline has a link to every other worker; the first rank of each later stage has links to all
-ranks of the next. Along these, steps and moves of blocks keep their order; the last stage answers the leader.
+ranks of the next. Along these, steps and actions of morphs keep their order. The last stage answers the
+leader.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bus.messages import LayerShape, Number, Part
-from bus.precisions import Precision
+from bus.precisions import LOWEST, Precision
 from worker.engine.input_batch import ModelInput
 
 
@@ -209,13 +210,20 @@ class ShrinkKV(Action, frozen=True, kw_only=True, tag=True):
     purpose: KVPurpose
 
 
+class MoveBlocks(Action, frozen=True, kw_only=True, tag=True):
+    """Copy KV blocks (from -> to) in every layer; from here on they have these numbers."""
+
+    moves: dict[int, int]
+
+
 class EnterGroup(Action, frozen=True, kw_only=True, tag=True):
     """Make this group a subgroup of the one that its members have voted for."""
 
     blocks: int  # blocks of every subgroup
 
 
-MorphActions = PrepareHalf | InstallHalf | DropHalf | GrowKV | ShrinkKV
+HalfActions = PrepareHalf | InstallHalf | DropHalf
+MorphActions = HalfActions | GrowKV | ShrinkKV | MoveBlocks
 GroupActions = (
     EnterGroup | MoveBoundary | FinishMerge | Announce | CountBlocks | BeginSplit | EndSplit | LendBlocks
 )
@@ -228,21 +236,26 @@ Actions = MorphActions | GroupActions
 class MemberLoad(msgspec.Struct, frozen=True, kw_only=True):
     """The load of one member: blocks of KV, sequences, seconds."""
 
-    used: int  # blocks
-    needed: int  # blocks, at the peak of what runs and waits
-    running: int
-    waiting: int
-    wanting_s: float  # how long the oldest sequence that misses blocks has been here
-    residence_s: float  # mean time that a sequence runs; 0: none has ended yet
-    preemptions: int  # since the start
-    prompt_tokens: int  # to compute before a prompt that comes now has its turn
-    prompt_rate: float  # prompt tokens per second of the last steps; 0: unknown
-    floor_refused: Precision  # highest floor of recently refused requests; the lowest: none
+    used: int = 0  # blocks
+    needed: int = 0  # blocks, at the peak of what runs and waits
+    running: int = 0
+    waiting: int = 0
+    wanting_s: float = 0.0  # how long the oldest sequence that misses blocks has been here
+    residence_s: float = 0.0  # mean time that a sequence runs; 0: none has ended yet
+    preemptions: int = 0  # since the start
+    prompt_tokens: int = 0  # to compute before a prompt that comes now has its turn
+    prompt_rate: float = 0.0  # prompt tokens per second of the last steps; 0: unknown
+    floor_refused: Precision = LOWEST  # highest floor of recently refused requests; the lowest: none
 
 
 class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory of one member, as morphs need to know it; pages are the member's own."""
+    """The memory of one member, as morphs need to know it; pages are the member's own.
 
+    The members of a pipeline have layers [first, end) each. All requests are at its leader.
+    """
+
+    first: int
+    end: int
     free_pages: int  # free pages of the device
     spare_pages: int  # those beyond the reserve for swaps; below 0: so many are missing
     own_pages: int  # free pages that belong to the KV cache; below 0: pages that swaps borrowed
@@ -250,12 +263,17 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     growable_pages: int  # pages by which each layer of the KV cache can grow now
     most_pages: int  # most pages of each KV layer, if no other model had any
     useful_pages: int  # pages of each KV layer; more would lie idle
-    num_used: int  # blocks in use by the member's sequences
-    load: MemberLoad
-    headroom: int  # blocks that these may fill soon
-    floors: dict[Precision, int]  # requests here that insist on a precision, by precision
     copied: list[tuple[int, Part]]  # prepared halves whose copy has ended
     copy_error: str = ""  # error of a prepared half
+    num_used: int = 0  # blocks in use by the member's sequences
+    load: MemberLoad = MemberLoad()
+    headroom: int = 0  # blocks that these may fill soon
+    floors: dict[Precision, int] = {}  # requests here that insist on a precision, by precision
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers here."""
+        return self.end - self.first
 
 
 class Ready(GroupMessage, frozen=True, kw_only=True, tag=True):
@@ -318,6 +336,7 @@ class JoinPipeline(PipelineMessage, frozen=True, kw_only=True, tag=True):
     hidden_size: int
     dtype: str
     block_tokens: int
+    page_bytes: int
     digest: str = ""  # checkpoint digest; "": not compared
     is_last: bool
     next: list[Peer] = []
@@ -338,17 +357,18 @@ class PipelineJoined(PipelineMessage, frozen=True, kw_only=True, tag=True):
 
 
 class StartPipeline(PipelineMessage, frozen=True, kw_only=True, tag=True):
-    """KV blocks and, for several ranks, their rendezvous. Answered by PipelineStarted or StageFailed."""
+    """KV blocks and, for several ranks, their rendezvous. Answered by StageStatus or StageFailed."""
 
     blocks: int
     rendezvous: str = ""
     store: str = ""
 
 
-class PipelineStarted(PipelineMessage, frozen=True, kw_only=True, tag=True):
-    """The stage has its blocks and has met its other ranks."""
+class StageStatus(PipelineMessage, frozen=True, kw_only=True, tag=True):
+    """The memory of a stage: sent when it starts, after every action, and when it changes."""
 
-    stage: int
+    ticket: int  # of the last action that was carried out
+    status: MemberStatus
 
 
 class StageFailed(PipelineMessage, frozen=True, kw_only=True, tag=True):
@@ -381,11 +401,11 @@ class RunStage(PipelineMessage, frozen=True, kw_only=True, tag=True):
     work: ModelInput
 
 
-class MoveBlocks(PipelineMessage, frozen=True, kw_only=True, tag=True):
-    """Copy KV block `sources[i]` to `targets[i]` in every layer."""
+class CarryOut(PipelineMessage, frozen=True, kw_only=True, tag=True):
+    """An action of a morph, between the same two steps at every stage. Layers count in the whole model."""
 
-    sources: list[int]
-    targets: list[int]
+    ticket: int
+    action: MorphActions
 
 
 class StageOutput(PipelineMessage, frozen=True, kw_only=True, tag=True):

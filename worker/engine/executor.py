@@ -7,7 +7,7 @@ batch, `worker.pipeline.PipelineExecutor` stages that run layers one after the o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -40,7 +40,7 @@ class Executor(ABC):
     num_in_flight = 0  # batches that were executed and not collected
     num_steps = 0  # batches run, since this executor was made
     tp = 1  # degree of tensor parallelism; while that changes, the old one
-    num_members = 1  # members of the group
+    num_members = 1  # members that share each layer
     has_peers = False  # other members call steps: `collect` is due whenever something was heard of them
 
     # One action of a morph at this member, its status, its KV blocks in use: set by `worker.morph.target`.
@@ -125,9 +125,6 @@ class Executor(ABC):
 
     def raise_lost(self) -> None:  # noqa: B027 an optional step
         """Raise if the members are no longer together."""
-
-    def move_blocks(self, moved: Mapping[int, int]) -> None:  # noqa: B027 an optional step
-        """Move KV blocks (old id -> new id) on the other devices, behind every batch in flight."""
 
     def close(self, reason: str) -> None:  # noqa: B027 an optional step
         """Tell the other devices that no batch follows."""

@@ -19,7 +19,7 @@ from worker.memory import BrokenInvariant
 from worker.morph.resize import ResizeRun
 from worker.morph.run import Job, NotApplied, Peers, Run
 from worker.morph.swap import HalvesInProgress, SwapRun
-from worker.morph.target import Target
+from worker.morph.target import MemberTarget, Target
 from worker.shape.copier import Copier, Pace
 
 log = logging.getLogger(__name__)
@@ -88,8 +88,12 @@ class MorphManager:
 
     def add(self, target: Target) -> None:
         """Morph an instance from now on."""
-        target.copier = self._copier
+        self.equip(target)
         self.targets[target.instance.id] = target
+
+    def equip(self, target: MemberTarget) -> None:
+        """Let a member copy in this worker's thread."""
+        target.copier = self._copier
 
     @property
     def num_running(self) -> int:
@@ -142,6 +146,12 @@ class MorphManager:
             if not job.run.is_beyond_return:
                 self._abort(job, f"epoch {job.epoch} ended: the worker had lost its lease")
         self.epoch = epoch
+
+    def give_up(self, instance: str, reason: str) -> None:
+        """Give up the morphs of an instance, unless they must go on to their end."""
+        for job in list(self._jobs.values()):
+            if job.command.instance == instance and not job.run.is_beyond_return:
+                self._abort(job, reason)
 
     def refuse_deploys(self, reason: str) -> None:
         """Refuse models from now on, and give up one that is being loaded."""

@@ -1,11 +1,11 @@
-"""The members of an instance's group, as its leader sees them; a worker alone is a group of one.
+"""The members of an instance, as its leader sees them: a worker alone, a group, the stages of a pipeline.
 
 Morphs are written once against this: `do` has all members carry out an action between the same two steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from bus.precisions import Precision, is_below
 from worker.distributed.messages import Actions, GrowKV, KVPurpose, MemberStatus, ShrinkKV
@@ -16,7 +16,7 @@ from worker.morph.target import Target
 
 
 class Members:
-    """The group of an instance when a morph begins; it fails when that group falls apart."""
+    """The members of an instance when a morph begins; it fails when they part."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -53,6 +53,20 @@ class Members:
         """Have all members carry out `action`, and wait for it."""
         self.begin(action)
         yield from self.settle()
+
+    @property
+    def num_workers(self) -> int:
+        """The number of members, of all stages."""
+        return len(self.statuses())
+
+    def holding(self, half: Half) -> list[MemberStatus]:
+        """Return the status of the members that have `half`: all, or those of a stage of a pipeline."""
+        return [each for each in self.statuses() if each.first <= half.layer < each.end]
+
+    def pool_of(self, half: Half) -> Hashable:
+        """Return a name for the pool of `half`: None for this worker's own."""
+        first = self.holding(half)[0].first
+        return (self.target.instance.id, first) if first else None
 
     def statuses(self) -> list[MemberStatus]:
         """Return the latest status of every member. Raises PeerLost if the group fell apart."""
@@ -106,7 +120,7 @@ class Members:
         statuses = self.statuses()
         if error := next((each.copy_error for each in statuses if each.copy_error), ""):
             raise NotApplied("failed", error)
-        return all(tuple(half) in map(tuple, each.copied) for each in statuses)
+        return all(tuple(half) in map(tuple, each.copied) for each in self.holding(half))
 
     def grow(self, pages: int, purpose: KVPurpose) -> Steps:
         """Add pages to each layer of the KV cache."""
@@ -143,12 +157,14 @@ class Members:
         return ShrinkKV(pages=pages, blocks=blocks, moves=moves, purpose=purpose)
 
     def grow_own(self) -> None:
-        """Give the KV cache the free pages that are its own, as far as they make a page of every layer."""
+        """Give the KV cache the free pages that are its own, as far as they make a page of every layer.
+
+        The member with the fewest sets the number for all.
+        """
         if self.is_lost or not self.has_settled:  # the statuses do not show yet what an action takes
             return
-        layers = self.target.resizer.num_layers
         pages = min(
-            min(each.own_pages // layers, each.growable_pages, each.useful_pages - each.kv_pages)
+            min(each.own_pages // each.num_layers, each.growable_pages, each.useful_pages - each.kv_pages)
             for each in self.statuses()
         )
         if pages > 0:

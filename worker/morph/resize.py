@@ -31,7 +31,7 @@ class ResizeRun(Run):
         self._members = members = Members(target)
         self._blocks_before = members.blocks
         self._moved_before = target.resizer.num_blocks_moved
-        self._at_once = PAGES_AT_ONCE if members.size == 1 else GROUP_PAGES_AT_ONCE
+        self._at_once = PAGES_AT_ONCE if members.num_workers == 1 else GROUP_PAGES_AT_ONCE
         self._pages_done = 0  # pages of each layer; below 0: given back
         least, most = members.min_blocks, members.most_blocks
         if not least <= num_blocks <= most:
@@ -71,7 +71,7 @@ class ResizeRun(Run):
                 self._pages_done += pages
                 yield True
             is_done = True
-            self._target.resizer.num_lent = 0  # all pages are its own, as ordered
+            self._target.resizer.own_all()
         finally:
             if not is_done:
                 self._go_back()
@@ -87,11 +87,13 @@ class ResizeRun(Run):
         """Return why it cannot go on now, if anything."""
         members, resizer = self._members, self._target.resizer
         statuses = members.statuses()
-        if missing > min(each.growable_pages for each in statuses):
-            free = min(each.free_pages for each in statuses)
-            spare = min(each.spare_pages for each in statuses)
-            needed = missing * resizer.num_layers
+        tightest = min(statuses, key=lambda each: each.growable_pages)
+        if missing > tightest.growable_pages:
+            free, spare = tightest.free_pages, tightest.spare_pages
+            needed = missing * tightest.num_layers
             where = f" in each of {members.size} workers" if members.size > 1 else ""
+            if members.size < len(statuses):
+                where = f" for layers {tightest.first} to {tightest.end - 1}"
             return NotApplied(
                 "deferred",
                 f"{self._num_blocks} KV blocks need {needed} pages more{where}; {free} are free, and "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from worker.distributed.messages import GrowKV, ShrinkKV
+from worker.distributed.messages import GrowKV, MoveBlocks, ShrinkKV
 from worker.engine.core import EngineCore
 from worker.engine.sequence import Limits, Sequence
 from worker.memory import KVCache, plan_moves_below
@@ -18,15 +18,18 @@ class KVResizer:
 
     def __init__(
         self,
-        instance: EngineCore,
+        instance: EngineCore | None,
         cache: KVCache,
         *,
         reserve_pages: int,
         useful_pages: int,
         owns_rest: bool = True,
+        is_stage: bool = False,
     ) -> None:
         """Take charge of the size of `cache`.
 
+        instance: None at a later stage of a pipeline, whose requests are at its leader. is_stage: of a
+        pipeline, all stages of which have room for the same blocks.
         reserve_pages: free pages that the pool keeps for swaps. useful_pages: of all layers together; more
         would lie idle. owns_rest: the pages left when the cache was filled are its own.
         """
@@ -37,14 +40,20 @@ class KVResizer:
         self.num_lent = 0  # pages per layer that other models have of it; below 0: that it has of others
         # Returns, for the reason of an order that misses so many pages, who else has KV here, or "".
         self.kv_beside: Callable[[int], str] = lambda missing: ""
-        self._instance = instance
+        self._instance, self._is_stage = instance, is_stage
         # Free pages that are the cache's own: what swaps set free, and what was left when it was filled, too
         # few for a page of every layer. Below 0: so many of its pages swaps have borrowed.
         is_rest = owns_rest and self.num_spare_pages < self.num_layers
         self.own_pages = max(0, self.num_spare_pages) if is_rest else 0
         self.useful_pages_per_layer = useful_pages // self.num_layers  # more would lie idle
-        self.longest_blocks = -(-instance.limits.max_model_len // cache.block_tokens)  # of one sequence
+        longest = instance.limits.max_model_len if instance else 1
+        self.longest_blocks = -(-longest // cache.block_tokens)  # of one sequence
         self.min_blocks = min(self.longest_blocks, cache.num_blocks)
+
+    @property
+    def _led(self) -> EngineCore:
+        assert self._instance, "a later stage has no requests"
+        return self._instance
 
     @property
     def most_pages_per_layer(self) -> int:
@@ -74,6 +83,23 @@ class KVResizer:
         """Return the pages per layer by which the cache can grow without touching the reserve."""
         return max(0, min(self.num_spare_pages // self.num_layers, self.cache.growable_pages))
 
+    @property
+    def useful_alone(self) -> int:
+        """Pages per layer of use here if nothing changes elsewhere: no more than the other stages have."""
+        pages = self.cache.pages_per_layer
+        return pages + max(0, self.num_lent) if self._is_stage else max(pages, self.useful_pages_per_layer)
+
+    def own_all(self) -> None:
+        """Count all its pages as its own, after an order; a stage goes on to miss what the others have."""
+        if not self._is_stage:
+            self.num_lent = 0
+
+    def keep(self, num_blocks: int) -> None:
+        """Unmap what is not needed for `num_blocks`; the pages stay its own."""
+        pages = max(0, self.cache.pages_per_layer - self.cache.pages_for(num_blocks))
+        self.cache.shrink(pages)
+        self.own_pages += pages * self.num_layers
+
     def lend(self, pages_per_layer: int) -> None:
         """Lend pages to another model, until it goes. Raises OutOfBlocks and MappingFailed.
 
@@ -90,7 +116,7 @@ class KVResizer:
 
     def wanted_blocks(self) -> int:
         """Return how many blocks more would admit the queue, as far as the batch has rows; 0 without one."""
-        scheduler = self._instance.scheduler
+        scheduler = self._led.scheduler
         if not scheduler.num_blocks_wanted:
             return 0
         return max(scheduler.num_blocks_wanted, scheduler.num_blocks_needed - self.cache.num_blocks)
@@ -116,38 +142,40 @@ class KVResizer:
         left = self.cache.pages_per_layer - pages_per_layer
         return left >= 0 and self.cache.blocks_in(left) >= num_blocks
 
-    def carry_out(self, action: GrowKV | ShrinkKV) -> None:
+    def carry_out(self, action: GrowKV | ShrinkKV | MoveBlocks) -> None:
         """Give pages to every layer, or take the last ones; live blocks in them move as the action says.
 
         The pages of a swap are the cache's own, those of an order are not.
         """
-        pages = action.pages if isinstance(action, GrowKV) else -action.pages
         if isinstance(action, GrowKV):
-            self.cache.grow(pages)
+            self.cache.grow(action.pages)
         else:
             self._move(action.moves)
-            self.cache.shrink(-pages)
-        if action.purpose == "swap":
-            self.own_pages -= pages * self.num_layers
+        if isinstance(action, ShrinkKV):
+            self.cache.shrink(action.pages)
+        if not isinstance(action, MoveBlocks) and action.purpose == "swap":
+            pages = action.pages * self.num_layers
+            self.own_pages += pages if isinstance(action, ShrinkKV) else -pages
 
     def vacate(self, capacity: int) -> None:
         """Move live blocks below `capacity`. Raises OutOfBlocks if they do not find room."""
         blocks = self.cache.allocator
         moves = plan_moves_below(blocks.live_from(0), capacity, blocks.index.oldest_first)
         if moves:
-            self._instance.executor.move_blocks(moves)
-            self._move(moves)
+            self._led.executor.collective(MoveBlocks(moves=moves))
 
     def _move(self, moves: Mapping[int, int]) -> None:
         """Move blocks (from -> to) on this device, and rename them in the books and in the sequences."""
-        self.cache.copy_blocks(moves, self._instance.executor.num_members)
-        self._instance.scheduler.blocks.relocate(moves)
-        self._instance.renumber_blocks(moves)
+        instance = self._instance
+        self.cache.copy_blocks(moves, instance.executor.num_members if instance else 1)
+        if instance:
+            instance.scheduler.blocks.relocate(moves)
+            instance.renumber_blocks(moves)
         self.num_blocks_moved += len(moves)
 
     def headroom(self) -> int:
         """Count the blocks that the running sequences may fill within HEADROOM_TOKENS each."""
-        return headroom(self._instance.scheduler.running, self._instance.limits)
+        return headroom(self._led.scheduler.running, self._led.limits)
 
 
 def headroom(running: Iterable[Sequence], limits: Limits) -> int:

@@ -7,10 +7,10 @@ old variant serves. Several halves are in progress at once, as far as pages allo
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bus.messages import Number
 from bus.morphs import Swap
@@ -27,20 +27,20 @@ MAX_IN_PROGRESS = 4  # halves: while one is copied others wait for a boundary or
 
 @dataclass(slots=True)
 class HalvesInProgress:
-    """Halves being swapped, in all swaps of one pool, and the pages that their old variants will give back.
+    """Halves being swapped, in all swaps of one worker, and the pages that their old variants give back.
 
     A half that waits for a request with a floor is in progress and does not advance.
     """
 
     halves: int = 0
     advancing: int = 0
-    pages_coming: int = 0
+    pages_coming: Counter[Hashable] = field(default_factory=Counter)  # by pool
 
-    def add(self, halves: int, pages_coming: int) -> None:
+    def add(self, halves: int, pool: Hashable, pages_coming: int) -> None:
         """Count halves that begin, or below 0 that end."""
         self.halves += halves
         self.advancing += halves
-        self.pages_coming += pages_coming
+        self.pages_coming[pool] += pages_coming
 
 
 class SwapRun(Run):
@@ -120,14 +120,15 @@ class SwapRun(Run):
         new_pages = target.pages(half, precision)
         old_pages = target.pages(half, target.precision(half))
         copy: Copy | None = None
-        self._in_progress.add(1, old_pages)
+        pool = members.pool_of(half)
+        self._in_progress.add(1, pool, old_pages)
         try:
             prepare = PrepareHalf(layer=layer, part=part, precision=precision)
             if kv_pages:
                 yield from members.shrink(kv_pages, "swap", then=prepare)
             else:
                 yield from members.do(prepare)
-            copy = target.prepared[half].copy
+            copy = target.prepared[half].copy if half in target.prepared else None
             yield True
             while not members.have_copied(half):
                 yield False
@@ -137,9 +138,10 @@ class SwapRun(Run):
             members.begin(DropHalf(layer=layer, part=part))
             raise
         finally:
-            self._in_progress.add(-1, -old_pages)
-            if copy and target.precision(half) == precision:
-                self._num_applied += 1
+            self._in_progress.add(-1, pool, -old_pages)
+            is_applied = target.precision(half) == precision
+            self._num_applied += is_applied
+            if is_applied and copy:
                 self._bytes += copy.nbytes
                 self._copy_s += copy.seconds
                 self._pages_mapped += new_pages
@@ -179,12 +181,12 @@ class SwapRun(Run):
 
         On the way the reserve may be used; at the end it must be whole again.
         """
-        statuses = self._members.statuses()
+        statuses = self._members.holding(half)
         new = self._target.pages(half, self._towards[half])
         old = self._target.pages(half, self._target.precision(half))
         missing_now = new - min(each.free_pages for each in statuses)
         spare = min(each.spare_pages for each in statuses)
-        missing_after = new - old - self._in_progress.pages_coming - spare
+        missing_after = new - old - self._in_progress.pages_coming[self._members.pool_of(half)] - spare
         if missing_now <= 0 and missing_after <= 0:
             return 0
         if missing_after <= 0 and self._in_progress.halves:
@@ -193,12 +195,13 @@ class SwapRun(Run):
 
     def _take_from_kv(self, half: Half, num_pages: int) -> int | None:
         members, resizer = self._members, self._target.resizer
-        pages_per_layer = -(-num_pages // resizer.num_layers)
+        holding = members.holding(half)
+        pages_per_layer = -(-num_pages // holding[0].num_layers)
         needed = members.needed_blocks()
         least = min(each.kv_pages for each in members.statuses())
         if pages_per_layer <= least and members.blocks_after(-pages_per_layer) >= needed:
             return pages_per_layer
-        free = min(each.free_pages for each in members.statuses())
+        free = min(each.free_pages for each in holding)
         self._obstacle = NotApplied(
             "deferred",
             f"the {half} needs {num_pages} pages more; of {members.blocks} KV blocks {needed} must stay"

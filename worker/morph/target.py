@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+from msgspec import structs
 
 from bus.messages import PARTS, LayerShape
 from bus.precisions import LOWEST, PRECISIONS, Precision
@@ -11,14 +13,18 @@ from worker.distributed.messages import (
     Actions,
     DropHalf,
     GrowKV,
+    HalfActions,
     InstallHalf,
     MemberLoad,
     MemberStatus,
+    MorphActions,
+    MoveBlocks,
     PrepareHalf,
     ShrinkKV,
 )
 from worker.engine.core import EngineCore
 from worker.engine.shape import precision_of
+from worker.memory import MappingFailed, OutOfPages
 from worker.morph.losses import Losses, losses_of
 from worker.morph.plan import Half, order_towards
 from worker.morph.reflex_loop import MemberRoom
@@ -34,8 +40,141 @@ class PreparedHalf(NamedTuple):
     copy: Copy
 
 
-class Target:
-    """An instance and its memory; carries out the actions of morphs at this member of its group."""
+class MemberTarget:
+    """The layers and the KV cache that one worker has of an instance; carries out actions of morphs there."""
+
+    def __init__(
+        self,
+        shape: Callable[[], Sequence[LayerShape]],
+        variants: Variants,
+        resizer: KVResizer,
+        first: int = 0,
+    ) -> None:
+        """shape: returns that of the layers here. first: the number of their first one in the model."""
+        self.variants, self.resizer, self.first = variants, resizer, first
+        self.copier: Copier | None = None  # set when a morph manager takes the target
+        self.prepared: dict[Half, PreparedHalf] = {}
+        self._shape = shape
+        self._no_room: dict[Half, str] = {}  # why a variant could not be mapped
+        self._left_mapped: set[tuple[Half, Precision]] = set()  # the system refused to unmap them
+
+    def precision(self, half: Half) -> Precision:
+        """Return the precision in which `half` runs."""
+        return precision_of(self._shape()[half.layer], half.part)
+
+    def pages(self, half: Half, precision: Precision) -> int:
+        """Return the pages that a variant of `half` takes. All layers of a model have the same shapes."""
+        return self.variants.pages(min(half.layer, self.resizer.num_layers - 1), half.part, precision)
+
+    @property
+    def num_copied(self) -> int:
+        """Prepared variants whose copy has ended."""
+        return sum(each.copy.is_done for each in self.prepared.values())
+
+    def status(self) -> MemberStatus:
+        """Return what morphs need to know of this member's memory."""
+        resizer = self.resizer
+        ended = {half: each.copy for half, each in self.prepared.items() if each.copy.is_done}
+        errors = [*self._no_room.values(), *(copy.error_text for copy in ended.values())]
+        return MemberStatus(
+            first=self.first,
+            end=self.first + resizer.num_layers,
+            free_pages=resizer.cache.pool.num_free,
+            spare_pages=resizer.num_spare_pages,
+            own_pages=resizer.own_pages,
+            kv_pages=resizer.cache.pages_per_layer,
+            growable_pages=resizer.growable(),
+            most_pages=resizer.most_pages_per_layer,
+            useful_pages=resizer.useful_pages_per_layer,
+            copied=[(self.first + half.layer, half.part) for half in ended],
+            copy_error=next(filter(None, errors), ""),
+        )
+
+    # ----------------------------------------------------------------------------- actions
+
+    def carry_out(self, action: Actions) -> None:
+        """Carry out one action of a morph at this member; raises what makes it fail."""
+        match action:
+            case PrepareHalf():
+                self._prepare(Half(action.layer, action.part), action.precision)
+            case InstallHalf():
+                self._install(Half(action.layer, action.part))
+            case DropHalf():
+                self._drop(Half(action.layer, action.part))
+            case GrowKV() | ShrinkKV() | MoveBlocks():
+                self.resizer.carry_out(action)
+            case _:
+                raise TypeError(f"{type(action).__name__} is nothing that a member can do by itself")
+
+    def carry_out_at_stage(self, action: MorphActions) -> None:
+        """Carry out what the leader of a pipeline sends: halves count in the model, most are elsewhere.
+
+        For a variant that finds no room the stage need not end: the leader hears of it by the status.
+        """
+        if isinstance(action, HalfActions):
+            if not 0 <= action.layer - self.first < self.resizer.num_layers:
+                return
+            action = structs.replace(action, layer=action.layer - self.first)
+        try:
+            self.carry_out(action)
+        except (MappingFailed, OutOfPages) as error:
+            if not isinstance(action, PrepareHalf):
+                raise
+            self._no_room[Half(action.layer, action.part)] = str(error)
+
+    def installed(self, half: Half) -> None:
+        """Note that another variant of `half` runs from the next step on."""
+
+    def drop_all(self) -> None:
+        """Unmap every prepared variant. Raises MappingFailed."""
+        for half in list(self.prepared):
+            self._drop(half)
+
+    def unmap_rest(self) -> None:
+        """Unmap what could not be unmapped when it should have been. Raises MappingFailed."""
+        for half, precision in list(self._left_mapped):
+            self._unmap(half, precision)
+
+    def _prepare(self, half: Half, precision: Precision) -> None:
+        """Map a variant and start its copy. Raises MappingFailed and OutOfPages, having changed nothing."""
+        assert self.copier
+        self.variants.map(*half, precision)
+        self.resizer.own_pages -= self.pages(half, precision)
+        try:
+            copy = self.copier.start(self.variants.copy_job(*half, precision))
+        except BaseException:
+            self._unmap(half, precision)
+            raise
+        self.prepared[half] = PreparedHalf(precision, copy)
+
+    def _install(self, half: Half) -> None:
+        """Run on the prepared variant and unmap the old one. Raises what its copy or the check raises."""
+        if (prepared := self.prepared.get(half)) is None:  # dropped meanwhile
+            return
+        prepared.copy.raise_error()
+        old = self.precision(half)
+        self.variants.check(*half, prepared.precision)
+        self.variants.install(*half, prepared.precision)
+        del self.prepared[half]
+        self.installed(half)
+        self._unmap(half, old)
+
+    def _drop(self, half: Half) -> None:
+        self._no_room.pop(half, None)
+        if prepared := self.prepared.pop(half, None):
+            prepared.copy.stop()
+            self._unmap(half, prepared.precision)
+
+    def _unmap(self, half: Half, precision: Precision) -> None:
+        """Give the pages of a variant to the KV cache. Raises MappingFailed; `unmap_rest` tries again."""
+        self._left_mapped.add((half, precision))
+        self.variants.unmap(*half, precision)
+        self._left_mapped.remove((half, precision))
+        self.resizer.own_pages += self.pages(half, precision)
+
+
+class Target(MemberTarget):
+    """An instance as the worker that has its requests sees it: all its layers, and the memory here."""
 
     def __init__(
         self,
@@ -50,20 +189,14 @@ class Target:
         order: in which layers lose bits; default front to back. losses: of halves in fewer bits; default as
         without a profile.
         """
-        self.instance, self.variants, self.resizer = instance, variants, resizer
+        super().__init__(lambda: instance.shape, variants, resizer)
+        self.instance = instance
         self.order = list(order) or list(range(len(instance.shape)))
         self.losses = losses or losses_of(len(self.order), variants.precisions, {})
-        self.copier: Copier | None = None  # set when a morph manager takes the target
-        self.prepared: dict[Half, PreparedHalf] = {}
         # Layers below full, the last swapped last.
         self._swapped = [layer for layer in self.order if instance.shape[layer] != LayerShape()]
-        self._left_mapped: set[tuple[Half, Precision]] = set()  # the system refused to unmap them
         instance.executor.carry_out, instance.executor.status = self.carry_out, self.status
         instance.executor.used_blocks = lambda: resizer.cache.allocator.used
-
-    def precision(self, half: Half) -> Precision:
-        """Return the precision in which `half` runs."""
-        return precision_of(self.instance.shape[half.layer], half.part)
 
     @property
     def halves(self) -> dict[Half, Precision]:
@@ -71,20 +204,11 @@ class Target:
         halves = (Half(layer, part) for layer in range(len(self.instance.shape)) for part in PARTS)
         return {half: self.precision(half) for half in halves}
 
-    def pages(self, half: Half, precision: Precision) -> int:
-        """Return the pages that a variant of `half` takes here."""
-        return self.variants.pages(*half, precision)
-
     @property
     def saved_pages(self) -> int:
         """Pages by which the halves are smaller than in full precision."""
         halves = [Half(layer, part) for layer in self._swapped for part in PARTS]
         return sum(self.pages(half, "full") - self.pages(half, self.precision(half)) for half in halves)
-
-    @property
-    def num_copied(self) -> int:
-        """Prepared variants whose copy has ended."""
-        return sum(each.copy.is_done for each in self.prepared.values())
 
     def order_towards(self, precision: Precision) -> list[int]:
         """Return the order in which layers go to `precision`; towards full the last swapped goes first."""
@@ -140,91 +264,31 @@ class Target:
         )
 
     def status(self) -> MemberStatus:
-        """Return what morphs need to know of this member's memory."""
-        resizer, instance = self.resizer, self.instance
-        ended = {half: each.copy for half, each in self.prepared.items() if each.copy.is_done}
-        error = next((copy.error_text for copy in ended.values() if copy.error_text), "")
-        return MemberStatus(
-            free_pages=resizer.cache.pool.num_free,
-            spare_pages=resizer.num_spare_pages,
-            own_pages=resizer.own_pages,
-            kv_pages=resizer.cache.pages_per_layer,
-            growable_pages=resizer.growable(),
-            most_pages=resizer.most_pages_per_layer,
-            useful_pages=resizer.useful_pages_per_layer,
+        """Return what morphs need to know of this member."""
+        instance = self.instance
+        return structs.replace(
+            super().status(),
             num_used=instance.scheduler.blocks.num_used,
             load=self.load(),
-            headroom=resizer.headroom(),
+            headroom=self.resizer.headroom(),
             floors=instance.floors(),
-            copied=[(half.layer, half.part) for half in ended],
-            copy_error=error,
         )
 
-    # ----------------------------------------------------------------------------- actions
-
     def carry_out(self, action: Actions) -> None:
-        """Carry out one action of a morph at this member; raises what makes it fail."""
-        match action:
-            case PrepareHalf():
-                self._prepare(Half(action.layer, action.part), action.precision)
-            case InstallHalf():
-                self._install(Half(action.layer, action.part))
-            case DropHalf():
-                self._drop(Half(action.layer, action.part))
-            case GrowKV() | ShrinkKV():
-                self.resizer.carry_out(action)
-            case _:
-                raise TypeError(f"{type(action).__name__} is nothing that a member can do by itself")
+        """Carry out one action here; a half of a later stage of a pipeline only changes the shape."""
+        if isinstance(action, HalfActions) and action.layer >= self.resizer.num_layers:
+            if isinstance(action, InstallHalf):
+                self.installed(Half(action.layer, action.part))
+        else:
+            super().carry_out(action)
 
-    def drop_all(self) -> None:
-        """Unmap every prepared variant. Raises MappingFailed."""
-        for half in list(self.prepared):
-            self._drop(half)
-
-    def unmap_rest(self) -> None:
-        """Unmap what could not be unmapped when it should have been. Raises MappingFailed."""
-        for half, precision in list(self._left_mapped):
-            self._unmap(half, precision)
-
-    def _prepare(self, half: Half, precision: Precision) -> None:
-        """Map a variant and start its copy. Raises MappingFailed and OutOfPages, having changed nothing."""
-        assert self.copier
-        self.variants.map(*half, precision)
-        self.resizer.own_pages -= self.pages(half, precision)
-        try:
-            copy = self.copier.start(self.variants.copy_job(*half, precision))
-        except BaseException:
-            self._unmap(half, precision)
-            raise
-        self.prepared[half] = PreparedHalf(precision, copy)
-
-    def _install(self, half: Half) -> None:
-        """Run on the prepared variant and unmap the old one. Raises what its copy or the check raises."""
-        if (prepared := self.prepared.get(half)) is None:  # dropped meanwhile
-            return
-        prepared.copy.raise_error()
-        old = self.precision(half)
-        self.variants.check(*half, prepared.precision)
-        self.variants.install(*half, prepared.precision)
-        del self.prepared[half]
+    def installed(self, half: Half) -> None:
+        """Read the shape again, and remember the order in which layers were swapped."""
         self.instance.reshaped()
         if half.layer in self._swapped:
             self._swapped.remove(half.layer)
         if self.instance.shape[half.layer] != LayerShape():
             self._swapped.append(half.layer)
-        self._unmap(half, old)
-
-    def _drop(self, half: Half) -> None:
-        if prepared := self.prepared.pop(half, None):
-            prepared.copy.stop()
-            self._unmap(half, prepared.precision)
-
-    def _unmap(self, half: Half, precision: Precision) -> None:
-        """Give the pages of a variant to the KV cache. Raises MappingFailed; `unmap_rest` tries again."""
-        self._left_mapped.add((half, precision))
-        self.variants.unmap(*half, precision)
-        self._left_mapped.remove((half, precision))
-        self.resizer.own_pages += self.pages(half, precision)
 
     def check_integrity(self, with_pool: bool = True) -> None:
         """Raise BrokenInvariant or AssertionError if a page or a block is lost or owned twice.

@@ -12,9 +12,47 @@ from worker.engine.sequence import Limits
 from worker.memory import KVCache
 from worker.model import Model, ModelError
 from worker.model.shard import Shard
+from worker.morph.losses import Losses
+from worker.morph.resizer import KVResizer
+from worker.morph.target import MemberTarget, Target
+from worker.morph.variants import Variants
 from worker.pipeline.executor import PipelineExecutor
 from worker.pipeline.pipeline import Pipeline, PipelineLost, RemoteStage
 from worker.pipeline.ranks import Ranks
+
+
+def stage_target(
+    model: Model, cache: KVCache, variants: Variants, *, useful_pages: int, reserve_pages: int = 0
+) -> MemberTarget:
+    """Return what morphs change at a later stage, or at another rank than the leader of the first."""
+    resizer = KVResizer(
+        None, cache, reserve_pages=reserve_pages, useful_pages=useful_pages, owns_rest=False, is_stage=True
+    )
+    return MemberTarget(model.shape, variants, resizer, model.config.first_layer)
+
+
+def leader_target(
+    instance: EngineCore,
+    cache: KVCache,
+    variants: Variants,
+    order: Sequence[int],
+    losses: Losses | None = None,
+    *,
+    useful_pages: int,
+    own_pages: int = 0,
+    reserve_pages: int = 0,
+) -> Target:
+    """Return the instance as morphs see it. own_pages: that its KV gave up for all to have as many blocks."""
+    resizer = KVResizer(
+        instance,
+        cache,
+        reserve_pages=reserve_pages,
+        useful_pages=useful_pages,
+        owns_rest=False,
+        is_stage=True,
+    )
+    resizer.own_pages = own_pages
+    return Target(instance, variants, resizer, order, losses)
 
 
 def start_leading(
@@ -50,7 +88,7 @@ def start_leading(
     )
     ranks = Ranks(Shard(0, 1 + len(beside)), host, str(device), timeout_s, wake)
     try:
-        pipeline.join(model.config, model.dtype, limits.block_tokens, digest)
+        pipeline.join(model.config, model.dtype, limits.block_tokens, cache.pool.page_bytes, digest)
         while not pipeline.is_joined:
             yield False
         if (fewest := min(cache.num_blocks, pipeline.num_blocks_possible)) < blocks:
@@ -58,7 +96,7 @@ def start_leading(
                 f"{instance_id}: {blocks} KV blocks are wanted at every stage; {worker} has room for"
                 f" {cache.num_blocks}, the others for {pipeline.num_blocks_possible}"
             )
-        cache.limit(fewest)
+        cache.shrink(max(0, cache.pages_per_layer - cache.pages_for(fewest)))
         rendezvous = new_rendezvous()
         pipeline.start(fewest, rendezvous, ranks.store)
         ranks.meet(rendezvous, ranks.store)

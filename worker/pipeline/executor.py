@@ -1,19 +1,24 @@
 """Run batches through the stages of a pipeline, led by the worker of the first stage.
 
 As many batches as stages are in flight. Every stage takes them in the same order, so the next chunk of a
-prompt may follow at once, and a freed block is written again behind all batches that read it.
+prompt may follow at once, and a freed block is written again behind all batches that read it. Actions of
+morphs go the same way: every stage carries them out between the same two batches.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from bus.messages import LayerShape
+from bus.messages import LayerShape, Part
+from bus.precisions import Precision
 from worker.distributed.communicator import PeerLost
+from worker.distributed.messages import HalfActions, InstallHalf, MorphActions, PrepareHalf
 from worker.engine.engine import DEVICE_ERRORS
 from worker.engine.executor import Executor, FinishedBatch
 from worker.engine.input_batch import ScheduledBatch, attention_plan, to_tensor
@@ -37,6 +42,9 @@ class PipelineExecutor(Executor):
         self._device = cache.pool.backend.device
         self._is_going = False
         self._in_flight: deque[ScheduledBatch] = deque()
+        self._is_closed = False
+        self._shape_behind = pipeline.shape
+        self._prepared_behind: dict[tuple[int, Part], Precision] = {}
 
     @property
     def num_in_flight(self) -> int:  # type: ignore[override]
@@ -90,13 +98,44 @@ class PipelineExecutor(Executor):
 
     def shape(self) -> list[LayerShape]:
         """Return the shape of all stages' layers."""
-        return self._model.shape() + self.pipeline.shape
+        return self._model.shape() + self._shape_behind
 
-    def move_blocks(self, moved: Mapping[int, int]) -> None:
-        """Move KV blocks at the later stages, behind all batches in flight."""
-        self.pipeline.move(moved)
+    def collective(self, action: Any) -> int:
+        """Carry out `action` here, and send it behind all batches in flight."""
+        self._note(action)
+        self.carry_out(action)
+        return 0 if self.is_lost else self.pipeline.carry_out(action)
+
+    def _note(self, action: MorphActions) -> None:
+        """Note what becomes of halves of later stages: what is sent from here on runs on the new variant."""
+        if not isinstance(action, HalfActions) or action.layer < self._model.config.num_layers:
+            return
+        half, at = (action.layer, action.part), action.layer - self._model.config.num_layers
+        if isinstance(action, PrepareHalf):
+            self._prepared_behind[half] = action.precision
+        elif (precision := self._prepared_behind.pop(half, None)) and isinstance(action, InstallHalf):
+            self._shape_behind[at] = replace(self._shape_behind[at], **{action.part: precision})
+
+    def is_done(self, ticket: int) -> bool:
+        """Return whether all stages have carried out the action of `ticket`."""
+        return self.pipeline.is_done(ticket)
+
+    def statuses(self) -> list[Any]:
+        """Return the status of this worker and what the others told last."""
+        return [self.status(), *self.pipeline.statuses]
+
+    @property
+    def is_lost(self) -> bool:
+        """True if a stage is gone, or the pipeline has ended."""
+        return self._is_closed or self.pipeline.is_lost
+
+    def raise_lost(self) -> None:
+        """Raise PipelineLost if the pipeline has ended."""
+        if self.is_lost:
+            raise PipelineLost("the pipeline has ended")
 
     def close(self, reason: str) -> None:
         """Let the other stages give their pages back."""
+        self._is_closed = True
         self.pipeline.close(reason)
         self.ranks.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -40,7 +40,7 @@ class _RemoteRank:
     peer: messages.Peer
     link: Link
     joined: messages.PipelineJoined | None = None
-    has_started: bool = False
+    told: messages.StageStatus | None = None  # the last one, from its start on
 
 
 class Pipeline:
@@ -73,6 +73,8 @@ class Pipeline:
         self._sent: deque[tuple[int, float]] = deque()  # step, when
         self._done: deque[torch.Tensor] = deque()
         self._next_step = 0
+        self._carried: deque[tuple[int, float]] = deque()  # tickets of actions that are not done, when
+        self._last_ticket = 0
         self._lost = ""
         self.going = ""  # a worker that drains, and why
 
@@ -82,7 +84,9 @@ class Pipeline:
 
     # ----------------------------------------------------------------------------- coming together
 
-    def join(self, config: ModelConfig, dtype: torch.dtype, block_tokens: int, digest: str = "") -> None:
+    def join(
+        self, config: ModelConfig, dtype: torch.dtype, block_tokens: int, page_bytes: int, digest: str = ""
+    ) -> None:
         """Ask all workers, each for its layers. A stage that is being loaded answers when it is ready."""
         own = RemoteStage(config.first_layer, config.first_layer + config.num_layers, self.beside)
         for number, stage in enumerate([own, *self.behind]):
@@ -111,6 +115,7 @@ class Pipeline:
                     hidden_size=config.hidden_size,
                     dtype=str(dtype),
                     block_tokens=block_tokens,
+                    page_bytes=page_bytes,
                     digest=digest,
                     is_last=number == len(self.behind),
                     next=[] if rank else list(following),
@@ -147,7 +152,7 @@ class Pipeline:
     def is_started(self) -> bool:
         """True once all workers have their blocks. Raises PipelineLost."""
         self._read()
-        return all(each.has_started for each in self._ranks)
+        return len(self.statuses) == len(self._ranks)
 
     @property
     def _joined(self) -> list[messages.PipelineJoined]:
@@ -180,11 +185,27 @@ class Pipeline:
     def _step_message(self, work: ModelInput) -> messages.RunStage:
         return messages.RunStage(pipeline=self.id, step=self._next_step, work=work)
 
-    def move(self, moved: Mapping[int, int]) -> None:
-        """Move KV blocks (from -> to) in every stage, behind all steps that were sent."""
-        move = messages.MoveBlocks(pipeline=self.id, sources=list(moved), targets=list(moved.values()))
+    def carry_out(self, action: messages.MorphActions) -> int:
+        """Have every stage carry out `action` behind all steps that were sent. Returns a ticket."""
+        self._last_ticket += 1
+        self._carried.append((self._last_ticket, time.monotonic()))
         for stage in (0, 1):
-            self._send_to(stage, move)
+            self._send_to(stage, messages.CarryOut(pipeline=self.id, ticket=self._last_ticket, action=action))
+        return self._last_ticket
+
+    def is_done(self, ticket: int) -> bool:
+        """Return whether all other workers have carried out the action of `ticket`."""
+        return not self._carried or self._carried[0][0] > ticket
+
+    @property
+    def statuses(self) -> list[messages.MemberStatus]:
+        """The statuses that the other workers sent last, in the order of stages and ranks."""
+        return [each.told.status for each in self._ranks if each.told]
+
+    @property
+    def is_lost(self) -> bool:
+        """True if a worker is gone or did not answer in time."""
+        return bool(self._lost)
 
     def _send_to(self, stage: int, message: messages.Message, payload: Payload | None = None) -> None:
         for each in self._ranks:
@@ -195,7 +216,7 @@ class Pipeline:
         """Return the residual [R, H] of the oldest batch, uint8, if it is back. Raises PipelineLost."""
         self._read()
         if self._is_overdue:
-            self._lost = f"a step did not come back within {self.timeout_s:g} s"
+            self._lost = f"a step or an action did not come back within {self.timeout_s:g} s"
             raise PipelineLost(self._lost)
         if not self._done:
             return None
@@ -210,7 +231,9 @@ class Pipeline:
 
     @property
     def _is_overdue(self) -> bool:
-        return bool(self._sent) and not self._done and time.monotonic() > self._sent[0][1] + self.timeout_s
+        steps = [] if self._done else list(self._sent)[:1]
+        since = [began for _, began in (*steps, *list(self._carried)[:1])]
+        return bool(since) and time.monotonic() > min(since) + self.timeout_s
 
     def _read(self) -> None:
         while not self._lost:
@@ -231,8 +254,11 @@ class Pipeline:
                 return f"{where} is gone: {message}"
             case messages.PipelineJoined(reason=""):
                 sender.joined = message
-            case messages.PipelineStarted():
-                sender.has_started = True
+            case messages.StageStatus():
+                sender.told = message
+                done = min(each.told.ticket if each.told else 0 for each in self._ranks)
+                while self._carried and self._carried[0][0] <= done:
+                    self._carried.popleft()
             case messages.PipelineJoined():
                 return f"{where} does not join: {message.reason}"
             case messages.StageDraining():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from bus.messages import Stage
 from bus.morphs import Deploy
 from worker.model.config import ModelConfig
 from worker.model.layout import degrees
 from worker.model.shard import Shard
+from worker.morph.losses import Measured
 from worker.morph.run import NotApplied
 
 
@@ -50,6 +53,27 @@ def check_stages(config: ModelConfig, stages: list[Stage]) -> None:
     workers = [worker for stage in stages for worker in stage.workers]
     if len(set(workers)) < len(workers):
         raise NotApplied("failed", f"a worker has two places in the stages: {', '.join(workers)}")
+
+
+def in_turn(order: Sequence[int], stages: Sequence[Stage]) -> list[int]:
+    """Return the layers of all stages in turn, by the share of its layers that each has given before.
+
+    All stages have as many KV blocks: pages that one alone sets free are of no use. order: within a stage.
+    """
+    place = {layer: i for i, layer in enumerate(order)}
+    turns = []
+    for stage in stages:
+        own = sorted(range(stage.first, stage.end), key=place.__getitem__)
+        turns += [((i + 0.5) / len(own), layer) for i, layer in enumerate(own)]
+    return [layer for _, layer in sorted(turns)]
+
+
+def over_layers(measured: Measured) -> Measured:
+    """Return the losses with each layer's half at the mean of all: stages lose bits in turn (`in_turn`)."""
+    return {
+        precision: {part: [fmean(losses)] * len(losses) for part, losses in of_part.items()}
+        for precision, of_part in measured.items()
+    }
 
 
 def check_degree(config: ModelConfig, tp: int, max_tp: int) -> None:

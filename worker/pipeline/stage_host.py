@@ -9,6 +9,7 @@ import torch
 
 from worker.distributed.messages import EndPipeline, JoinPipeline, Peer, PipelineMessage, StageFailed
 from worker.distributed.transport import Link, Transport
+from worker.morph.target import MemberTarget
 from worker.pipeline.stage_runner import LoadedStage, RemoteStageRunner
 
 MAX_EARLY = 64  # leaders that came before their stage was loaded
@@ -51,6 +52,11 @@ class StageHost:
         if early:
             runner.put(*early, torch.empty(0))
         return runner
+
+    @property
+    def targets(self) -> list[MemberTarget]:
+        """The layers and the KV of the stages that run here."""
+        return [each.stage.target for each in self.runners if not each.is_over]
 
     @property
     def has_ranks(self) -> bool:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 import torch
 
@@ -19,6 +19,7 @@ from worker.engine.input_batch import attention_plan, to_tensor
 from worker.memory import KVCache
 from worker.model import Model
 from worker.model.shard import ALONE, Shard
+from worker.morph.target import MemberTarget
 from worker.pipeline.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -30,16 +31,21 @@ class _Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
-    """Layers of a model, or a shard of them, for a pipeline, and their KV cache, as large as possible."""
+    """Layers of a model, or a shard of them, for a pipeline, and their memory: as much KV as possible."""
 
     pipeline: str
     stage: int
     epoch: int
     model: Model
-    cache: KVCache
+    target: MemberTarget
     release: Callable[[], None]
     digest: str = ""
     shard: Shard = ALONE
+
+    @property
+    def cache(self) -> KVCache:
+        """The KV cache of these layers."""
+        return self.target.resizer.cache
 
     @property
     def name(self) -> str:
@@ -79,6 +85,8 @@ class RemoteStageRunner:
         self._source: Link | None = None  # over which steps come
         self._next: list[Link] = []  # links to the ranks of the next stage
         self._join: messages.JoinPipeline | None = None
+        self._told: tuple[int, ...] = ()  # the facts of the status that was sent last
+        self._ticket = 0  # of the last action that was carried out
         self._device = stage.cache.pool.backend.device
         on_met = partial(self._post, self._tell_started)
         self._ranks = Ranks(stage.shard, host, str(self._device), timeout_s, on_met)
@@ -107,14 +115,17 @@ class RemoteStageRunner:
 
     @property
     def can_step(self) -> bool:
-        return not self.is_over and not self._mail.empty()
+        return not self.is_over and (not self._mail.empty() or self._has_news)
 
     def step(self) -> None:
-        """Handle the first message in the mailbox. Raises only what makes the device unusable."""
+        """Handle the first message in the mailbox, and tell the leader of a new status.
+
+        Raises only what makes the device unusable.
+        """
         try:
-            self._mail.get_nowait()()
-        except Empty:
-            return
+            if not self._mail.empty():
+                self._mail.get_nowait()()
+            self._tell()
         except DEVICE_ERRORS:
             raise
         except _Refused as error:
@@ -167,9 +178,9 @@ class RemoteStageRunner:
             case messages.RunStage():
                 self._source = link
                 self._run(message, payload)
-            case messages.MoveBlocks():
+            case messages.CarryOut():
                 self._source = link
-                self._move(message)
+                self._carry_out(message)
             case messages.EndPipeline() if link is self._leader:
                 self.end(f"its leader {self._leader_name} ended it: {message.reason}")
             case messages.StartPipeline() | messages.EndPipeline():
@@ -212,6 +223,7 @@ class RemoteStageRunner:
             ("hidden size", config.hidden_size, join.hidden_size),
             ("dtype", str(stage.model.dtype), join.dtype),
             ("block_tokens", stage.cache.block_tokens, join.block_tokens),
+            ("size of a page", stage.cache.pool.page_bytes, join.page_bytes),
         ):
             if own != wanted:
                 return f"its {name} is {own}; {join.leader} wants {wanted}"
@@ -223,17 +235,36 @@ class RemoteStageRunner:
         cache = self.stage.cache
         if cache.num_blocks < start.blocks:
             raise _Refused(f"{start.blocks} KV blocks are wanted and it has {cache.num_blocks}")
-        cache.limit(start.blocks)
+        self.stage.target.resizer.keep(start.blocks)
         self._ranks.meet(start.rendezvous, start.store)
         self._tell_started()
+
+    @property
+    def _facts(self) -> tuple[int, ...]:
+        """The numbers that the status follows from: it is not made in each step, which costs more."""
+        target = self.stage.target
+        resizer = target.resizer
+        return self._ticket, resizer.cache.pool.num_free, resizer.reserve_pages, target.num_copied
+
+    @property
+    def _has_news(self) -> bool:
+        """True if the status is another than the leader knows."""
+        return self.has_started and self._facts != self._told
+
+    def _tell(self) -> None:
+        """Send the leader the status if it has changed."""
+        if not self.is_over and self._has_news:
+            assert self._leader
+            self._told, status = self._facts, self.stage.target.status()
+            told = messages.StageStatus(pipeline=self.pipeline, ticket=self._ticket, status=status)
+            self._leader.send(told)
 
     def _tell_started(self) -> None:
         """Answer the leader once the ranks of this stage have met."""
         if self.has_started or not self._ranks.have_met:
             return
         self.has_started = True
-        assert self._leader
-        self._leader.send(messages.PipelineStarted(pipeline=self.pipeline, stage=self.stage.stage))
+        self._tell()
 
     # ----------------------------------------------------------------------------- steps
 
@@ -255,7 +286,9 @@ class RemoteStageRunner:
         for link in self._next:
             link.send(run, made)
 
-    def _move(self, move: messages.MoveBlocks) -> None:
-        self.stage.cache.copy_blocks(dict(zip(move.sources, move.targets, strict=True)))
+    def _carry_out(self, sent: messages.CarryOut) -> None:
+        """Carry out an action of a morph behind the steps that came before, and pass it on."""
         for link in self._next:
-            link.send(move)
+            link.send(sent)
+        self.stage.target.carry_out_at_stage(sent.action)
+        self._ticket = sent.ticket

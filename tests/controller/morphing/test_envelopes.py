@@ -69,13 +69,14 @@ def test_a_deployment_rests_in_its_own_configuration_and_is_left_alone_until_tha
     assert strict.policy.loss_budget == 0.001
 
 
-def test_leaders_alone_get_one_and_no_pipeline_and_nobody_who_leaves() -> None:
+def test_leaders_alone_get_one_of_groups_and_pipelines_and_nobody_who_leaves() -> None:
     group = [
         worker("w0", instance("w0", workers=["w0", "w1"], tp=2)),
         worker("w1", instance("w1", workers=["w0", "w1"], tp=2)),
     ]
     assert list(envelopes(group, Policy(), {})) == ["m@w0"]
-    assert envelopes([worker("w0", instance(pp=2, workers=["w0", "w1"]))], Policy(), {}) == {}
+    line = [worker("w0", instance(pp=2, workers=["w0", "w1"])), worker("w1")]
+    assert envelopes(line, Policy(), {})["m@w0"][0] == "w0"
     assert envelopes([worker("w0", instance(), state="draining")], Policy(), {}) == {}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bus.messages import RejectReason, Stage
-from bus.morphs import Deploy, MorphReport, Swap
+from bus.morphs import Deploy, MorphReport, Resize, Swap
 from tests.support.deploy_models import Place, settings_for, write_model
 from worker.distributed.messages import Peer
 from worker.pipeline.stage_host import StageHost
@@ -242,9 +242,14 @@ def test_stages_in_few_bits_make_what_one_worker_makes(first: Path, long: Path, 
     hosts.until(lambda: not any(place.engine.has_work for place in hosts.places))
     assert hosts.leader.client.tokens["a"] == alone.client.tokens["a"]
     assert hosts.leader.client.reject_reasons["no"] is RejectReason.PRECISION_FLOOR
-    swap = hosts.leader.begin(Swap, epoch=0, instance="long@w0", count=1, precision="full")
-    end = hosts.leader.end_of(swap)
-    assert (end.state, "no full variant" in end.reason) == ("failed", True)
+    swap = hosts.leader.begin(Swap, epoch=0, instance="long@w0", count=LAYERS, precision="full")
+    hosts.until(lambda: hosts.leader._end(swap))
+    hosts.leader.submit("full", "long", prompt, 12, min_precision="full")
+    back = alone.begin(Swap, epoch=0, instance="long@w2", count=LAYERS, precision="full")
+    assert alone.end_of(back).state == hosts.ends([swap])[0].state == "applied"
+    alone.submit("full", "long", prompt, 12, min_precision="full")
+    hosts.until(lambda: not any(place.engine.has_work for place in hosts.places))
+    assert hosts.leader.client.tokens["full"] == alone.client.tokens["full"]
     hosts.close()
 
 
@@ -260,6 +265,96 @@ def test_a_pipeline_that_loses_a_stage_goes_with_every_page_and_its_requests_go_
     assert hosts.leader.client.reject_reasons["a"] is RejectReason.RETIRED
     (end,) = [one for one in hosts.leader.reports if one.kind == "retire" and one.state != "running"]
     assert (end.state, end.target) == ("applied", "long@w0")
+
+
+@pytest.mark.parametrize("num_applied", [0, 1, 6])
+def test_a_stage_that_goes_during_a_swap_costs_the_pipeline_and_no_page(
+    first: Path, long: Path, tmp_path: Path, num_applied: int
+) -> None:
+    hosts = Hosts(first, tmp_path, 3, memory_mb=3, variants=["int8", "int4"])
+    hosts.ends(hosts.deploy(long, [0, 1, 4, 5]))
+    instance = hosts.leader.engine.instances["long@w0"]
+    for i in range(40):
+        hosts.leader.submit(str(i), "long", [i + 1, 2, 3], 60)
+    hosts.until(lambda: hosts.leader.client.tokens.get("0"))
+    layers = list(range(LAYERS))
+    swap = hosts.leader.begin(Swap, epoch=0, instance="long@w0", layers=layers, precision="int4")
+    (stage,) = _stages(hosts.places[1]).targets
+
+    def is_time() -> bool:
+        halves = [half for layer in instance.shape for half in (layer.attention, layer.ffn)]
+        return sum(half == "int4" for half in halves) >= num_applied and bool(stage.prepared)
+
+    hosts.until(is_time)
+    _stages(hosts.places[1]).close()
+    hosts.until(lambda: "long@w0" not in hosts.leader.model_host.models)
+    hosts.until(hosts.is_as_before)
+    (end,) = hosts.ends([swap])
+    assert end.state == "failed" and "w1" in end.reason, end
+    assert hosts.leader.client.reject_reasons["39"] is RejectReason.RETIRED
+    for place in hosts.places:
+        place.check()
+    hosts.close()
+
+
+def test_a_stage_that_is_to_leave_ends_the_swap_and_waits_for_the_requests(
+    first: Path, long: Path, tmp_path: Path
+) -> None:
+    hosts = Hosts(first, tmp_path, 2, memory_mb=3, variants=["int8", "int4"])
+    hosts.ends(hosts.deploy(long, [0, 2, 5]))
+    hosts.leader.submit("a", "long", [1, 2, 3], 50, min_precision="full")
+    hosts.until(lambda: hosts.leader.client.tokens.get("a"))
+    fields = {"layers": [1, 3], "precision": "int4", "wait_s": 60.0}  # it waits for the request
+    swap = hosts.leader.begin(Swap, epoch=0, instance="long@w0", **fields)
+    _stages(hosts.places[1]).ask_to_end("w1 is draining")
+    assert "draining" in hosts.ends([swap])[0].reason
+    hosts.until(lambda: "long@w0" not in hosts.leader.model_host.models)
+    assert hosts.leader.client.ends["a"] == "length" and len(hosts.leader.client.tokens["a"]) == 50
+    hosts.until(hosts.is_as_before)
+    hosts.close()
+
+
+def test_a_leader_that_has_lent_kv_swaps_and_resizes_and_never_has_more_blocks_than_the_stages(
+    first: Path, long: Path, tmp_path: Path
+) -> None:
+    hosts = Hosts(first, tmp_path, 2, memory_mb=1, variants=["int4"], max_num_seqs=16)
+    hosts.ends(hosts.deploy(long, [0, 2, 5]))
+    leader = hosts.leader
+    resizer = leader.model_host.models["long@w0"].target.resizer
+    (stage,) = _stages(hosts.places[1]).targets
+    prompt, lent = [5, 6, 7, 8, 9, 10, 11], 0
+
+    def serve(name: str) -> None:
+        nonlocal lent
+        for i in range(16):
+            leader.submit(f"{name} {i}", "first", [i + 1] * 30, 30)
+        leader.submit(name, "long", prompt, 40)
+        while any(place.engine.has_work for place in hosts.places):
+            hosts.until(lambda: True)
+            for place in hosts.places:
+                place.step()
+            lent = max(lent, resizer.num_lent)
+            assert resizer.cache.pages_per_layer <= stage.resizer.cache.pages_per_layer
+
+    serve("before")
+    assert lent > 0, "nothing was lent: the test shows nothing"
+    orders: list[tuple[Any, dict[str, Any]]] = [
+        (Swap, {"layers": list(range(LAYERS)), "precision": "int4"}),
+        (Resize, {"blocks": 24}),
+        (Resize, {"blocks": 40}),
+    ]
+    for kind, fields in orders:
+        order = leader.begin(kind, epoch=0, instance="long@w0", wait_s=20.0, **fields)
+        serve(order)
+        assert hosts.ends([order])[0].state == "applied", hosts.ends([order])
+    serve("one")
+    resizer.vacate(resizer.min_blocks)
+    serve("two")
+    assert leader.client.tokens["one"] == leader.client.tokens["two"] != leader.client.tokens["before"]
+    leader.check()
+    leader.end_of(leader.retire("long"))
+    hosts.until(hosts.is_as_before)
+    hosts.close()
 
 
 def test_a_stage_that_is_to_leave_waits_for_the_requests_that_run(hosts: Hosts, long: Path) -> None:

@@ -276,7 +276,7 @@ def test_nobody_joins_without_the_key(folder: Path) -> None:
 
 
 def lead(folder: Path, leader: StageWorker, worker: StageWorker, key: bytes, why: str) -> None:
-    model, cache = load(folder, leader.pool, (0, 2), LIMITS, torch.float32)
+    model, cache, variants = load(folder, leader.pool, (0, 2), LIMITS, torch.float32)
     behind = [RemoteStage(2, 4, [Peer("w1", 1, worker.transport.address, key)])]
     steps = start_leading(
         "m@w0", "w0", model, cache, LIMITS, behind, blocks=10**6, timeout_s=5.0, wake=leader.wake
@@ -285,4 +285,4 @@ def lead(folder: Path, leader: StageWorker, worker: StageWorker, key: bytes, why
         while True:
             next(steps)
             time.sleep(0.005)
-    release(model, cache)
+    release(model, cache, variants)

@@ -102,7 +102,7 @@ def test_blocks_that_move_at_the_leader_move_at_every_stage_behind_what_is_on_it
     folder: Path, prompts: list[list[int]], expected: list[list[int]], tp: int
 ) -> None:
     with Line(folder, [0, 1, 4, 5], tp=tp) as line:
-        resizer = KVResizer(line.instance, line.cache, reserve_pages=0, useful_pages=10_000)
+        resizer = line.target.resizer
         for i, prompt in enumerate(prompts):
             line.submit(str(i), prompt, NUM_NEW)
             line.submit(f"first {i}", prompt, 1)  # it ends soon and leaves a hole below
@@ -125,7 +125,7 @@ def test_beginnings_are_found_behind_batches_in_flight_cancels_preemptions_and_m
     limits = replace(LIMITS, prefix_cache=True)
     with Line(folder, [0, 1, 3, 5], tp=tp, blocks=40, max_blocks=40, limits=limits) as line:
         expect_no_growth(line.instance.scheduler)
-        resizer = KVResizer(line.instance, line.cache, reserve_pages=0, useful_pages=10_000)
+        resizer = line.target.resizer
         for name, prompt in asked.items():
             line.submit(f"gone {name}", prompt[:-1], 40)
             line.submit(name, prompt, NUM_NEW)
