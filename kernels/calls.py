@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.packing import TILE
 from kernels.plan import AttentionPlan
 from kernels.quantized import QuantizedWeight, dequantize
 from kernels.registry import kernel
@@ -28,7 +29,11 @@ __all__ = [
 ]
 
 
-@kernel(cpu="kernels.cpu.rows", cuda="kernels.gpu.rows")
+@kernel(
+    lambda s: [(x, s.tensor(x.shape[-1]), 1e-5) for x in (s.x, s.q, s.k)],
+    cpu="kernels.cpu.rows",
+    cuda="kernels.gpu.rows",
+)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x [..., H] * rsqrt(mean(x^2) + eps) * weight [H], contiguous (RMSNorm, Zhang & Sennrich 2019).
 
@@ -39,14 +44,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (weight.float() * x32.to(x.dtype).float()).to(x.dtype)
 
 
-@kernel(cpu="kernels.cpu.rows", cuda="kernels.gpu.rows")
+@kernel(
+    lambda s: [(s.x, s.x, s.tensor(s.hidden_size), 1e-5)], cpu="kernels.cpu.rows", cuda="kernels.gpu.rows"
+)
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Add x [T, H] to residual [T, H] in place; return rms_norm(residual, weight, eps)."""
     residual.add_(x)
     return rms_norm.reference(residual, weight, eps)
 
 
-@kernel(cpu="kernels.cpu.rows", cuda="kernels.gpu.rows")
+@kernel(lambda s: [(s.q, s.k, s.plan.positions, s.cos_sin)], cpu="kernels.cpu.rows", cuda="kernels.gpu.rows")
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
     """Rotate q [T, Hq, D] and k [T, Hkv, D] in place by positions int64 [T] (RoFormer, Su et al. 2021).
 
@@ -59,7 +66,7 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         x.copy_(torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1))
 
 
-@kernel(cpu="kernels.cpu.rows", cuda="kernels.gpu.rows")
+@kernel(lambda s: [(s.gate, s.gate)], cpu="kernels.cpu.rows", cuda="kernels.gpu.rows")
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Return gate * sigmoid(gate) * up [T, I], a new tensor (SwiGLU, Shazeer 2020).
 
@@ -68,13 +75,13 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return (F.silu(gate.float()) * up.float()).to(gate.dtype)
 
 
-@kernel(cpu="kernels.cpu.products")
+@kernel(lambda s: s.products(TILE, s.hidden_size), cpu="kernels.cpu.products")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N]."""
     return F.linear(x, weight, bias)
 
 
-@kernel(cpu="kernels.cpu.products", cuda="kernels.batched")
+@kernel(lambda s: s.products(2, TILE, s.hidden_size), cpu="kernels.cpu.products", cuda="kernels.batched")
 def stacked_linear(x: Tensor, weights: Tensor) -> Tensor:
     """Return x [T, K] times each of the M matrices weights [M, N, K], transposed: [T, M, N].
 
@@ -83,13 +90,13 @@ def stacked_linear(x: Tensor, weights: Tensor) -> Tensor:
     return torch.stack([F.linear(x, weight) for weight in weights], 1)
 
 
-@kernel(cpu="kernels.cpu.products")
+@kernel(lambda s: s.products(s.hidden_size, TILE), cpu="kernels.cpu.products")
 def linear_t(x: Tensor, weight: Tensor) -> Tensor:
     """Return x [T, K] times weight [K, N], which is stored with its inputs outermost: [T, N]."""
     return torch.matmul(x, weight)
 
 
-@kernel(cpu="kernels.cpu.quantized", cuda="kernels.gpu.quantized")
+@kernel(lambda s: s.quantized(), cpu="kernels.cpu.quantized", cuda="kernels.gpu.quantized")
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """Return x [T, K] times the matrix [N, K] that `weight` stands for, transposed, plus bias [N]: [T, N].
 
@@ -101,7 +108,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
     return F.linear(x32, dequantize(weight), None if bias is None else bias.float()).to(x.dtype)
 
 
-@kernel(cpu="kernels.cpu.rows", cuda="kernels.gpu.rows")
+@kernel(lambda s: [(s.k, s.k, s.kv, s.plan.slot_mapping)], cpu="kernels.cpu.rows", cuda="kernels.gpu.rows")
 def store_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
     """Write k and v [T, Hkv, D] into the cache kv [B, Hkv, 2, bt, D] at slot_mapping int64 [T].
 
@@ -114,7 +121,11 @@ def store_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
     kv[:, :, 1][blocks, :, offsets] = v
 
 
-@kernel(cpu="kernels.cpu.attention", cuda="kernels.gpu.attention")
+@kernel(
+    lambda s: [(s.q, s.kv, s.plan, s.head_dim**-0.5)],
+    cpu="kernels.cpu.attention",
+    cuda="kernels.gpu.attention",
+)
 def paged_attention(
     q: Tensor,
     kv: Tensor,
@@ -152,7 +163,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_windo
     return (weights @ values.repeat_interleave(group, 0)).transpose(0, 1).to(q.dtype)
 
 
-@kernel(cuda="kernels.gpu.rows")
+@kernel(lambda s: [(s.kv, torch.tensor([0]), torch.tensor([1]))], cuda="kernels.gpu.rows")
 def copy_blocks(kv: Tensor, src: Tensor, dst: Tensor) -> None:
     """Copy kv[src[i]] to kv[dst[i]] for block ids int64 [n]. No block may be both a source and a target."""
     kv[dst] = kv[src]

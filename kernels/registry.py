@@ -7,7 +7,7 @@ TRITON_INTERPRET=1 runs on CPU tensors too.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import update_wrapper
@@ -15,6 +15,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+Examples = Callable[[Any], Iterable[tuple[Any, ...]]]
 
 BACKENDS = ("reference", "cpu", "cuda")
 
@@ -40,11 +42,15 @@ def backend_of(tensor: Any) -> str:
 
 
 class KernelCall(Generic[P, R]):
-    """The public call of a kernel; its first argument is a tensor. `reference` is its plain torch."""
+    """The public call of a kernel; its first argument is a tensor. `reference` is its plain torch.
 
-    def __init__(self, reference: Callable[P, R], modules: dict[str, str]) -> None:
+    `examples(sizes)` are some arguments for it (`kernels.examples.Sizes`).
+    """
+
+    def __init__(self, reference: Callable[P, R], examples: Examples, modules: dict[str, str]) -> None:
         update_wrapper(self, reference)
         self.reference = reference
+        self.examples = examples
         self._modules = modules
         self._found: dict[str, Callable[P, R]] = {}
 
@@ -59,10 +65,19 @@ class KernelCall(Generic[P, R]):
         return self._found[backend]
 
 
-def kernel(**modules: str) -> Callable[[Callable[P, R]], KernelCall[P, R]]:
+KERNELS: list[KernelCall[Any, Any]] = []  # every kernel, as declared
+
+
+def kernel(examples: Examples, **modules: str) -> Callable[[Callable[P, R]], KernelCall[P, R]]:
     """Declare a kernel by its plain torch function.
 
+    examples: what compiles all that the kernel has; it is run before serving, and compared with plain torch.
     modules: for each backend that has an own implementation, the module with a function of the same name. It
     is imported at its first call, so a machine without a GPU never imports Triton.
     """
-    return lambda reference: KernelCall(reference, modules)
+
+    def declare(reference: Callable[P, R]) -> KernelCall[P, R]:
+        KERNELS.append(KernelCall(reference, examples, modules))
+        return KERNELS[-1]
+
+    return declare

@@ -13,14 +13,18 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import torch
 
 import kernels
 from bench.kernels.quantized_checks import quantized_checks
 from kernels import AttentionPlan
+from kernels.examples import Sizes
+from kernels.registry import KERNELS, KernelCall
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Two roundings of the last bit of values around 1; the interpreter truncates to bfloat16 instead of rounding.
@@ -82,9 +86,36 @@ def dense_checks(backend: str, device: str) -> Iterator[Check]:
         if case is not CASES[0] and dtype == torch.float16:
             continue  # bfloat16 takes the same ways; this keeps the interpreter's run short
         yield f"attention: {case.name}, {dtype}", partial(check_attention, backend, device, case, dtype)
+    for call, dtype in itertools.product(KERNELS, DTYPES):
+        name = f"examples of {call.reference.__name__}, {dtype}"
+        yield name, partial(check_examples, backend, device, call, dtype)
     for check, dtype in itertools.product(ROW_CHECKS, DTYPES):
         name = check.__name__.removeprefix("check_").replace("_", " ")
         yield f"{name}, {dtype}", partial(check, backend, device, dtype)
+
+
+def check_examples(backend: str, device: str, call: KernelCall[Any, Any], dtype: torch.dtype) -> None:
+    """Compare a kernel with its plain torch on the arguments that it is declared with, in small."""
+    random = torch.Generator(device).manual_seed(0)
+    sizes = Sizes(
+        dtype=dtype,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        block_tokens=16,
+        hidden_size=128,
+        intermediate_size=192,
+        make=partial(torch.randn, generator=random),
+    )
+    with torch.device(device):
+        for arguments in call.examples(sizes):
+            wanted = deepcopy(arguments)  # kernels may write to their arguments
+            expected = call.reference(*wanted)
+            with kernels.use_backend(backend):
+                made = call(*arguments)
+            for result, should_be in zip((made, *arguments), (expected, *wanted), strict=True):
+                if isinstance(result, torch.Tensor) and result.is_floating_point():
+                    assert_close(result, should_be.cpu())
 
 
 def check_attention(backend: str, device: str, case: AttentionCase, dtype: torch.dtype) -> None:

@@ -1,0 +1,98 @@
+"""Small arguments of the calls, in a model's sizes: to compile kernels with, and to check them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.packing import TILE, packed_size
+from kernels.plan import AttentionPlan
+from kernels.quantized import GROUP_STEP, QuantizedWeight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The sizes of a model; `make` fills tensors. Tensors are new each time, on torch's default device."""
+
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_tokens: int
+    hidden_size: int
+    intermediate_size: int
+    bits: tuple[int, ...] = ()
+    make: Callable[..., Tensor] = torch.zeros
+
+    @property
+    def chunk(self) -> int:
+        """The tokens of a prefill; one decode follows."""
+        return min(self.block_tokens, 16) if self.block_tokens > 1 else 1
+
+    @property
+    def plan(self) -> AttentionPlan:
+        """A chunk of up to a block's tokens in block 0 and a decode in block 1."""
+        chunk = self.chunk
+        return AttentionPlan(
+            cu_seqlens_q=torch.tensor([0, chunk, chunk + 1], dtype=torch.int32),
+            context_lens=torch.tensor([chunk, 1], dtype=torch.int32),
+            block_table=torch.tensor([[0], [1]], dtype=torch.int32),
+            slot_mapping=torch.cat([torch.arange(chunk), torch.tensor([self.block_tokens])]),
+            positions=torch.cat([torch.arange(chunk), torch.tensor([0])]),
+            max_q_len=chunk,
+            max_context_len=chunk,
+        )
+
+    def tensor(self, *shape: int) -> Tensor:
+        return self.make(shape, dtype=self.dtype)
+
+    @property
+    def x(self) -> Tensor:
+        return self.tensor(self.chunk + 1, self.hidden_size)
+
+    @property
+    def gate(self) -> Tensor:
+        return self.tensor(self.chunk + 1, self.intermediate_size)
+
+    @property
+    def q(self) -> Tensor:
+        return self.tensor(self.chunk + 1, self.num_heads, self.head_dim)
+
+    @property
+    def k(self) -> Tensor:
+        return self.tensor(self.chunk + 1, self.num_kv_heads, self.head_dim)
+
+    @property
+    def kv(self) -> Tensor:
+        return self.tensor(2, self.num_kv_heads, 2, self.block_tokens, self.head_dim)
+
+    @property
+    def cos_sin(self) -> Tensor:
+        return self.make((self.chunk + 1, self.head_dim), dtype=torch.float32)
+
+    def products(self, *shape: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield inputs and weights of a product: a kernel for few tokens and one for more."""
+        for tokens in (None, 1):
+            yield self.x[:tokens], self.tensor(*shape)
+
+    def quantized(self) -> Iterator[tuple[Any, ...]]:
+        """Yield a product for each path: by number of tokens, by input scale and, on a GPU, split or not."""
+        inputs = max(TILE, self.hidden_size // TILE * TILE)
+        scale = torch.ones(inputs)
+        is_cpu = scale.device.type == "cpu"
+        sizes = (TILE,) if is_cpu else (TILE, 512 * TILE)
+        groups = (TILE, GROUP_STEP) if is_cpu else (TILE,)  # some kernels of a CPU take whole tiles only
+        for bits, outputs, tokens, input_scale, group in itertools.product(
+            self.bits, sizes, (1, 17, 33, 65), (None, scale), groups
+        ):
+            level = torch.zeros(1, 1, inputs // group)
+            row = torch.zeros(1, 1, packed_size(inputs, bits), dtype=torch.uint8)
+            parts = (row, level.half(), level.to(torch.uint8))
+            codes, scales, zeros = (part.expand(1, outputs, -1) for part in parts)
+            weight = QuantizedWeight(codes, scales, zeros, bits, group, "outputs", input_scale)
+            yield self.tensor(tokens, inputs), weight
