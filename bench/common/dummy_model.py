@@ -31,7 +31,7 @@ def _config(
 
 
 CONFIGS: dict[str, dict[str, int]] = {
-    "4M": _config(256, 2, 8, 4, 1408),  # its FFN is to its KV of a token as that of 30M
+    "4M": _config(256, 2, 8, 4, 1408),  # the FFN is to the KV of a token as that of 30M
     "30M": _config(512, 8, 8, 4, 1408),
     "50M": _config(512, 14, 8, 8, 1408),  # layers of 30M with a KV head for every head, and more of them
     "60M": _config(512, 18, 8, 4, 1408),  # more of the layers of 30M

@@ -24,7 +24,7 @@ from instar.replay.schemas import Arrival
 from instar.replay.wire import Exchange, ServerAddress
 
 MODEL: Final = "demo"
-VOCABULARY: Final = range(16, 4096)  # of the demo model and the dummies, without special tokens
+VOCABULARY: Final = range(16, 4096)  # token ids of the demo model and the dummies, without special tokens
 WATCH_S: Final = 10.0  # between two calls of `watch`
 
 

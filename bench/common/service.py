@@ -131,7 +131,7 @@ class Service:
     settings: dict[str, str] = field(default_factory=dict)
     model: Path = DEMO
     redis_port: int = 0
-    redis_url: str = ""  # where the services find Redis; tests put a proxy between by naming its address
+    redis_url: str = ""  # address of Redis for the services; tests name a proxy's
     worker_redis_urls: dict[str, str] = field(default_factory=dict)
     append_only: bool = False
     redis_args: tuple[str, ...] = ()

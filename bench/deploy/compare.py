@@ -40,7 +40,7 @@ from controller.planning.intent import preference
 
 MODELS = ("demo", "30M", "60M")
 REQUEST = Intent(prompt_tokens=160, output_tokens=32)
-LEAST_REQUESTS = 3  # of a configuration in a round
+LEAST_REQUESTS = 3  # requests of a configuration in a round
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ FIXED: Final = {
     "maximum PP": Configuration(pp=NUM_WORKERS),
     "one worker": Configuration(),
 }  # all unquantised
-LEAST_SLACK: Final = 1.5  # of a limit of latency, over the lowest there is
+LEAST_SLACK: Final = 1.5  # limit of latency, over the lowest there is
 SECONDS_PER_HOUR: Final = 3600.0
 SLO: Final = "latency SLO"
 

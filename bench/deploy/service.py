@@ -23,9 +23,9 @@ SETTINGS: Final = STEADY | {
     "WORKER__MEMORY_MB": "640",
     "WORKER__QUANTIZATION": "rtn",  # dummies have nothing to calibrate
     "CONTROLLER__PLACEMENT": "least-loaded",
-    "CONTROLLER__CHANGE_COOLDOWN_S": "3600",  # what is compared stays where it is
+    "CONTROLLER__CHANGE_COOLDOWN_S": "3600",  # compared deployments stay where they are
 }
-MEASURE_S: Final = 300.0  # for a model at most: a minute of steps, and its cuts
+MEASURE_S: Final = 300.0  # most for a model: a minute of steps, and its cuts
 LOAD_S: Final = 120.0
 REQUEST_S: Final = 300.0
 REPORT_S: Final = 1.2  # after which an idle worker has reported its pages

@@ -34,7 +34,7 @@ from worker.engine.engine import Engine
 SIZE = "30M"
 BARS = {"generate": 2.5, "generate_batch": 5.0}
 STATIC_BATCH = 8
-CONCURRENT = 6  # of generate_batch: the fastest of 4, 6, 8, 16, 32, see bench/LOG.md
+CONCURRENT = 6  # requests of generate_batch: the fastest of 4, 6, 8, 16, 32, see bench/LOG.md
 PAGE_SIZE = 256
 
 Prompts = list[list[int]]

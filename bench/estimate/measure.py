@@ -60,17 +60,17 @@ INTENTS = [
     for tokens, outputs, size in ((64, 32, 1), (384, 32, 1), (96, 32, 2), (200, 16, 8))
 ]
 NUM_STAGES = (2, 4)
-SIZES = ("30M", "100M, 32 layers", "300M, 24 layers")  # what a quarter of an hour is enough for
+SIZES = ("30M", "100M, 32 layers", "300M, 24 layers")  # sizes for which a quarter of an hour is enough
 SHAPE = EngineShape()
 MAX_TP = 2
-PROFILE_TURN_S, TURN_S = 1.0, 0.5  # of the fingerprints, and of the whole in one shape
+PROFILE_TURN_S, TURN_S = 1.0, 0.5  # turns of the fingerprints, and of the whole in one shape
 BUDGET_MIB = 5120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    seconds: float  # for the runs of a whole model in one shape; once through all cases at least
-    max_rounds: int  # of a profile
+    seconds: float  # time for a whole model in one shape; all cases run once at least
+    max_rounds: int  # rounds of a profile
     threads: int
     uses_cpu_time: bool
 

@@ -16,7 +16,7 @@ from controller.planning.estimates import estimate_all
 from controller.planning.intent import preference
 
 MEMORY_BAR, LATENCY_BAR, CHOICE_BAR, COST_BAR = 0.05, 0.10, 0.9, 6.0
-NEAR = 0.05  # of the truly best: as good a choice
+NEAR = 0.05  # distance from the truly best that is as good a choice
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 Choice = tuple[str, str, str, str, float]  # model, what for, chosen, truly best, how much worse the chosen is
 
@@ -28,7 +28,7 @@ class MeasuredModel:
     name: str
     profile: Profile
     truth: dict[Case, Found]
-    whole_bytes: int  # that measuring the whole model takes at once, on one device
+    whole_bytes: int  # bytes that measuring the whole model takes at once, on one device
 
     def estimates(self, intent: Intent) -> list[Estimate]:
         """Return the estimates of all configurations that were run for this intent."""

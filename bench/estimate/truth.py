@@ -32,7 +32,7 @@ class Found:
     """The truth of one configuration and one intent's requests."""
 
     latency_s: float  # the median of all runs
-    memory_bytes: int  # of all devices together
+    memory_bytes: int  # sum of all devices
     num_runs: int
 
 

@@ -43,8 +43,8 @@ from worker.profiler.fingerprint import CutPlan
 from worker.profiler.grid import LEAST_ROUNDS, MAX_ROUNDS, ROUNDS, Grid, Point
 from worker.profiler.profiler import Profiler
 
-POOL_SHARE = 0.85  # of the free memory; activations and what libraries keep is not in pages
-WAIT_S = 0.01  # while kernels are compiled in another thread
+POOL_SHARE = 0.85  # share of the free memory; the rest is for activations and libraries
+WAIT_S = 0.01  # interval while another thread compiles kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ CPU = FingerprintSizes(
 
 def measure(device: torch.device, sizes: FingerprintSizes) -> dict[str, Any]:
     """Return `rows` by precision and request, `errors` by precision, and why precisions were `left_out`."""
-    _give_back()  # what was measured before
+    _give_back()  # free what was measured before
     budget = sizes.pool_bytes or int(torch.cuda.mem_get_info(device)[0] * POOL_SHARE)
     config, pool = config_of(sizes), make_pool(device, budget)
     try:

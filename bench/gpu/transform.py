@@ -42,7 +42,7 @@ CALLS, ROUNDS = 20, 5
 @dataclass(frozen=True, slots=True)
 class TransformSizes:
     page_bytes: int
-    layer_pages: int  # of the FFN of a layer
+    layer_pages: int  # pages of the FFN of a layer
     attention: AttentionCase  # at TP1
     kv: transform_kv.Sizes
     stage_bytes: int
@@ -51,7 +51,7 @@ class TransformSizes:
 
 GPU = TransformSizes(
     page_bytes=2 * MIB,
-    layer_pages=168,  # of an 8B model in bfloat16
+    layer_pages=168,  # pages of an 8B model in bfloat16
     attention=AttentionCase(
         "of an 8B model", ((1, 2048),) * 15 + ((300, 1000),), num_heads=32, num_kv_heads=8, head_dim=128
     ),

@@ -74,7 +74,7 @@ def measure(sizes: Workers, device: str, dtype: str) -> dict[str, Any]:
                     made = leader.ask(worker, "end", AFTERWARDS)
                     requests += [(prompts[name], tokens) for name, tokens in made.items()]
     if dtype != "float32":
-        oracle = oracle.to(getattr(torch, dtype)).float()  # of the weights as the workers have them
+        oracle = oracle.to(getattr(torch, dtype)).float()  # oracle of the weights as the workers have them
     return {"dtype": dtype, "changes": [_cost(change) for change in changes]} | _compare(
         oracle.to(device), requests, getattr(torch, dtype)
     )
@@ -124,7 +124,7 @@ def _compare(
                 problems.append(
                     f"token {at} of {len(made)}, {kind}: {missed:.3g} less likely than the oracle's"
                 )
-                break  # of this request: what follows says no more
+                break  # the rest of this request says no more
     for kind, differences in off.items():
         if max(differences) > tolerance:
             problems.append(f"{kind}: off by {max(differences):.3g} in a log-probability")

@@ -297,7 +297,7 @@ def check_products_of_one_row(backend: str, device: str, dtype: torch.dtype) -> 
 def check_stacked_products(backend: str, device: str, dtype: torch.dtype) -> None:
     for tokens, inputs, outputs in itertools.product((1, 2, 16, 64, 100), (48, 512), (16, 33, 200)):
         x, stored = _randn(tokens, inputs, dtype=dtype), _randn(3, outputs + 7, inputs + 16, dtype=dtype)
-        stored[:, outputs:], stored[..., inputs:] = torch.nan, torch.nan  # what lies between is not read
+        stored[:, outputs:], stored[..., inputs:] = torch.nan, torch.nan  # the part in between is not read
         weights = stored[:, :outputs, :inputs]
         expected = torch.einsum("tk,mnk->tmn", x.double(), weights.double())
         x, weights = x.to(device), stored.to(device)[:, :outputs, :inputs]

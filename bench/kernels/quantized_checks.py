@@ -22,7 +22,7 @@ from kernels.quantized import QuantizedWeight, Split
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GROUPS = (32, 64, 96, 192)  # half a tile, a tile, no whole tiles, all inputs of a unit
 INPUTS = 192
-OUTPUTS = (48, 50, 3)  # of a unit; whole vectors on the CPU, and what is none
+OUTPUTS = (48, 50, 3)  # outputs of a unit: whole vectors on the CPU, and others
 TOKENS = (0, 1, 3, 6, 15, 16, 70)
 
 AssertClose = Callable[[torch.Tensor, torch.Tensor], None]

@@ -27,9 +27,9 @@ from bench.morph.report import DEFAULT, FULL, INT4, TTFT_LIMIT_S, MorphRun, bars
 from bench.morph.service import PRECISION, MorphService, Way
 
 NUM_SATURATING: Final = 192  # requests at once, more than end while the service is saturated
-CALM_SHARE: Final = 0.3  # of what full precision can do
-BURST_SHARE: Final = 0.8  # of what the default mode's most swapped shape can do
-MIN_OVERLOAD: Final = 1.25  # of full precision by the burst; below that there is little to see
+CALM_SHARE: Final = 0.3  # share of what full precision can do
+BURST_SHARE: Final = 0.8  # share of what the default mode's most swapped shape can do
+MIN_OVERLOAD: Final = 1.25  # overload of full precision by the burst; below it little is to be seen
 
 
 def ways(num_layers: int) -> list[Way]:

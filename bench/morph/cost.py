@@ -48,14 +48,14 @@ from worker.service.start_up import load
 from worker.shape.variants import LayerVariants
 
 SEQUENCES, PROMPT_TOKENS = 8, 64
-STEPS = 24  # of a part with no swap, at least
+STEPS = 24  # least steps of a part without a swap
 WAYS: tuple[Precision, Precision] = ("int4", "full")
 
 
 @dataclass(frozen=True)
 class CostCase:
-    name: str  # of a dummy model
-    layer: int  # that is swapped
+    name: str  # dummy model
+    layer: int  # layer that is swapped
     budget_mb: int
     swaps: int  # each way
 

@@ -16,7 +16,7 @@ from bus.names import Names
 
 # models/demo in float32 is 27.6 MB; what is left for the KV cache is little more than a third of that.
 BUDGET_MB: Final = 33
-PRECISION: Final = "int4"  # of the layers that a way swaps
+PRECISION: Final = "int4"  # precision of the layers that a way swaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Sample:
     kv_used: int
     running: int
     waiting: int
-    waited_s: float  # by the first request in the queue
+    waited_s: float  # wait of the first request in the queue
     layers_below_full: int
     preemptions: int
 

@@ -39,8 +39,8 @@ from bench.peers.workloads import (
 INSTAR: Final = "Instar"
 LLAMA: Final = "llama.cpp"
 TRANSFORMERS: Final = "transformers"
-MEMORY_MB: Final = 4096  # of Instar: the weights of the largest model and the KV of 64 long requests
-SLACK_TOKENS: Final = 64  # of llama.cpp's context for each request, above the longest
+MEMORY_MB: Final = 4096  # memory of Instar: the largest weights and the KV of 64 long requests
+SLACK_TOKENS: Final = 64  # spare context of llama.cpp for each request
 START_S: Final = 600.0  # the first start of a worker compiles kernels
 
 

@@ -19,7 +19,7 @@ from bench.common.dummy_model import generate, load_transformers
 from bench.common.processes import END
 from bench.peers.workloads import AT_ONCE, ONE_BY_ONE, PeerLoad, WorkloadValues
 
-NAME: Final = "measure"  # of the call that is answered
+NAME: Final = "measure"  # name of the call that is answered
 
 
 class StepClock:

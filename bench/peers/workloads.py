@@ -27,7 +27,7 @@ ONE_BY_ONE: Final = "one by one"
 OPEN_LOOP: Final = "open loop"
 WORKLOADS: Final = (AT_ONCE, ONE_BY_ONE, OPEN_LOOP)
 DIALECT: Final = Dialect(precision=False)  # the fields that both servers know
-PATIENCE_S: Final = 1800.0  # for what is sent at once, and for the rest of an open loop
+PATIENCE_S: Final = 1800.0  # patience with a closed load, and with the rest of an open loop
 
 Prompt = list[int]
 Values = dict[str, float]

@@ -44,7 +44,7 @@ class Trace:
     """
 
     deployments: list[float]
-    levels: list[tuple[float, float]]  # from when on, which
+    levels: list[tuple[float, float]]  # levels and their beginnings
     arrivals: list[list[float]]
 
 
@@ -103,7 +103,7 @@ class Finished:
     model: int
     arrived_s: float
     latency_s: float
-    alone_s: float  # what it takes on devices of its own
+    alone_s: float  # time on devices of its own
 
 
 @dataclass(slots=True)

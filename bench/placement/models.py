@@ -18,12 +18,12 @@ from bus.deployments import (
 )
 
 DEVICE_BYTES = 48 * 10**9
-USABLE = 0.9  # of a device's memory
+USABLE = 0.9  # share of a device's memory
 BANDWIDTH, BANDWIDTH_SHARE = 768e9, 0.7  # bytes a second, and what a decode gets of it
 FLOPS, FLOPS_SHARE = 155e12, 0.5  # half precision, dense; and what a prompt gets of it
 ALL_REDUCE_S, ALL_REDUCE_BYTES_S = 20e-6, 50e9  # over NVLink between two: to begin with, and then
 ELEMENT_BYTES, BLOCK_TOKENS = 2, 16
-STEP_S = 1e-3  # of a step beside its layers: sampling, launches
+STEP_S = 1e-3  # time of a step beside its layers: sampling, launches
 DEGREES = (1, 2)
 LINKS: tuple[LinkKind, ...] = ("all_reduce", "hop")
 

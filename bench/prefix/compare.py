@@ -28,7 +28,7 @@ from bench.common.results import bar, conclude, digits, parser, quantile, say, s
 from bench.common.service import STEADY, Service
 
 BEGINNING_TOKENS: Final = 1000
-TURN_TOKENS: Final = 24  # of the user, and the same of the answer
+TURN_TOKENS: Final = 24  # tokens of the user, and as many of the answer
 UNLIKE_TOKENS: Final = 400
 # Of the demo model's vocabulary, mostly a token each.
 WORDS: Final = (

@@ -28,7 +28,7 @@ from bench.profiling.service import ProfileService
 
 NUM_SATURATING = 192  # requests at once, more than end while the worker is saturated
 ROUNDS_S = 120.0  # until a profile on the idle worker comes to its rounds
-PIECE_S = 30.0  # of the load beside a whole profile
+PIECE_S = 30.0  # length of the load beside a whole profile
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ WITHOUT: Final = "without"
 LOADING: Final = "from the beginning"  # reads cut, embedding and head, and makes every precision
 MEASURING: Final = "rounds"  # dummy requests
 WHOLE: Final = "whole"  # one profile from its beginning to its end
-BESIDE: Final = (LOADING, MEASURING)  # what takes turns with the load alone
+BESIDE: Final = (LOADING, MEASURING)  # phases that take turns with the load alone
 QUANTITIES: Final = ("ttft", "tpot", "longest_pause")  # seconds of each request
 
 

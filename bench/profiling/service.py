@@ -25,7 +25,7 @@ SETTINGS: Final = STEADY | {
 }
 WORKER: Final = "w0"
 OTHER: Final = "other"  # the model that is profiled
-ENDS_S: Final = 30.0  # for a profile that is cancelled, and for requests at their end
+ENDS_S: Final = 30.0  # time for a cancelled profile and for the last requests
 REST_S: Final = 1.0  # between a window and the next
 
 

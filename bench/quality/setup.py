@@ -38,7 +38,7 @@ class QualityModel:
 def held_out(tokens: int, count: int) -> torch.Tensor:
     """Return windows spread evenly over text that the model was not trained on, int64 [count, tokens + 1]."""
     if str(MODELS) not in sys.path:
-        sys.path.insert(0, str(MODELS))  # where the model's recipe is, as for its own script
+        sys.path.insert(0, str(MODELS))  # path of the model's recipe, as for its own script
     from recipe.corpus import load_corpus
     from recipe.tokenizer import EOS
 

@@ -39,7 +39,7 @@ RATE = {1: 448.0, 2: 670.0, 4: 767.0}
 NUM_LAYERS = 64
 TRANSFORM_SLOWDOWN = 1.01
 SHORTEST_TRANSFORM_STEP_S = 2.240 / NUM_LAYERS
-CHUNK_TOKENS = 512  # in one step of an instance: its decodes, and of prompts what is left
+CHUNK_TOKENS = 512  # tokens of one step: decodes, and the rest for prompts
 
 SHORT_PROMPT, SHORT_OUTPUT = 1 * K, 118  # output: 10.3 % of the whole, §5
 LONG_PROMPT, LONG_OUTPUT = 50 * K, 4096  # a minute in a group of 4: the next one overlaps it, as in Figure 13

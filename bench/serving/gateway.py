@@ -104,7 +104,7 @@ class UnawarePlacement(Placement):
         super().__init__(cluster, table, *args, **named)
         self._pick = pick
         self._orders = orders
-        self._made: dict[str, LongRequestGroup] = {}  # for which request
+        self._made: dict[str, LongRequestGroup] = {}  # request of the group
 
     def find(self, state: RequestState) -> Candidate | Wait | None:
         instances = self._cluster.ready(state.request.model)

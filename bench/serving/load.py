@@ -13,7 +13,7 @@ from instar.replay import schemas
 from instar.replay.outcomes import UNFINISHED, RequestOutcome
 from instar.replay.requests import Dialect
 
-OUTPUT_SHARE: Final = 0.103  # of a short request (Gyges §5)
+OUTPUT_SHARE: Final = 0.103  # output share of a short request (Gyges §5)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class ServingOutcome:
     """
 
     tokens_per_s: float
-    in_time_tokens_per_s: float  # of requests that ended within the limits (short), or ended (long)
+    in_time_tokens_per_s: float  # tokens of short requests within the limits, and of ended long ones
     short_ttft_p95_s: float | None
     long_ttft_p95_s: float | None
     short_tpot_p95_s: float | None
@@ -218,7 +218,7 @@ COLUMNS: Final[tuple[Column, ...]] = (
     ("unlike oracle", lambda one: f"{one.num_samples_differ} of {one.num_samples}"),
     ("others' cores", lambda one: f"{one.others_cores:.1f}"),
 )
-WIDTH: Final = 22  # of a way's name
+WIDTH: Final = 22  # width of a way's name
 HEAD: Final = " " * WIDTH + "  ".join(f"{title:>10}" for title, _ in COLUMNS)
 
 

@@ -27,7 +27,7 @@ SETTINGS: Final = STEADY | {
     "GATEWAY__DRAIN_TIMEOUT_S": "1",
 }
 ORDER_TRIES: Final = 40  # half a second apart
-LAST_REPORTS: Final = 400  # those of some seconds
+LAST_REPORTS: Final = 400  # reports of some seconds
 POLICY_S: Final = 3.0  # until an idle gateway has read a policy
 
 

@@ -12,12 +12,12 @@ from bench.serving.service import ServingService, ServingWay
 
 MODELS: Final = {False: ("50M", 268), True: ("4M", 22)}  # quick?: size, MB that hold it and KV
 GROUP: Final = 4  # workers that a long request needs
-LONG_SHARE: Final = 1.02  # of what half a group holds, so that it needs all of it
-SHORT_SHARE: Final = 0.4  # of what a worker holds, at most
-LOAD: Final = 1.35  # as in the model of eight GPUs: 2063 tokens/s are asked of two groups of 767 each
+LONG_SHARE: Final = 1.02  # share of half a group, so that a request needs all of it
+SHORT_SHARE: Final = 0.4  # most of what a worker holds
+LOAD: Final = 1.35  # load as in the model of eight GPUs: 2063 tokens/s for 2 x 767
 NUM_SAMPLES: Final = 8  # short requests that are compared with the oracle, besides the first long one
 NUM_SATURATING, SATURATING_PROMPT, SATURATING_OUTPUT = 24, 256, 29
-PATIENCE_S: Final = 300.0  # for what is measured or asked alone
+PATIENCE_S: Final = 300.0  # patience with single measurements
 
 
 def make_load(held: Mapping[int, int], long_output: int, *, is_quick: bool) -> ServingLoad:

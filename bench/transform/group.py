@@ -37,7 +37,7 @@ WAIT_S, START_S = 120.0, 300.0
 class GroupStep:
     seconds: float
     tp: int
-    boundary: int  # of the group; 0 if all layers have one degree
+    boundary: int  # boundary of the group; 0 if all layers have one degree
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class Worker:
         self._grouping = loaded.grouping
         self._instance = self._grouping.local.instance
         self._steps: list[GroupStep] = []
-        self._made: dict[str, list[Made]] = {}  # by request
+        self._made: dict[str, list[Made]] = {}  # results by request
         self._ended: dict[str, float] = {}  # requests, and when
         self._last = time.perf_counter()
         self._ends: dict[str, MorphReport] = {}

@@ -40,7 +40,7 @@ ALONE = Shard()
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    seconds: float  # of this process
+    seconds: float  # seconds of this process
     pages: int  # freed
 
 
@@ -86,7 +86,7 @@ def _swap_partially(pool: PagePool, model: Model, layer: int, shard: Shard) -> T
     began = time.process_time()
     whole = space.tensor(torch.float32, (3, intermediate, hidden))
     kept = space.tensor(torch.float32, (3, each, hidden))
-    for matrix in range(3):  # to the front, the first matrix first, so that nothing unread is overwritten
+    for matrix in range(3):  # move to the front, the first matrix first: nothing unread is overwritten
         kept[matrix].copy_(whole[matrix, shard.part(intermediate, "rows")])
     held = pool.pages_for(kept.nbytes)
     space.unmap(held, space.num_pages - held)

@@ -39,9 +39,9 @@ OURS, THROUGH_HOST, WAITING = "in place", "through host memory", "the same, weig
 @dataclass(frozen=True, slots=True)
 class WholeTimes:
     time: Timed
-    weights_seconds: float  # of this time
-    longest_layer: float  # what the longest step pays with one layer per step
-    weight_bytes: int  # of the rank, before
+    weights_seconds: float  # part of this time for weights
+    longest_layer: float  # cost of the longest step with one layer per step
+    weight_bytes: int  # bytes of the rank before
     kv_bytes: int  # live, of the rank
 
 

@@ -153,9 +153,9 @@ class Place:
 
     def close(self) -> None:
         self.morphs.close()
-        for resident in self.model_host.models.values():
-            resident.target.resizer.cache.release()
-            resident.model.release()
+        for hosted in self.model_host.models.values():
+            hosted.target.resizer.cache.release()
+            hosted.model.release()
         self.pool.check_integrity()
         assert self.pool.num_free == self.pool.num_pages, "every page is back"
         self.pool.close()

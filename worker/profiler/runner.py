@@ -8,16 +8,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from worker.engine.engine import DEVICE_ERRORS
-from worker.memory import BrokenInvariant
+from worker.morph.manager import FATAL
 from worker.profiler.profiler import Profiler, ProfileSteps
 from worker.shape.copier import Pace
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05  # interval while a profile waits for another thread
-# The pool's records or the device are broken: the engine cannot continue.
-FATAL: tuple[type[Exception], ...] = (BrokenInvariant, AssertionError, *DEVICE_ERRORS)
 
 
 @dataclass(frozen=True, slots=True)

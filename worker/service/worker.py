@@ -117,7 +117,7 @@ class Serving:
             self._intake,
             self._ledger,
             loaded.cards,
-            on_changed=self._residents_changed,
+            on_changed=self._models_changed,
             in_engine=self._thread.call,
             on_error=self._die,
         )
@@ -170,7 +170,7 @@ class Serving:
         self._thread.fence(epoch)
         self._instances.read(epoch)
 
-    def _residents_changed(self) -> None:
+    def _models_changed(self) -> None:
         """Show on the card that a model comes, is here, goes or is gone, once the worker is announced."""
         if self._membership.card.state != "loading":
             shown, loading = self._instances.shown, self._instances.loading
@@ -290,4 +290,4 @@ class Serving:
     def _take_cards(self, cards: list[InstanceCard]) -> None:
         """Show cards whose possible degrees have changed."""
         self._instances.replace(cards)
-        self._residents_changed()
+        self._models_changed()
