@@ -270,6 +270,7 @@ def _prefetch_lines(builder: Any, ahead: Any, lines: Any, tile: Any) -> None:
 def dot_tiles(
     typingctx: Any,
     num_columns: Any,
+    num_bits: Any,
     tiles: Any,
     tiles_of_group: Any,
     codes: Any,
@@ -286,32 +287,32 @@ def dot_tiles(
 ) -> Any:
     """Compute what `add_tiles` does, in vectors: FOUR rows by FOUR * num_columns digits.
 
-    num_columns is a literal. A vector multiplies four quads of one row by those of four digits, which lie as
+    num_columns and num_bits are literals: codes of 4 bits are taken as they are packed, by up to two columns;
+    others are bytes. A vector multiplies four quads of one row by those of four digits, which lie as
     int8 [tiles, num_columns, 4, FOUR, 16]: for each 16 inputs, those of each digit. sums float32
     [tiles, num_columns, FOUR, 4], each digit's four times; totals float32 [num_columns, FOUR, 4], the four
     rows of each digit; levels [groups, 2, ROWS] from the first row on.
     """
     if not isinstance(num_columns, types.IntegerLiteral):
         return None  # numba asks a second time with the literals forgotten
-    columns = num_columns.literal_value
+    columns, bits = num_columns.literal_value, num_bits.literal_value
     places = [(r, c) for r in range(FOUR) for c in range(columns)]
 
     def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
         if not CAN_DOT:
             return context.get_dummy_value()
-        tiles, tiles_of_group, codes, codes_tile, codes_row, digits, digits_tile = args[1:8]
-        sums, sums_tile, levels, ahead, lines, totals = args[8:]
+        tiles, tiles_of_group, codes, codes_tile, codes_row, digits, digits_tile = args[2:9]
+        sums, sums_tile, levels, ahead, lines, totals = args[9:]
         totals_at = [plus(builder, totals, c * LANES * 4) for c in range(columns)]
         registers = [cgutils.alloca_once(builder, wide(F32)) for _ in range(columns)]
         products = {place: cgutils.alloca_once(builder, wide(I32)) for place in places}
         for register, at in zip(registers, totals_at, strict=True):
             builder.store(load(builder, types.float32, at), register)
 
-        def multiply(inputs: Any, rows_at: list[Any]) -> None:
-            """Add the products of 16 inputs."""
+        def multiply(inputs: Any, rows: list[Any]) -> None:
+            """Add the products of 16 inputs; `rows` are their codes."""
             some = [_load_as(builder, wide(I32), plus(builder, inputs, 256 * c)) for c in range(columns)]
-            for r, row in enumerate(rows_at):
-                sixteen = _repeated(builder, row, 4)
+            for r, sixteen in enumerate(rows):
                 for c in range(columns):
                     total = builder.load(products[r, c])
                     builder.store(_dot_bytes(builder, total, sixteen, some[c]), products[r, c])
@@ -325,12 +326,13 @@ def dot_tiles(
                 builder.store(constant(I32, 0), product)
             if columns <= 2:
                 for i in range(4):
-                    multiply(plus(builder, inputs, 64 * i), [plus(builder, row, 16 * i) for row in rows_at])
+                    rows = [_sixteen(builder, row, i, bits) for row in rows_at]
+                    multiply(plus(builder, inputs, 64 * i), rows)
             else:  # of a whole tile, LLVM makes an order for which the registers do not suffice
                 with cgutils.for_range(builder, ir.Constant(I64, 4)) as some:
                     at = times(builder, some.index, 16)
-                    inputs = builder.add(inputs, times(builder, some.index, 64))
-                    multiply(inputs, [builder.add(row, at) for row in rows_at])
+                    rows = [_repeated(builder, builder.add(row, at), 4) for row in rows_at]
+                    multiply(builder.add(inputs, times(builder, some.index, 64)), rows)
             level = _level(builder, levels, loop.index, tiles_of_group)
             scale = builder.bitcast(_repeated(builder, level, 4), wide(F32))
             zero = builder.bitcast(_repeated(builder, plus(builder, level, 4 * ROWS), 4), wide(F32))
@@ -346,7 +348,16 @@ def dot_tiles(
             store(builder, types.float32, at, builder.load(register))
         return context.get_dummy_value()
 
-    return types.void(num_columns, *(types.int64,) * 13), emit
+    return types.void(num_columns, num_bits, *(types.int64,) * 13), emit
+
+
+def _sixteen(builder: Any, tile: Any, i: int, bits: int) -> Any:
+    """Return inputs 16 i to 16 i + 15 of a row's tile of bytes or of 4 bits, repeated over the vector."""
+    if bits == 8:
+        return _repeated(builder, plus(builder, tile, 16 * i), 4)
+    pieces = _repeated(builder, plus(builder, tile, 16 * (i % 2)), 4)
+    pieces = builder.lshr(pieces, constant(I32, 4 * (i // 2)))
+    return builder.and_(pieces, constant(I32, 0x0F0F0F0F))
 
 
 def _sums_of_fours(builder: Any, rows: list[Any]) -> Any:

@@ -174,22 +174,27 @@ def _read_levels(w, unit, row, levels):
 @compiled
 def _dot_rows(w, codes, a_tile, a_row, digits, sums, columns, levels, totals, ahead, lines):
     """Add the products of ROWS rows of a unit to totals [ROWS / FOUR, columns, FOUR, 4], by vectors."""
-    group, b_tile, s_tile = w.group_halves // 2, columns * FOUR_BYTES, columns * LANES * 4
+    tiles, group, b_tile, s_tile = w.tiles, w.group_halves // 2, columns * FOUR_BYTES, columns * LANES * 4
     for first in range(0, columns, AT_ONCE):
         some = min(AT_ONCE, columns - first)
         b, s = digits + first * FOUR_BYTES, sums + first * LANES * 4
         for q in range(ROWS // FOUR):
             a, c = codes + q * FOUR * a_row, totals + q * s_tile + first * LANES * 4
             at = levels + q * FOUR * 4
-            if some == 1:
-                dot_tiles(1, w.tiles, group, a, a_tile, a_row, b, b_tile, s, s_tile, at, ahead, lines, c)
+            if a_tile == TILE // 2:
+                if some == 1:
+                    dot_tiles(1, 4, tiles, group, a, a_tile, a_row, b, b_tile, s, s_tile, at, ahead, lines, c)
+                else:
+                    dot_tiles(2, 4, tiles, group, a, a_tile, a_row, b, b_tile, s, s_tile, at, ahead, lines, c)
+            elif some == 1:
+                dot_tiles(1, 8, tiles, group, a, a_tile, a_row, b, b_tile, s, s_tile, at, ahead, lines, c)
             elif some == 2:
-                dot_tiles(2, w.tiles, group, a, a_tile, a_row, b, b_tile, s, s_tile, at, ahead, lines, c)
+                dot_tiles(2, 8, tiles, group, a, a_tile, a_row, b, b_tile, s, s_tile, at, ahead, lines, c)
             elif some == 3:
-                dot_tiles(3, w.tiles, group, a, a_tile, a_row, b, b_tile, s, s_tile, at, ahead, lines, c)
+                dot_tiles(3, 8, tiles, group, a, a_tile, a_row, b, b_tile, s, s_tile, at, ahead, lines, c)
             else:
-                dot_tiles(4, w.tiles, group, a, a_tile, a_row, b, b_tile, s, s_tile, at, ahead, lines, c)
-            ahead += w.tiles * lines * 64
+                dot_tiles(4, 8, tiles, group, a, a_tile, a_row, b, b_tile, s, s_tile, at, ahead, lines, c)
+            ahead += tiles * lines * 64
 
 
 @compiled
@@ -203,14 +208,16 @@ def _multiply_rows(w, unit, row, digits, sums, columns, width, scratch, levels, 
     for i in range(ROWS * columns * width // LANES):
         vstore(F32, totals + i * LANES * 4, vsplat(F32(0.0)))
     walks = columns if width == LANES else ROWS // FOUR * ((columns + AT_ONCE - 1) // AT_ONCE)
-    walks += 0 if w.bits == 8 else 1
+    is_packed = w.bits == 4 and width == FOUR and columns <= 2  # then nothing is spread
+    is_spread = w.bits != 8 and not is_packed
+    walks += 1 if is_spread else 0
     lines = (ROWS * w.bits // 8 + walks - 1) // walks  # lines of a tile in each walk
     for piece in range(w.in_units):
         _read_levels(w, unit + piece, row, levels)
         codes = w.codes + (unit + piece) * w.codes_unit + row * w.codes_row
         ahead = codes + ROWS * w.codes_row
-        codes_tile, codes_row = TILE, w.codes_row
-        if w.bits != 8:
+        codes_tile, codes_row = TILE // 2 if is_packed else TILE, w.codes_row
+        if is_spread:
             spread(w, codes, ahead, lines, spread_codes)
             ahead += w.tiles * lines * 64
             codes, codes_tile, codes_row = spread_codes, TILE_BYTES, TILE
