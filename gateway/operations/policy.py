@@ -49,10 +49,15 @@ async def write(bus: Bus, body: Body) -> tuple[Policy, Policy]:
 
 def differences(before: Policy, after: Policy) -> str:
     """Return `mode default -> manual, windows 3 -> 5`, for the audit."""
-    old, new = asdict(before), asdict(after)
+    old, new = ({**asdict(one), **_unset(one)} for one in (before, after))
     del new["revision"]
     changes = [f"{name} {old[name]} -> {value}" for name, value in new.items() if value != old[name]]
     return ", ".join(changes) or "nothing"
+
+
+def _unset(policy: Policy) -> dict[str, str]:
+    """Return the words of the fields without a value."""
+    return {one.name: one.unset for one in FIELDS if getattr(policy, one.name) is None}
 
 
 def _moved_on(message: str) -> ApiError:

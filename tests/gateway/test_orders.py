@@ -138,7 +138,11 @@ def test_a_budget_of_loss_is_a_share_a_percentage_or_that_of_the_mode(
     value: Any, stored: float | None
 ) -> None:
     body = orders.parse(policies.PolicyBody, json.dumps({"loss_budget": value}).encode())
-    assert policies.changed(Policy(loss_budget=0.5), body).loss_budget == stored
+    before = Policy(loss_budget=0.5)
+    after = policies.changed(before, body)
+    assert after.loss_budget == stored
+    told = "mode" if stored is None else stored
+    assert policies.differences(before, after) == f"loss_budget 0.5 -> {told}"
 
 
 def test_a_precision_without_a_variant_is_refused_with_those_there_are() -> None:
