@@ -21,7 +21,7 @@ from bus.names import Names
 from tests.faults.conftest import heal
 from tests.faults.morphs import NUM_LAYERS, Hand, ShapedStream, assert_complete, settings, stream
 
-TOKENS = 400
+TOKENS = 800  # they outlast what is done to a group
 PROMPTS = (
     "def read_lines(path):\n    ",
     "class Queue:\n    def __init__(self",
@@ -29,7 +29,7 @@ PROMPTS = (
     "for name in sorted(names):\n    ",
 )
 # Room for all the streams in one worker, and clearly more for each in a group.
-ROOMY = {"WORKER__MEMORY_MB": "48", "WORKER__LAYERS_PER_STEP": "1"}
+ROOMY = {"WORKER__MEMORY_MB": "56", "WORKER__LAYERS_PER_STEP": "1"}
 # Where no layer is swapped: workers begin sooner.
 ONLY_FULL = {"WORKER__VARIANTS": "[]"}
 LEADER, FOLLOWER = "w1", "w0"  # of the pairs here: not in the order of their names
