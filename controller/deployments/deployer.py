@@ -22,7 +22,7 @@ from bus.morphs import MorphReport
 from bus.settings import Settings
 from controller.deployments.adopting import folders_of_unknown
 from controller.deployments.free_memory import FreeMemory, free_memory
-from controller.deployments.observation import Observation, WorkerView, named_by_settings
+from controller.deployments.observation import Observation, WorkerView, kept_of, named_by_settings
 from controller.deployments.orders import Facts, carry_out, path_of
 from controller.deployments.planner import Planner, Question, planned
 from controller.deployments.profiling import profiles_of, rests_of
@@ -137,7 +137,10 @@ class Deployer:
 
     def _hear(self, message: MorphReport | Event) -> None:
         if isinstance(message, MorphReport):
-            self._reports[message.id] = message
+            report = kept_of(message)
+            if report is None:
+                return
+            self._reports[report.id] = report
         elif message.kind in ("profile_failed", "profile_progress"):
             book = self._complaints if message.kind == "profile_failed" else self._progress
             book[message.morph_id] = message.reason

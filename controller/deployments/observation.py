@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bus.checkpoints import Checkpoint
 from bus.messages import InstanceCard, PageCounts, WorkerCard
@@ -86,3 +86,11 @@ def named_by_settings(workers: Iterable[WorkerView]) -> dict[str, str]:
     """Return the models that workers serve by their settings, which are not deployed, with a worker."""
     cards = [one.card for one in workers]
     return {one.model: card.id for card in cards for one in card.instances if not one.deployed}
+
+
+def kept_of(report: MorphReport) -> MorphReport | None:
+    """Return what is remembered of a report; None for a morph that no deployment orders.
+
+    A report of a morph's end has the worker's telemetry, some 25 kB: thousands of them would be 100 MB.
+    """
+    return replace(report, telemetry=None) if report.kind in ("deploy", "retire") else None
