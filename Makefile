@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 QUICK  := not slow and not faults and not docker and not gpu and not browser
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-again test-faults test-browser check format bench bench-morph bench-quality bench-paper bench-windows bench-transform bench-serving bench-scheduler bench-placement bench-estimate bench-deploy bench-profile-load bench-prefix bench-peers gpu demo-model compose-test clean
+.PHONY: help serve test test-again test-faults test-browser check format bench bench-morph bench-quality bench-paper bench-windows bench-transform bench-serving bench-scheduler bench-planner bench-placement bench-estimate bench-deploy bench-profile-load bench-prefix bench-peers gpu demo-model compose-test clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,6 +68,9 @@ bench-serving: $(VENV)/.dev ## four real workers under long requests, our schedu
 
 bench-scheduler: $(VENV)/.dev ## the same in a model of eight GPUs; some minutes
 	@$(BIN)/python -m bench.scheduler
+
+bench-planner: $(VENV)/.dev ## the planner against each lever alone, simulated; some minutes
+	@$(BIN)/python -m bench.planner
 
 bench-placement: $(VENV)/.dev ## placement policies in a model of eight GPUs; a quarter of a minute
 	@$(BIN)/python -m bench.placement

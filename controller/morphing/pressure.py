@@ -18,7 +18,7 @@ from controller.morphing.decision import costs_of, weighed
 from controller.morphing.groups import Group
 from controller.morphing.track import Freshness
 from controller.morphing.weighing import weigh_pressure
-from controller.planning.lever_costs import LeverCosts
+from controller.planning.lever_costs import MOVE_S, LeverCosts
 
 MOVE_AGAIN_S: Final = 1.0  # until metrics show what a move did
 
@@ -68,7 +68,7 @@ def relieve_pressure(
     for plan in plans:
         name, levers = plan.subject, tuple(one.lever for one in plan.taken)
         taken[name] = levers
-        if "swap" not in levers and "move" in levers:
+        if "swap" not in levers and "move" in levers and plan.wait_s <= MOVE_S:  # nothing is left to wait
             withheld.add(name)
         if "move" in levers and name not in moved_s:
             moved_s[name] = at_s

@@ -71,7 +71,8 @@ def scale_up(
         if not now.is_due(of_model, model, waiting):
             continue
         free = [group for group in of_model if now.is_free(group, "scale_up")]
-        plan, offers = weigh_long(of_model, free, waiting, rules, at_s - waiting.since_s, costs)
+        waited_s, may_swap = at_s - waiting.since_s, not now.has_swapped(model, waiting)
+        plan, offers = weigh_long(of_model, free, waiting, rules, waited_s, costs, may_swap=may_swap)
         made = _for_long(plan, offers, now, of_model, waiting)
         for one in made:
             there = [group for group in of_model if set(group.instances) & set(one.instances)]
@@ -173,7 +174,13 @@ class _Moment:
         """Return True if a group was made of it within a cool-down, or is being made."""
         if track.raised_s is not None and self.at_s < track.raised_s + self.rules.cooldown_s:
             return True
-        return any(one.lever == "scale_up" and one.is_heard(self.at_s) for one in track.pending.values())
+        levers = ("scale_up", "level", "swap")
+        return any(one.lever in levers and one.is_heard(self.at_s) for one in track.pending.values())
+
+    def has_swapped(self, model: str, waiting: Waiting) -> bool:
+        """Return True if a swap was tried for what waits: short requests may have taken the room it made."""
+        tracks = (track for name, track in self.state.tracks.items() if model_of(name) == model)
+        return any(track.swapped_s >= waiting.since_s for track in tracks)
 
     def leaves_room_for_short(self, merge: Merge, groups: Sequence[Group], waiting: Waiting) -> bool:
         """Return True if short requests keep an instance, or none came lately, or it is the first group."""

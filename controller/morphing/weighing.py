@@ -45,6 +45,8 @@ def weigh_long(
     policy: Policy,
     waited_s: float,
     costs: LeverCosts = NO_COSTS,
+    *,
+    may_swap: bool = True,
 ) -> tuple[LeverPlan, list[WeighedMerge]]:
     """Weigh what to do about long requests. free: the groups that may morph now.
 
@@ -59,7 +61,7 @@ def weigh_long(
     situation = LeverSituation(
         model=groups[0].model if groups else "",
         instances=[
-            one if one.name in names else replace(one, rungs=())
+            one if may_swap and one.name in names else replace(one, rungs=())
             for one in (serving(group, policy) for group in groups)
         ],
         long=LongNeed(

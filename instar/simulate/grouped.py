@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
-from bus.morphs import MorphOutcome, MorphReport
+from bus.morphs import MorphOutcome, MorphReport, Swap
 from bus.policy import Policy
+from bus.precisions import PRECISIONS
 from controller.morphing.decision import MorphDecision
 from controller.morphing.groups import Group
 from gateway.delivery.dispatch import TooLong
@@ -35,27 +36,32 @@ class GroupedCluster(SimulatedCluster):
         degrees: Sequence[int] = (),
         dispatcher: Dispatcher | None = None,
         on_window: Callable[[float], None] = lambda at_s: None,
+        moves: bool = False,
         **options: Any,
     ) -> None:
         """degrees: of the groups at the start, from the first worker on; the others are alone.
 
         policy: None or mode manual: no group forms or parts. on_window: called after each window of metrics.
+        moves: the controller moves queued requests, too.
         """
         super().__init__(calibration, num_workers, policy, **options)
         self.queue: list[RequestOutcome] = []
         self.groups: dict[int, SimulatedGroup] = {}
         self._of: dict[int, SimulatedGroup] = {}
         self._workers: dict[str, ActiveInstance] = {}
+        self._moved: set[int] = set()  # requests that were moved once
+        lowest = PRECISIONS.index(policy.precision) if policy else 0
+        self._allowed = PRECISIONS[1 : lowest + 1]
         self._forming: list[tuple[list[SimulatedGroup], SimulatedGroup]] = []  # parts, and the whole
         is_free = policy is not None and policy.mode != "manual"
-        self._controller = SimulatedController(policy) if policy and is_free else None
+        self._controller = SimulatedController(policy, moves=moves) if policy and is_free else None
         free_share = policy.scale_down_free if policy else 1.0
         longest = calibration.limits.max_model_len
         tokens_at = {degree: min(tokens, longest) for degree, tokens in calibration.tokens_at.items()}
         self._dispatcher = dispatcher or ServiceDispatcher(
             tokens_at, can_split=is_free, free_share=free_share
         )
-        self._on_window, self._num_ordered = on_window, 0
+        self._on_window, self._num_ordered, self._num_heard = on_window, 0, 0
         first = 0
         for degree in (*degrees, *[1] * (num_workers - sum(degrees))):
             members = [self._activate(number) for number in range(first, first + degree)]
@@ -167,6 +173,10 @@ class GroupedCluster(SimulatedCluster):
             self._place(outcome)
         self._dispatcher.window(self)
         if self._controller:
+            for report in self.record.morphs[self._num_heard :]:
+                if report.kind != "transform":
+                    self._controller.observe(report, self.now_s)
+            self._num_heard = len(self.record.morphs)
             self._controller.window(self, self._calibration.model, self._dispatcher.demand(self))
         self._on_window(self.now_s)
 
@@ -174,7 +184,7 @@ class GroupedCluster(SimulatedCluster):
 
     def groups_seen(self) -> list[Group]:
         """Return the groups of which none changes now, as the controller knows them."""
-        return [one.as_controller_sees() for one in self.groups.values() if not one.is_changing]
+        return [one.as_controller_sees(self.now_s) for one in self.groups.values() if not one.is_changing]
 
     def order(self, workers: Sequence[str], tp: int) -> None:
         """Have workers become one group, at the next boundary of all of them."""
@@ -182,8 +192,31 @@ class GroupedCluster(SimulatedCluster):
         self._transform(workers, tp, f"ordered-{self._num_ordered}")
 
     def transform(self, decision: MorphDecision, morph_id: str) -> None:
-        """Begin a change of degree that the controller decided."""
+        """Begin a change of degree that the controller decided, or a swap for one."""
+        command = decision.command(morph_id)
+        if isinstance(command, Swap):
+            one = self._workers[decision.worker]
+            one.morphs.order(command, decision.reason)
+            self._go_on(one)
+            return
         self._transform(list(decision.epochs), decision.tp, morph_id)
+
+    def move(self, instance: str, num_tokens: int) -> None:
+        """Take the latest short requests back from the queue of an instance, and place them again."""
+        one = self._workers[instance.rpartition("@")[2]]
+        moved = [seq for seq in one.instance.waiting if isinstance(seq, SimulatedSequence)]
+        for seq in reversed(moved):
+            if num_tokens > 0 and seq.outcome.number not in self._moved:
+                self._moved.add(seq.outcome.number)
+                self.recall(seq)
+                num_tokens -= seq.num_prompt
+        for outcome in list(self.queue):
+            self._place(outcome)
+
+    def withhold(self, instances: Container[str]) -> None:
+        for one in self._workers.values():
+            below = [name for name in self._allowed if name in one.instance.shape.variants]
+            one.morphs.withhold(one.instance.name in instances, below)
 
     def _transform(self, workers: Sequence[str], tp: int, morph_id: str) -> None:
         members = [self._workers[name] for name in workers]

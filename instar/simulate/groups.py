@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from bus.precisions import Precision
 from controller.morphing.groups import Group
 from instar.simulate.calibration import EngineCalibration
 from instar.simulate.engine import SimulatedInstance, SimulatedSequence
@@ -94,7 +95,7 @@ class SimulatedGroup:
         """Tokens of the longest request here."""
         return max(map(most_tokens, self.sequences), default=0)
 
-    def as_controller_sees(self, stale_s: float = 0.0) -> Group:
+    def as_controller_sees(self, now_s: float = 0.0, stale_s: float = 0.0) -> Group:
         """Return the group as the controller knows it from metrics."""
         block_tokens, limits = self.calibration.limits.block_tokens, self.calibration.limits
         kv_at = self.calibration.tokens_at | ({1: self.kv_tokens} if self.tp == 1 else {})
@@ -118,7 +119,34 @@ class SimulatedGroup:
             load=sum(one.seen.load for one in self.members),
             waiting=sum(one.seen.waiting for one in self.members),
             age_s=stale_s,
+            losses=_whole_losses(self.calibration),
+            layer_blocks=self._layer_blocks(),
+            block_tokens=block_tokens,
+            queued_tokens=sum(one.seen.waiting_tokens for one in self.members),
+            running=sum(one.seen.running for one in self.members),
+            oldest_wait_s=max(one.oldest_wait_s(now_s) for one in self.instances),
+            max_model_len=limits.max_model_len,
+            tokens_per_s=self._tokens_per_s(),
         )
+
+    def _tokens_per_s(self) -> float:
+        """Return the tokens that it processes in a second now, half of them of prompts; 0.0: nothing runs."""
+        if not self._is_busy:
+            return 0.0
+        costs, running = self.calibration.step, sum(one.num_running for one in self.instances)
+        token_s = (costs.prompt_token_s + costs.decode_s + costs.fixed_s / running) / 2
+        return (self.calibration.transform.degrees[self.tp].speed if self.tp > 1 else 1.0) / token_s
+
+    def _layer_blocks(self) -> dict[Precision, float]:
+        """Return the KV blocks that a layer in each precision frees."""
+        memory = self.calibration.memory
+        per_block = memory.kv_pages / memory.kv_blocks
+        full = memory.layer_pages["full"]
+        return {
+            name: (full - pages) / self.tp / per_block
+            for name, pages in memory.layer_pages.items()
+            if name != "full"
+        }
 
     # ------------------------------------------------------------------------------------- steps
 
@@ -236,6 +264,13 @@ class SimulatedGroup:
                     assert isinstance(seq, SimulatedSequence)
                     found.append(seq)
         return found
+
+
+def _whole_losses(calibration: EngineCalibration) -> dict[Precision, float]:
+    """Return the measured loss of the whole model in each precision."""
+    return {
+        name: sum(map(sum, parts.values())) for name, parts in calibration.losses.items() if name != "full"
+    }
 
 
 def most_tokens(seq: EngineSequence) -> int:

@@ -127,6 +127,17 @@ class SimulatedMorphs:
 
     # ------------------------------------------------------------------------------------- for the cluster
 
+    def order(self, command: Swap, reason: str) -> None:
+        """Begin a swap that the controller ordered, at the next boundary; one that runs is given up."""
+        if self.running is not None:
+            self.cancel(self.running.command.id)
+        self.begin(command, reason=reason)
+
+    def withhold(self, is_withheld: bool, precisions: Sequence[Precision]) -> None:
+        """Take the controller's word whether the reflex may take loss."""
+        if found := self._loop and self._loop.of(self._instance.name):
+            found.envelope = replace(found.envelope, precisions=[] if is_withheld else list(precisions))
+
     @property
     def lever(self) -> Lever:
         """The lever of the last morph."""

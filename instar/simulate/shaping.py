@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from itertools import count
 from typing import Final, Protocol
 
@@ -11,8 +11,10 @@ from bus.morphs import MorphReport
 from bus.policy import Policy
 from controller.morphing.decision import MorphDecision
 from controller.morphing.groups import Group
+from controller.morphing.pressure import PressureState, relieve_pressure
 from controller.morphing.scaling import hear, scale_down, scale_up
 from controller.morphing.track import Freshness, State, observe, sent
+from controller.planning.lever_costs import LeverCosts, observe_cost
 
 FRESHNESS: Final = Freshness(stale_s=5.0, gap_s=7.0)
 
@@ -26,32 +28,45 @@ class Transforms(Protocol):
         """Return the groups of which none changes now."""
 
     def transform(self, decision: MorphDecision, morph_id: str) -> None:
-        """Begin a change of degree."""
+        """Begin a change of degree, or a swap for one."""
+
+    def move(self, instance: str, num_tokens: int) -> None:
+        """Take queued requests with so many tokens back from an instance."""
+
+    def withhold(self, instances: Container[str]) -> None:
+        """Let the reflexes of these instances take no more loss, and those of the others again."""
 
 
 class SimulatedController:
-    """Hears what waits, and decides on windows of metrics; `controller.morphing.scaling` does."""
+    """Hears what waits, and decides on windows of metrics; `controller.morphing` does.
 
-    def __init__(self, policy: Policy) -> None:
+    moves: queued requests are moved, too, and loss is withheld meanwhile.
+    """
+
+    def __init__(self, policy: Policy, *, moves: bool = False) -> None:
         self._policy, self._state, self._numbers = policy, State(), count(1)
+        self._moves, self._pressure, self._costs = moves, PressureState(), LeverCosts()
 
     def window(self, cluster: Transforms, model: str, waiting: Iterable[int]) -> None:
         """Judge a window. waiting: tokens of the requests that no instance holds."""
-        self._state, parting = scale_down(
-            self._state, cluster.groups_seen(), self._policy, cluster.now_s, FRESHNESS
-        )
+        now = self._policy, cluster.now_s, FRESHNESS, self._costs
+        self._state, parting = scale_down(self._state, cluster.groups_seen(), *now)
         self._send(cluster, parting)
         if tokens := list(waiting):
             demand = Demand(gateway="g", model=model, tokens=max(tokens), count=len(tokens), at_ms=0)
             self._state = hear(self._state, demand, cluster.now_s)
-            self._state, merging = scale_up(
-                self._state, cluster.groups_seen(), self._policy, cluster.now_s, FRESHNESS
-            )
+            self._state, merging = scale_up(self._state, cluster.groups_seen(), *now)
             self._send(cluster, merging)
+        if self._moves:
+            self._pressure, moves, _ = relieve_pressure(self._pressure, cluster.groups_seen(), *now)
+            cluster.withhold(self._pressure.withheld | self._state.reshaping(cluster.now_s))
+            for one in moves:
+                cluster.move(one.instance, int(one.numbers["tokens"]))
 
     def observe(self, report: MorphReport, at_s: float) -> None:
         """Take note of a change that ended."""
         self._state = observe(self._state, report, at_s)
+        self._costs = observe_cost(self._costs, report)
 
     def _send(self, cluster: Transforms, decisions: Iterable[MorphDecision]) -> None:
         for one in decisions:

@@ -246,6 +246,16 @@ def test_a_request_that_a_swap_makes_room_for_needs_no_group() -> None:
     assert costly is not None and costly.lever == "scale_up"
 
 
+def test_a_swap_whose_room_others_took_is_followed_by_a_group() -> None:
+    hand = Hand(kv_of(0, FULL), kv_of(1, FULL), loss_budget=0.01)
+    found = hand.demand(130, times=3)
+    assert found is not None and found.lever == "swap"
+    assert hand.demand(130, times=9) is None  # under way
+    hand.answer("applied", kind="swap")
+    found = hand.demand(130)
+    assert found is not None and found.lever == "scale_up"
+
+
 def test_a_swap_that_was_refused_is_not_ordered_again_at_once() -> None:
     hand = Hand(kv_of(0, FULL), kv_of(1, LOW))
     hand.demand(350, times=3)
