@@ -23,6 +23,7 @@ from instar.simulate.engine import SimulatedInstance, Tally
 from instar.simulate.gateway import ActiveInstance, SimulatedGateway
 from instar.simulate.relief import SimulatedMorphs
 from instar.simulate.windows import Smoothed
+from worker.morph.losses import losses_of
 
 SAMPLE_S: Final = 1.0
 TOO_LONG: Final = "400 context_length_exceeded"  # the gateway's answer
@@ -52,6 +53,8 @@ class Unmeasured(Exception):
 class SimulatedCluster:
     """The event loop: arrivals, steps, morphs, and the reports of busy instances."""
 
+    _settles = False  # reports show the steps that have ended, without taking note of them
+
     def __init__(
         self,
         calibration: EngineCalibration,
@@ -72,6 +75,7 @@ class SimulatedCluster:
         self.instances: dict[int, ActiveInstance] = {}  # instances that ever had a request
         self._calibration, self._policy, self._outage = calibration, policy, outage
         self._kv_blocks = calibration.memory.kv_blocks
+        self._losses = losses_of(calibration.num_layers, calibration.variants, calibration.losses)
         self._monitor = monitor or MonitorSettings()
         self._most_running, self._is_stepwise = most_running, is_stepwise
         self._report_s = WorkerSettings().telemetry_s
@@ -158,8 +162,8 @@ class SimulatedCluster:
 
     def _count_tokens(self, times: Sequence[float], count: int) -> None:
         events_in = self.record.events_in
-        for at_s in times:
-            events_in[int(at_s)] += count
+        for second, steps in Counter(map(int, times)).items():
+            events_in[second] += steps * count
 
     # ------------------------------------------------------------------------------------- steps
 
@@ -232,6 +236,7 @@ class SimulatedCluster:
             self._gateway.name(number),
             self._calibration,
             self.record.tally,
+            self._losses,
             is_stepwise=self._is_stepwise,
             on_tokens=self._count_tokens,
             on_ended=self._ended,
@@ -245,8 +250,9 @@ class SimulatedCluster:
         """Take the reports of all active instances, and judge them if metrics are due."""
         is_window = ticks % self._reports_per_window == 0
         for one in list(self._active.values()):
-            one.instance.settle(self.now_s)
-            one.seen.observe()
+            if self._settles:
+                one.instance.settle(self.now_s)
+            one.seen.observe(self.now_s)
             if is_window:
                 self._judge(one)
         if is_window:
@@ -274,7 +280,8 @@ class SimulatedCluster:
     def _judge(self, one: ActiveInstance) -> None:
         one.num_since = one.tokens_since = 0
         self._forecast(one)
-        if not one.instance.is_stepping:
+        instance = one.instance
+        if not instance.is_stepping and (instance.has_work or one.morphs.running or instance.shape.num_below):
             self._boundary(one)  # an idle worker looks now and then whether layers can go back
         is_idle = not (one.num_own or one.instance.has_work or one.morphs.running)
         is_as_made = one.instance.shape.is_at_rest and one.instance.blocks.capacity == self._kv_blocks

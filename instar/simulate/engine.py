@@ -25,6 +25,7 @@ from worker.engine.scheduler import TOKENS_A_LOOK, ScheduledChunk, Scheduler
 from worker.engine.sequence import BlockPool, Limits
 from worker.engine.sequence import Sequence as EngineSequence
 from worker.memory import BlockAllocator
+from worker.morph.losses import Losses
 
 IsQuiet = Callable[[int], bool]  # argument: the number of KV blocks in use
 ANY_NUMBER: Final = 1 << 30  # steps, where nothing is to be done
@@ -82,6 +83,7 @@ class SimulatedInstance:
         name: str,
         calibration: EngineCalibration,
         tally: Tally,
+        losses: Losses,
         *,
         is_stepwise: bool = False,
         on_tokens: Callable[[Sequence[float], int], None] = lambda times, count: None,
@@ -98,7 +100,7 @@ class SimulatedInstance:
         )
         self.blocks = BlockAllocator(calibration.memory.kv_blocks)
         self.scheduler = Scheduler(self.limits, self.blocks)
-        self.shape = SimulatedShape(calibration)
+        self.shape = SimulatedShape(calibration, losses)
         self.ends: list[float] = []  # ends of the steps in progress
         self.version = 0  # version of `ends`: an event for another one is void
         self.below_s = 0.0  # time with a layer below full precision
@@ -117,6 +119,10 @@ class SimulatedInstance:
     @property
     def has_work(self) -> bool:
         return bool(self._inbox or self.scheduler.running or self.scheduler.waiting)
+
+    @property
+    def has_queue(self) -> bool:
+        return bool(self._inbox or self.scheduler.waiting)
 
     @property
     def is_stepping(self) -> bool:
@@ -234,6 +240,14 @@ class SimulatedInstance:
             for chunk in chunks
         )
 
+    def used_at(self, now_s: float) -> int:
+        """Return the KV blocks in use, with those of the steps that have ended by now."""
+        used = self.scheduler.blocks.num_used
+        if len(self.ends) < 2 or now_s < self.ends[0]:
+            return used
+        count = min(bisect_right(self.ends, now_s), len(self.ends) - 1)
+        return used + self._num_blocks_for(self._chunks, count + 1)
+
     def settle(self, now_s: float) -> None:
         """Take note of the steps that have ended by now, but for the last of those in progress.
 
@@ -283,7 +297,7 @@ class SimulatedInstance:
                 for chunk in chunks:
                     chunk.seq.token_ids += [0] * (now - 1)
                 self.scheduler.schedule()  # all get their blocks: there are enough
-            self.scheduler.commit(list(chunks) * now)
+            self.scheduler.commit(chunks, now)
             self._num_chunks += now * len(chunks)
             count -= now
             if not count:

@@ -42,6 +42,7 @@ class SimulatedGateway:
         self._idle = list(range(num_workers))  # a heap of those at rest
         self._idle_candidate: tuple[int, Candidate] | None = None
         self._shortlist = Shortlist()
+        self._changed: dict[int, ActiveInstance] = {}  # not in the shortlist since their last change
 
     def name(self, number: int) -> str:
         """Return the name of an instance; names are in the order of the numbers."""
@@ -49,7 +50,12 @@ class SimulatedGateway:
 
     def choose(self, num_tokens: int) -> int | None:
         """Return the number of the instance for a request, None if it is too long for any."""
-        found = choose(self._shortlist.of(num_tokens, self._first_idle()), num_tokens)
+        idle = self._first_idle()
+        if idle is None or num_tokens > idle.max_tokens:
+            for one in self._changed.values():
+                self._shortlist.put(_candidate(one))
+            self._changed.clear()
+        found = choose(self._shortlist.of(num_tokens, idle), num_tokens)
         if isinstance(found, Candidate):
             return int(found.instance.rpartition("@w")[2])
         assert isinstance(found, TooLong), found
@@ -62,28 +68,21 @@ class SimulatedGateway:
 
     def rest(self, one: ActiveInstance) -> None:
         """Note that an instance is idle and as it was made."""
+        self._changed.pop(one.instance.number, None)
         self._shortlist.remove(one.instance.name)
         heapq.heappush(self._idle, one.instance.number)
 
     def show(self, one: ActiveInstance) -> None:
-        """Renew the view of an active instance."""
-        instance, seen = one.instance, one.seen
-        block_tokens, kv_blocks = instance.limits.block_tokens, instance.scheduler.blocks.capacity
-        free_tokens = (kv_blocks - seen.last_used) * block_tokens - seen.waiting_tokens - one.tokens_since
-        self._shortlist.put(
-            Candidate(
-                instance=instance.name,
-                worker=instance.name.rpartition("@")[2],
-                epoch=1,
-                num_measured=seen.load,
-                num_own=one.num_own,
-                num_own_since=one.num_since,
-                max_tokens=min(instance.limits.max_model_len, kv_blocks * block_tokens),
-                kv_usage=seen.kv_usage,
-                free_tokens=free_tokens,
-                can_split=False,
-            )
-        )
+        """Renew the view of an active instance.
+
+        One that has load comes after every idle one, so its view is made when there is no idle one.
+        """
+        if one.num_own or one.seen.load:
+            self._shortlist.remove(one.instance.name)
+            self._changed[one.instance.number] = one
+        else:
+            self._changed.pop(one.instance.number, None)
+            self._shortlist.put(_candidate(one))
 
     def _first_idle(self) -> Candidate | None:
         """Return the first idle instance."""
@@ -123,11 +122,29 @@ class SimulatedGateway:
         return {"kv_blocks": self._kv_blocks, "tp": 1} | zeros
 
 
+def _candidate(one: ActiveInstance) -> Candidate:
+    instance, seen = one.instance, one.seen
+    block_tokens, kv_blocks = instance.limits.block_tokens, instance.scheduler.blocks.capacity
+    free_tokens = (kv_blocks - seen.last_used) * block_tokens - seen.waiting_tokens - one.tokens_since
+    return Candidate(
+        instance=instance.name,
+        worker=instance.name.rpartition("@")[2],
+        epoch=1,
+        num_measured=seen.load,
+        num_own=one.num_own,
+        num_own_since=one.num_since,
+        max_tokens=min(instance.limits.max_model_len, kv_blocks * block_tokens),
+        kv_usage=seen.kv_usage,
+        free_tokens=free_tokens,
+        can_split=False,
+    )
+
+
 def _shown(one: ActiveInstance, now_s: float) -> dict[str, Any]:
     instance = one.instance
     return {
         "kv_blocks": instance.scheduler.blocks.capacity,
-        "kv_used": instance.scheduler.blocks.num_used,
+        "kv_used": instance.used_at(now_s),
         "running": instance.num_running,
         "waiting": len(instance.waiting),
         "layers_below_full": instance.shape.num_below,

@@ -27,6 +27,8 @@ class GroupedCluster(SimulatedCluster):
     queue: what waits at the gateway. groups: by the number of their leader.
     """
 
+    _settles = True  # the controller and the gateway look at sequences
+
     def __init__(
         self,
         calibration: EngineCalibration,

@@ -19,7 +19,7 @@ from worker.distributed.messages import MemberLoad
 from worker.morph import reflex
 from worker.morph.plan import Half
 from worker.morph.reflex import Lever
-from worker.morph.reflex_loop import MemberRoom, ReflexLoop
+from worker.morph.reflex_loop import MemberRoom, Reflex, ReflexLoop
 
 Clock = Callable[[], float]
 
@@ -151,6 +151,9 @@ class SimulatedMorphs:
         if loop is None:
             return None
         if found := loop.of(self._instance.name):
+            if self._is_at_ease(found, self._instance.blocks.num_used):
+                self.urgency = 0.0
+                return None
             found.granted_s = self._renewed_s()
         loop.act()
         reports, self._cancelled = self._cancelled, []
@@ -188,11 +191,30 @@ class SimulatedMorphs:
         found = self._loop and self._loop.of(self._instance.name)
         if not self._loop or not found:
             return True
+        if self._is_at_ease(found, num_used):
+            return True
         instance = self._instance
         if self.running or instance.shape.num_below or instance.scheduler.waiting or found.state.pressure:
             return False
         load = replace(self._loop.load(self._target, found), kv_used=num_used)
         return not reflex.judge(found.state, load, found.envelope)[0].pressure
+
+    def _is_at_ease(self, found: Reflex, num_used: int) -> bool:
+        """Return True if the reflex need not be asked with so many blocks in use.
+
+        All layers are in full precision, and there is no pressure: it would do nothing.
+        """
+        instance, scheduler, state = self._instance, self._instance.scheduler, found.state
+        return not (
+            self.running
+            or instance.shape.num_below
+            or scheduler.waiting
+            or state.pressure
+            or found.envelope.expected_blocks
+            or scheduler.num_preemptions > state.preemptions
+            or self._clock() < state.preempted_s + reflex.PREEMPTED_S
+            or num_used > found.envelope.policy.kv_usage_low * instance.blocks.capacity
+        )
 
 
 def _granted(instance: SimulatedInstance, policy: Policy) -> Envelope:

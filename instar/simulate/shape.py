@@ -14,14 +14,14 @@ from bus.messages import PARTS, LayerShape, layers_below_full, lowest_half
 from bus.precisions import Precision
 from instar.simulate.calibration import EngineCalibration
 from worker.engine.shape import precision_of
-from worker.morph.losses import losses_of
+from worker.morph.losses import Losses
 from worker.morph.plan import Half, order_towards
 
 
 class SimulatedShape:
     """Layers by precision, and pages. It starts in full precision."""
 
-    def __init__(self, calibration: EngineCalibration) -> None:
+    def __init__(self, calibration: EngineCalibration, losses: Losses) -> None:
         memory, limits = calibration.memory, calibration.limits
         self._calibration, self._memory = calibration, memory
         self.num_layers = calibration.num_layers
@@ -30,7 +30,7 @@ class SimulatedShape:
             Half(layer, part): "full" for layer in range(self.num_layers) for part in PARTS
         }
         self.counts = Counter(self.halves.values())
-        self.losses = losses_of(self.num_layers, calibration.variants, calibration.losses)
+        self.losses = losses
         self.num_below = 0  # layers with a half below full precision
         self.lowest: Precision = "full"
         self.loss = 0.0  # predicted share of perplexity

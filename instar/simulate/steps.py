@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 
 from bus.precisions import Precision
 from instar.simulate.calibration import StepCosts
@@ -45,9 +46,12 @@ class StepModel:
         Each reads a token of KV more for each sequence than the one before. The sums are those of steps taken
         one by one, to the last bit. speed: relative to a worker alone. least_s: of a step.
         """
-        found = []
-        for number in range(count):
-            seconds = self.seconds(num_prompt, num_decodes, kv_tokens + number * num_decodes)
-            now_s += max(least_s, seconds / speed)
-            found.append(now_s)
-        return found
+        costs = self._costs
+        prompt_s = num_prompt * costs.prompt_token_s * self._prompt
+        base_s, kv_s, decode = costs.fixed_s + num_decodes * costs.decode_s, costs.kv_token_s, self._decode
+        last = kv_tokens + count * num_decodes
+        kv = range(kv_tokens, last, num_decodes) if num_decodes else [kv_tokens] * count
+        seconds = [prompt_s + (base_s + tokens * kv_s) * decode for tokens in kv]
+        if speed != 1.0 or least_s:
+            seconds = [max(least_s, one / speed) for one in seconds]
+        return list(accumulate(seconds, initial=now_s))[1:]

@@ -39,15 +39,12 @@ class Smoothed:
         """Begin anew, after a time without reports."""
         self.kv_used = self.running = self.waiting = 0.0
 
-    def observe(self) -> None:
-        """Take a report of the instance, whose steps are settled."""
-        instance = self._instance
-        waiting = instance.waiting
-        self.last_used = instance.scheduler.blocks.num_used
+    def observe(self, now_s: float) -> None:
+        """Take a report of the instance."""
+        instance, weight = self._instance, self._settings.smoothing
+        waiting = instance.waiting if instance.has_queue else ()
+        self.last_used = instance.used_at(now_s)
         self.waiting_tokens = sum(len(seq.token_ids) for seq in waiting)
-        self.kv_used = self._blend(self.kv_used, self.last_used)
-        self.running = self._blend(self.running, instance.num_running)
-        self.waiting = self._blend(self.waiting, len(waiting))
-
-    def _blend(self, average: float, newest: float) -> float:
-        return average + self._settings.smoothing * (newest - average)
+        self.kv_used += weight * (self.last_used - self.kv_used)
+        self.running += weight * (instance.num_running - self.running)
+        self.waiting += weight * (len(waiting) - self.waiting)

@@ -120,12 +120,12 @@ class Scheduler:
         self._admit(output, max_tokens)
         return output
 
-    def commit(self, chunks: Collection[ScheduledChunk]) -> None:
-        """Count the tokens of `chunks` as computed."""
+    def commit(self, chunks: Collection[ScheduledChunk], times: int = 1) -> None:
+        """Count the tokens of `chunks` as computed. times: of that many equal steps together."""
         block_tokens = self.limits.block_tokens
-        self._turn += len(chunks)
+        self._turn += times * len(chunks)
         for chunk in chunks:
-            chunk.seq.advance(chunk.num_tokens, block_tokens)
+            chunk.seq.advance(times * chunk.num_tokens, block_tokens)
             if self.limits.prefix_cache:
                 self._index_blocks(chunk.seq)
 

@@ -15,6 +15,7 @@ from instar.replay.outcomes import UNFINISHED, RequestOutcome
 from instar.replay.schemas import Arrival
 from instar.simulate.calibration import EngineCalibration, StepCosts
 from instar.simulate.cluster import TOO_LONG, SimulatedCluster, Unmeasured
+from instar.simulate.relief import SimulatedMorphs
 from instar.simulate.shortlist import Shortlist, key_of
 from tests.support.simulations import SMALL, burst, cluster, evenly, with_limits
 
@@ -122,6 +123,34 @@ def test_steps_that_are_taken_together_are_the_same_as_one_by_one(
     slow.record.tally.scheduled = fast.record.tally.scheduled
     slow.record.tally.lost_quality = pytest.approx(fast.record.tally.lost_quality)  # type: ignore[assignment]
     assert fast.record == slow.record
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 1000), rate=st.floats(3.0, 25.0), mode=st.sampled_from(MODES[1:]))
+def test_a_reflex_that_is_not_asked_at_ease_does_the_same(seed: int, rate: float, mode: Mode) -> None:
+    arrivals = burst(rate, seconds=6.0, seed=seed)
+    seldom, always = cluster(mode=mode), cluster(mode=mode)
+    first = outcomes_of(seldom, arrivals)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SimulatedMorphs, "_is_at_ease", lambda self, found, num_used: False)
+        assert outcomes_of(always, arrivals) == first
+    always.record.tally.scheduled = seldom.record.tally.scheduled
+    assert always.record == seldom.record
+
+
+def test_the_work_for_a_request_is_bounded_however_many_tokens_it_has() -> None:
+    """What is counted is the schedulers' work, without which nothing else is done."""
+    calibration = with_limits(max_model_len=4096)
+    memory = msgspec.structs.replace(calibration.memory, kv_blocks=1024, kv_pages=8192)
+    calibration = msgspec.structs.replace(calibration, memory=memory)
+
+    def scheduled(output: int) -> float:
+        found = cluster(1000, calibration=calibration)
+        record = found.run([Arrival(n / 50, 100, output) for n in range(500)], drain_s=60.0)
+        assert all(one.events == output for one in record.outcomes)
+        return record.tally.scheduled / 500
+
+    assert scheduled(20) <= 6 and scheduled(2000) <= 6
 
 
 def test_a_burst_is_relieved_and_afterwards_every_layer_is_back() -> None:
