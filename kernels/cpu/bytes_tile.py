@@ -13,8 +13,7 @@ from numba.extending import intrinsic
 
 from kernels.cpu import amx
 from kernels.cpu.amx import ROW_BYTES, TILE_ROWS, emit_product
-from kernels.cpu.codes import lanes_below, masked, plus, times
-from kernels.cpu.few_tile import emit_prefetch
+from kernels.cpu.codes import lanes_below, masked
 from kernels.cpu.processor import has_all
 from kernels.cpu.quantized_call import Weight
 from kernels.cpu.simd import (
@@ -27,10 +26,13 @@ from kernels.cpu.simd import (
     LANES,
     call,
     constant,
+    emit_prefetch,
     fused_multiply_add,
     load,
     load_splat,
+    plus,
     store,
+    times,
     vec,
     wide,
 )

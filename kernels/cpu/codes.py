@@ -33,20 +33,14 @@ from kernels.cpu.simd import (
     constant,
     fused_multiply_add,
     load_splat,
+    plus,
     store,
+    times,
     wide,
 )
 from kernels.packing import planes
 
 CAN_PERMUTE = has_all("avx512f")
-
-
-def plus(builder: Any, address: Any, count: int) -> Any:
-    return builder.add(address, ir.Constant(I64, count)) if count else address
-
-
-def times(builder: Any, step: Any, count: int) -> Any:
-    return builder.mul(step, ir.Constant(I64, count))
 
 
 class Levels:

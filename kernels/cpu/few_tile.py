@@ -21,45 +21,30 @@ from numba.extending import intrinsic
 from kernels.cpu.processor import has_all
 from kernels.cpu.simd import (
     F32,
-    I8,
     I32,
     I64,
     LANES,
     call,
     constant,
+    emit_prefetch,
     fused_multiply_add,
     load,
     load_scalar,
     load_splat,
+    plus,
     store,
     store_scalar,
+    times,
     wide,
 )
 
 CAN_PAIR = has_all("avx512f", "avx512bf16")  # products of pairs of bfloat16, added in float32
 
 
-def _plus(builder: Any, base: Any, count: int) -> Any:
-    return builder.add(base, ir.Constant(I64, count)) if count else base
-
-
-def _times(builder: Any, step: Any, count: int) -> Any:
-    return builder.mul(step, ir.Constant(I64, count))
-
-
 def _prefetch_lines(builder: Any, address: Any, count: int) -> None:
     """Prefetch `count` cache lines from an address on; one past the end of the weights does no harm."""
     for i in range(count):
-        emit_prefetch(builder, _plus(builder, address, 64 * i))
-
-
-def emit_prefetch(builder: Any, address: Any) -> None:
-    """Prefetch the cache line at a byte address into the second-level cache; never faults."""
-    pointer = I8.as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
-    callee = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-    read, keep, data = (ir.Constant(I32, value) for value in (0, 2, 1))
-    builder.call(callee, [builder.inttoptr(address, pointer), read, keep, data])
+        emit_prefetch(builder, plus(builder, address, 64 * i))
 
 
 def sum_lanes(builder: Any, lanes: Any) -> Any:
@@ -111,16 +96,16 @@ def dots(
         sums = [cgutils.alloca_once(builder, wide(F32)) for _ in range(rows * tokens)]
         for register in sums:
             builder.store(constant(F32, 0.0), register)
-        w_rows = [builder.add(w, _times(builder, w_row, r)) for r in range(rows)]
-        x_rows = [builder.add(x, _times(builder, x_row, t)) for t in range(tokens)]
+        w_rows = [builder.add(w, times(builder, w_row, r)) for r in range(rows)]
+        x_rows = [builder.add(x, times(builder, x_row, t)) for t in range(tokens)]
         # Short floats fill half a line with a vector: take two of them in turn.
         vectors = 4 // size
         whole = builder.udiv(depth, ir.Constant(I64, vectors * LANES))
 
         def add_products(at: Any, v: int) -> None:
             """Multiply the vector at `at` + v vectors of 16 elements."""
-            place = _plus(builder, _times(builder, at, size), v * LANES * size)
-            x_place = _plus(builder, _times(builder, at, 4), v * LANES * 4)
+            place = plus(builder, times(builder, at, size), v * LANES * size)
+            x_place = plus(builder, times(builder, at, 4), v * LANES * 4)
             for r in range(rows):
                 weights = load(builder, kind.dtype, builder.add(w_rows[r], place))
                 for t in range(tokens):
@@ -131,7 +116,7 @@ def dots(
 
         def add_pairs(at: Any, count: int) -> None:
             """Multiply `count` elements from `at` on: a line of them, or half."""
-            place = _times(builder, at, size)
+            place = times(builder, at, size)
             for r in range(rows):
                 weights = _pairs(builder, builder.add(w_rows[r], place), count)
                 for t in range(tokens):
@@ -142,23 +127,23 @@ def dots(
                     builder.store(call(builder, name, wide(F32), *operands), register)
 
         with cgutils.for_range(builder, whole) as loop:
-            at = _times(builder, loop.index, vectors * LANES)
-            _prefetch_lines(builder, builder.add(ahead, _times(builder, loop.index, lines * 64)), lines)
+            at = times(builder, loop.index, vectors * LANES)
+            _prefetch_lines(builder, builder.add(ahead, times(builder, loop.index, lines * 64)), lines)
             if is_paired:
                 add_pairs(at, vectors * LANES)
             for v in range(0 if is_paired else vectors):
                 add_products(at, v)
-        done = _times(builder, whole, vectors * LANES)
+        done = times(builder, whole, vectors * LANES)
         with builder.if_then(builder.icmp_signed("<", done, depth)):
             if is_paired:
                 add_pairs(done, LANES)
             else:
                 add_products(done, 0)
         for r in range(rows):
-            plus = load_scalar(builder, kind.dtype, builder.add(bias, _times(builder, bias_step, r)))
+            added = load_scalar(builder, kind.dtype, builder.add(bias, times(builder, bias_step, r)))
             for t in range(tokens):
-                total = builder.fadd(sum_lanes(builder, builder.load(sums[r * tokens + t])), plus)
-                place = builder.add(_plus(builder, out, r * size), _times(builder, out_row, t))
+                total = builder.fadd(sum_lanes(builder, builder.load(sums[r * tokens + t])), added)
+                place = builder.add(plus(builder, out, r * size), times(builder, out_row, t))
                 store_scalar(builder, kind.dtype, place, total)
         return context.get_dummy_value()
 
@@ -202,32 +187,32 @@ def columns(
 
     def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
         ahead, outputs, w, w_row, x, x_row, out, out_row = args[5:]
-        w_rows = [builder.add(w, _times(builder, w_row, r)) for r in range(rows)]
-        x_rows = [builder.add(x, _times(builder, x_row, t)) for t in range(tokens)]
+        w_rows = [builder.add(w, times(builder, w_row, r)) for r in range(rows)]
+        x_rows = [builder.add(x, times(builder, x_row, t)) for t in range(tokens)]
         factors = [
-            [load_splat(builder, kind.dtype, _plus(builder, row, r * size)) for r in range(rows)]
+            [load_splat(builder, kind.dtype, plus(builder, row, r * size)) for r in range(rows)]
             for row in x_rows
         ]
-        targets = [builder.add(out, _times(builder, out_row, t)) for t in range(tokens)]
+        targets = [builder.add(out, times(builder, out_row, t)) for t in range(tokens)]
         vectors = 4 // size  # vectors of a line
         whole = builder.udiv(outputs, ir.Constant(I64, vectors * LANES))
 
         def add_products(at: Any, v: int) -> None:
             """Multiply the vector of outputs at `at` + v vectors of 16."""
-            place = _plus(builder, _times(builder, at, size), v * LANES * size)
+            place = plus(builder, times(builder, at, size), v * LANES * size)
             weights = [load(builder, kind.dtype, builder.add(row, place)) for row in w_rows]
             for t in range(tokens):
-                target = builder.add(targets[t], _plus(builder, _times(builder, at, 4), v * LANES * 4))
+                target = builder.add(targets[t], plus(builder, times(builder, at, 4), v * LANES * 4))
                 total = load(builder, types.float32, target) if adds else constant(F32, 0.0)
                 for r in range(rows):
                     total = fused_multiply_add(builder, factors[t][r], weights[r], total)
                 store(builder, types.float32, target, total)
 
         with cgutils.for_range(builder, whole) as loop:
-            _prefetch_lines(builder, builder.add(ahead, _times(builder, loop.index, lines * 64)), lines)
+            _prefetch_lines(builder, builder.add(ahead, times(builder, loop.index, lines * 64)), lines)
             for v in range(vectors):
-                add_products(_times(builder, loop.index, vectors * LANES), v)
-        done = _times(builder, whole, vectors * LANES)
+                add_products(times(builder, loop.index, vectors * LANES), v)
+        done = times(builder, whole, vectors * LANES)
         with builder.if_then(builder.icmp_signed("<", done, outputs)):
             add_products(done, 0)
         return context.get_dummy_value()

@@ -17,9 +17,23 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu.codes import Levels, plus, times
+from kernels.cpu.codes import Levels
 from kernels.cpu.quantized_call import Weight
-from kernels.cpu.simd import F32, I8, I32, I64, LANES, call, constant, fused_multiply_add, load, store, wide
+from kernels.cpu.simd import (
+    F32,
+    I32,
+    I64,
+    LANES,
+    call,
+    constant,
+    emit_prefetch,
+    fused_multiply_add,
+    load,
+    plus,
+    store,
+    times,
+    wide,
+)
 from kernels.packing import CODE_BITS, TILE
 
 QUARTERS = TILE // LANES  # vectors to a tile
@@ -104,7 +118,7 @@ def dots(
                 places = [builder.add(levels, times(builder, levels_bytes, r)) for r in range(rows)]
                 halves = [_halves(builder, coding, w, loop.index, place) for place in places]
                 for place in tiles:  # rows are too short for the hardware to see where they go on
-                    _prefetch(builder, builder.add(place, times(builder, row_bytes, rows)))
+                    emit_prefetch(builder, builder.add(place, times(builder, row_bytes, rows)))
                 column = builder.add(x, times(builder, loop.index, TILE * 4))
                 columns = [builder.add(column, times(builder, x_row, t)) for t in range(tokens)]
                 for quarter, r in itertools.product(range(QUARTERS), range(rows)):
@@ -123,11 +137,6 @@ def dots(
         return context.get_dummy_value()
 
     return types.void(num_rows, num_tokens, w, *(types.int64,) * 7), emit
-
-
-def _prefetch(builder: Any, address: Any) -> None:
-    read, keep, data = (ir.Constant(I32, value) for value in (0, 2, 1))
-    call(builder, "llvm.prefetch.p0", ir.VoidType(), _pointer(builder, address, I8), read, keep, data)
 
 
 def _pointer(builder: Any, address: Any, element: Any) -> Any:

@@ -71,6 +71,21 @@ def call(builder: Any, name: str, result: Any, *operands: Any, fastmath: tuple[s
     return builder.call(callee, operands, fastmath=fastmath)
 
 
+def plus(builder: Any, base: Any, count: int) -> Any:
+    return builder.add(base, ir.Constant(I64, count)) if count else base
+
+
+def times(builder: Any, step: Any, count: int) -> Any:
+    return builder.mul(step, ir.Constant(I64, count))
+
+
+def emit_prefetch(builder: Any, address: Any) -> None:
+    """Prefetch the cache line at a byte address into the second-level cache; never faults."""
+    read, keep, data = (ir.Constant(I32, value) for value in (0, 2, 1))
+    pointer = builder.inttoptr(address, I8.as_pointer())
+    call(builder, "llvm.prefetch.p0i8", ir.VoidType(), pointer, read, keep, data)
+
+
 def load(builder: Any, kind: Any, address: Any) -> Any:
     """Load sixteen consecutive elements as float32."""
     element = ELEMENTS[kind]
@@ -384,11 +399,7 @@ def prefetch(typingctx: Any, address: Any) -> Any:
     """Prefetch the cache line at a byte address; never faults."""
 
     def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
-        read, keep, data = (ir.Constant(I32, value) for value in (0, 2, 1))
-        pointer = builder.inttoptr(args[0], I8.as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-        callee = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        builder.call(callee, [pointer, read, keep, data])
+        emit_prefetch(builder, args[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), emit
