@@ -161,7 +161,7 @@ def parse(text: bytes, name: str) -> EngineCalibration:
             raise InputError(
                 f"{name}: is no calibration of version {VERSION}: its version is {version}; {MADE_BY}"
             )
-        calibration = msgspec.convert(found, EngineCalibration)
+        calibration = msgspec.convert(found, EngineCalibration, str_keys=True)
     except msgspec.ValidationError as error:
         raise InputError(f"{name}: is not a calibration: {error}; {MADE_BY}") from error
     except msgspec.DecodeError as error:

@@ -43,6 +43,12 @@ def simulate(args: argparse.Namespace) -> int:
     if args.workers > MOST_WORKERS:
         raise InputError(f"--workers is {args.workers}; at most {MOST_WORKERS} can be simulated")
     calibration = calibrations.load(args.calibration)
+    if degrees := ", ".join(map(str, calibration.transform.degrees)):
+        raise InputError(
+            f"{args.calibration}: transform.degrees has {degrees}, "
+            "and this command simulates workers without groups: remove them, or use "
+            "instar.simulate.grouped.GroupedCluster"
+        )
     replay = files.read(args.beside) if args.beside else None
     _check_model(calibration, args.model, replay)
     start_s, length_s = args.window

@@ -12,7 +12,7 @@ import pytest
 from instar.cli import main
 from instar.replay import files
 from instar.simulate import calibration as calibrations
-from instar.simulate.calibration import EngineCalibration
+from instar.simulate.calibration import Degree, EngineCalibration, TransformCosts
 from instar.simulate.run import burst_note
 from tests.support.paths import TRACES
 from tests.support.simulations import SMALL
@@ -197,3 +197,11 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.C
     assert main(["simulate", *argv]) == 0
     capsys.readouterr()
     assert "holds a run already" in refused(capsys, *argv)
+
+
+def test_a_calibration_with_groups_is_not_simulated_without_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = TransformCosts(degrees={2: Degree(1.5, 4096)})
+    assert main(["simulate", BURST, "--calibration", written(tmp_path, transform=costs)]) == 2
+    assert "transform.degrees has 2" in err(capsys)
