@@ -17,7 +17,7 @@ from bus.morphs import Deploy, Morph, MorphOutcome, MorphReport, Resize, Retire,
 from worker.engine.engine import DEVICE_ERRORS
 from worker.memory import BrokenInvariant
 from worker.morph.resize import ResizeRun
-from worker.morph.run import Job, NotApplied, Peers, Run
+from worker.morph.run import EXCLUSIVE, Job, NotApplied, Peers, Run
 from worker.morph.swap import HalvesInProgress, SwapRun
 from worker.morph.target import MemberTarget, Target
 from worker.shape.copier import Copier, Pace
@@ -148,9 +148,9 @@ class MorphManager:
         self.epoch = epoch
 
     def give_up(self, instance: str, reason: str) -> None:
-        """Give up the morphs of an instance, unless they must go on to their end."""
+        """Give up the swaps and resizes of an instance."""
         for job in list(self._jobs.values()):
-            if job.command.instance == instance and not job.run.is_beyond_return:
+            if job.command.instance == instance and job.kind not in EXCLUSIVE:
                 self._abort(job, reason)
 
     def refuse_deploys(self, reason: str) -> None:

@@ -297,6 +297,17 @@ def test_a_stage_that_goes_during_a_swap_costs_the_pipeline_and_no_page(
     hosts.close()
 
 
+def test_a_retirement_that_waits_for_requests_is_applied_when_a_stage_goes(hosts: Hosts, long: Path) -> None:
+    hosts.ends(hosts.deploy(long, [0, 1, 4, 5]))
+    hosts.leader.submit("a", "long", [1, 2, 3], 50)
+    hosts.until(lambda: hosts.leader.client.tokens.get("a"))
+    retired = hosts.leader.retire("long", wait_s=60.0)
+    _stages(hosts.places[1]).close()
+    hosts.until(hosts.is_as_before)
+    assert [end.state for end in hosts.ends([retired])] == ["applied"]
+    assert hosts.leader.client.reject_reasons["a"] is RejectReason.RETIRED
+
+
 def test_a_stage_that_is_to_leave_ends_the_swap_and_waits_for_the_requests(
     first: Path, long: Path, tmp_path: Path
 ) -> None:
