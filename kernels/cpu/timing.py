@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -58,6 +59,7 @@ LEAST_ROUNDS = 3  # enough to decide, where time ends
 TURN_BYTES = 8 << 20  # weights in one turn of one kernel
 MOST_WEIGHTS = 32  # matrices in one turn
 MEMORY_BYTES = 64 << 20  # what a turn read has left the caches when its memory's turn comes again
+AT_ONCE = 6  # quantised products
 BY_IMPORTANCE = (1, 16, 4, 64, 256, 2, 8, 32, 12, 128)
 
 
@@ -86,8 +88,8 @@ def measure(
     memory = WeightMemory()
     end = clock() + seconds
     measured = Measured({product: {} for product, _ in pairs})
-    for tokens in dict.fromkeys(tokens for _, tokens in pairs):
-        turns = {product: _turns(product, memory, tokens) for product, count in pairs if count == tokens}
+    for tokens, group in groupby(pairs, key=lambda pair: pair[1]):
+        turns = {product: _turns(product, memory, tokens) for product, _ in group}
         found = {product: {name: list[float]() for name in able} for product, able in turns.items()}
         is_over = not _take_turns(turns, found, measured, end, clock)
         for product, rounds in found.items():
@@ -289,13 +291,20 @@ def choose(products: Sequence[Product], model: str) -> Choices:
 
 
 def missing_pairs(products: Iterable[Product], known: Choices) -> list[Pair]:
-    """Return what is to be measured, in order: usual numbers of tokens first, in each the first products."""
-    return [
+    """Return what is to be measured, in order: usual numbers of tokens first, in each the first products.
+
+    A quantised product is known once all its numbers are, so a few such products are finished before others
+    begin: each start gets on, however little time it has.
+    """
+    wanted = [
         (product, tokens)
         for tokens in BY_IMPORTANCE
         for product in dict.fromkeys(products)
         if tokens in counts(product) and tokens not in known.get(product, {})
     ]
+    quantized = [product for product in dict.fromkeys(dict(wanted)) if product.form == "quantized"]
+    later = {product: number // AT_ONCE for number, product in enumerate(quantized)}
+    return sorted(wanted, key=lambda pair: later.get(pair[0], 0))
 
 
 def _measured(

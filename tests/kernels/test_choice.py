@@ -254,22 +254,23 @@ def test_measuring_ends_in_time_and_the_next_start_goes_on(
     def some(pairs: Any) -> timing.Measured:
         asked.append(list(pairs))
         now = iter(range(100_000))
-        return whole(pairs, 300, lambda: float(next(now)))
+        return whole(pairs, 1100, lambda: float(next(now)))
 
     monkeypatch.setattr(timing, "measure", some)
+    products = (*ALL, *(Product.quantized(4, 64, 96 + 16 * more, 64) for more in range(1, 15)))
     with caplog.at_level(logging.INFO):
-        first = timing.choose(ALL, "a model")
+        first = timing.choose(products, "a model")
     assert 1 in first[DENSE] and 128 not in first[DENSE]
     assert "are left for the next start" in caplog.text
     while asked[-1]:
         known = timing.load(timing.choices_file("a model"), "a model")
-        if known and not timing.missing_pairs(ALL, known):
+        if known and not timing.missing_pairs(products, known):
             break
         assert len(asked) < 10
-        timing.choose(ALL, "a model")
+        timing.choose(products, "a model")
     assert all(len(later) < len(before) for before, later in itertools.pairwise(asked))
-    last = timing.choose(ALL, "a model")
-    assert {product: set(names) for product, names in last.items()} == {p: set(counts(p)) for p in ALL}
+    last = timing.choose(products, "a model")
+    assert {product: set(names) for product, names in last.items()} == {p: set(counts(p)) for p in products}
     assert last[DENSE][1] == first[DENSE][1]  # measured once
 
 
