@@ -27,8 +27,9 @@ FAST = {"MONITOR__INTERVAL_S": "0.1", "WORKER__TELEMETRY_S": "0.1", "WORKER__LEA
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    """640 tokens of KV in each, 2048 in both together."""
-    with Service(num_workers=2, settings=FAST | {"WORKER__MEMORY_MB": "35"}) as service:
+    """640 tokens of KV in each, 2048 in both together. With variants a swap would be the cheaper way."""
+    only_full = {"WORKER__MEMORY_MB": "34", "WORKER__VARIANTS": "[]"}
+    with Service(num_workers=2, settings=FAST | only_full) as service:
         service.set_policy(windows=2, cooldown_s=0.5)
         yield service
 
