@@ -18,6 +18,7 @@ from bus.precisions import Precision
 MAX_LAYERS: Final = 4096  # named in one order
 MAX_DEGREE: Final = 64
 MAX_WAIT_S: Final = 600
+STANDS_S: Final = 10.0  # time for what needs swapped layers to come: metrics take 3 s to show them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,7 @@ class Swap:
     count: int = 0
     parts: list[Part] = field(default_factory=lambda: list(PARTS))
     wait_s: float = 0.0  # how long to wait for free pages before the answer is `deferred`
+    stands_s: float = 0.0  # how long no layer goes back by itself; 0: until something has run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from itertools import chain
 from bus.groups import parted
 from bus.levers import LeverOption, LeverPlan
 from bus.messages import Number
-from bus.morphs import Cause, HalfOrder, Swap, Transform
+from bus.morphs import STANDS_S, Cause, HalfOrder, Swap, Transform
 from bus.policy import Policy
 from bus.precisions import Precision
 from bus.shapes import CommonShape
@@ -51,6 +51,7 @@ class MorphDecision:
                 count=self.count,
                 precision=self.precision,
                 wait_s=WAIT_S,
+                stands_s=STANDS_S,
             )
         return Transform(
             id=morph_id,

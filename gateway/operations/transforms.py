@@ -13,7 +13,7 @@ from typing import Final
 from bus.errors import meant
 from bus.groups import joined
 from bus.messages import InstanceCard, WorkerCard
-from bus.morphs import Swap, Transform, TransformOrder
+from bus.morphs import STANDS_S, Swap, Transform, TransformOrder
 from bus.policy import Policy
 from gateway.delivery.cluster import Cluster
 from gateway.errors import ApiError, invalid, not_found
@@ -54,7 +54,12 @@ def command(
     if isinstance(step, SwapStep):
         epoch, halves = leader.worker.epoch, list(step.halves)
         return leader, Swap(
-            id=morph_id, epoch=epoch, instance=leader.card.id, halves=halves, wait_s=body.wait_s
+            id=morph_id,
+            epoch=epoch,
+            instance=leader.card.id,
+            halves=halves,
+            wait_s=body.wait_s,
+            stands_s=STANDS_S,
         )
     return leader, Transform(
         id=morph_id,

@@ -148,6 +148,7 @@ class SimulatedMorph:
                 "halves": self.num_halves,
                 "halves_applied": done,
                 "blocks_after": instance.blocks.capacity,
+                "stands_seconds": self.command.stands_s if isinstance(self.command, Swap) else 0.0,
             },
             started_ms=round(self.began_s * 1000),
             ended_ms=round(now_s * 1000),

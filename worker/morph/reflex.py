@@ -95,7 +95,8 @@ class ReflexState:
     """The memory of the reflex about an instance.
 
     `pressure`, `ease`: steps in a row. `pauses`: by lever, after refusals and regrets. `is_by_hand`: layers
-    were swapped by hand, and nothing has run since. `withheld`: by code, when relief was withheld last.
+    were swapped by hand, and nothing has run since. `stands_until_s`: no layer goes back before, as another's
+    order says. `withheld`: by code, when relief was withheld last.
     """
 
     pressure: int = 0
@@ -107,6 +108,7 @@ class ReflexState:
     returned_s: float = float("-inf")  # the last return was decided
     relief_took_s: float = 0.0
     is_by_hand: bool = False
+    stands_until_s: float = float("-inf")
     withheld: Mapping[str, float] = field(default_factory=dict)
     pauses: Mapping[Lever, LeverPause] = field(default_factory=dict)
 
@@ -118,7 +120,7 @@ class ReflexState:
         """Return the time before which no layer goes back."""
         hold_s = min(policy.cooldown_s, HOLD_TIMES * self.relief_took_s)
         pause = self.pauses.get("swap_up", LeverPause())
-        return max(self.relieved_s + hold_s, pause.until_s)
+        return max(self.relieved_s + hold_s, pause.until_s, self.stands_until_s)
 
     def paused(self, lever: Lever, at_s: float, first_s: float = FIRST_PAUSE_S) -> ReflexState:
         """Lengthen the pause of `lever`."""
@@ -272,6 +274,7 @@ def withhold(state: ReflexState, why: Withheld, at_s: float) -> tuple[ReflexStat
     return replace(state, withheld={**state.withheld, why.code: at_s}), is_new
 
 
-def ordered(state: ReflexState) -> ReflexState:
-    """Note that layers were swapped by hand: that stands until something runs."""
-    return replace(state, pressure=0, ease=0, is_by_hand=True)
+def ordered(state: ReflexState, stands_s: float, at_s: float) -> ReflexState:
+    """Note that layers were swapped by another's order, which stands so long; 0: until something runs."""
+    state = replace(state, pressure=0, ease=0, is_by_hand=not stands_s)
+    return replace(state, stands_until_s=at_s + stands_s) if stands_s else state

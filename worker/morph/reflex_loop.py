@@ -2,7 +2,8 @@
 
 `act` before the manager's `advance`, in the engine's thread. A morph by hand goes first: a reflex waits until
 nothing else morphs its instance, then takes the shape as it is. What was swapped by hand stands until
-something runs; then the reflex gives it back as if it had taken it.
+something runs, what the controller ordered for as long as the order says (`Swap.stands_s`); then the reflex
+gives it back as if it had taken it.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ class ReflexLoop:
                 found.state = reflex.ended(found.state, found.lever, is_applied, took_s, now_s)
                 found.morph_id = ""
             elif report.kind == "swap" and report.numbers.get("halves_applied"):
-                found.state = reflex.ordered(found.state)
+                found.state = reflex.ordered(found.state, report.numbers.get("stands_seconds", 0), now_s)
 
     def of(self, instance: str) -> Reflex | None:
         """Return the reflex of an instance that has an envelope."""

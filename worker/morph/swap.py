@@ -61,6 +61,7 @@ class SwapRun(Run):
         self._pages_mapped = self._pages_unmapped = self._bytes = 0
         self._copy_s = self._blocks_s = 0.0
         self._began_s = time.monotonic()
+        self._stands = {"stands_seconds": command.stands_s} if command.stands_s else {}
 
     @property
     def progress(self) -> str:
@@ -80,6 +81,7 @@ class SwapRun(Run):
             "blocks_before": self._blocks_before,
             "blocks_after": self._members.blocks,
             "blocks_moved": self._target.resizer.num_blocks_moved - self._moved_before,
+            **self._stands,
         }
 
     def steps(self) -> Steps:

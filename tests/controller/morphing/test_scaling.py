@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bus.messages import PARTS, Demand, LayerShape
-from bus.morphs import HalfOrder, MorphKind, MorphOutcome, MorphReport, Swap, Transform
+from bus.morphs import STANDS_S, HalfOrder, MorphKind, MorphOutcome, MorphReport, Swap, Transform
 from bus.policy import Policy
 from controller.morphing.decision import MorphDecision
 from controller.morphing.groups import Group
@@ -204,7 +204,9 @@ def test_members_of_different_layers_are_made_alike_and_then_become_one() -> Non
     down = hand.demand(350, times=3)
     assert down is not None and down.lever == "level"
     halves = [HalfOrder(layer=0, part=part, precision="full") for part in PARTS]
-    assert down.command("s1") == Swap(id="s1", epoch=1, instance="m@w1", halves=halves, wait_s=1.0)
+    assert down.command("s1") == Swap(
+        id="s1", epoch=1, instance="m@w1", halves=halves, wait_s=1.0, stands_s=STANDS_S
+    )
     assert "w0, w1 get equal layers (2 halves to full, 0.00% more loss)" in down.reason
     assert hand.demand(350, times=4) is None  # under way
     hand.answer("applied", kind="swap")
@@ -239,7 +241,7 @@ def test_a_request_that_a_swap_makes_room_for_needs_no_group() -> None:
     found = hand.demand(130, times=3)
     assert found is not None and (found.lever, found.instance) == ("swap", "m@w0")
     assert found.command("s1") == Swap(
-        id="s1", epoch=1, instance="m@w0", count=1, precision="int8", wait_s=1.0
+        id="s1", epoch=1, instance="m@w0", count=1, precision="int8", wait_s=1.0, stands_s=STANDS_S
     )
     assert found.numbers["swap_cost_s"] < found.numbers["merge_cost_s"] < found.numbers["queue_cost_s"]
     costly = Hand(kv_of(0, FULL), kv_of(1, FULL), loss_budget=0.0005).demand(130, times=3)

@@ -287,7 +287,7 @@ def test_layers_that_went_back_too_early_wait_longer_each_time() -> None:
 
 
 def test_what_was_swapped_by_hand_stands_until_something_runs_and_relief_is_not_held() -> None:
-    state = reflex.ordered(ReflexState())
+    state = reflex.ordered(ReflexState(), 0.0, 0.0)
     assert due(IDLE, state=state) == due(replace(IDLE, at_s=1e6), steps=100, state=state) == []
     assert due(BURST, state=state)
     assert due(EASE, state=state)

@@ -187,6 +187,26 @@ def test_a_swap_by_hand_goes_first_and_stands_until_something_has_run(clocked: C
     assert clocked.shape == [FULL] * 4 and clocked.events[-1].cause == "ease"
 
 
+@pytest.mark.parametrize("runs", [False, True], ids=["idle", "at work"])
+def test_a_swap_for_what_does_not_come_goes_back_after_its_time_and_not_before(
+    clocked: Clocked, runs: bool
+) -> None:
+    clocked.grant()
+    order = Swap(id="long", epoch=0, instance="toy@w0", precision="int4", layers=[2], stands_s=10.0)
+    clocked.rig.executor.begin(order)
+    clocked.step()
+    if runs:
+        clocked.flood(count=1, max_tokens=2)
+        clocked.finish()
+    assert clocked.loop.patience_s == pytest.approx(10.0, abs=1.0)  # an idle engine wakes for it
+    clocked.at_s += 9.0
+    clocked.step(5)
+    assert clocked.shape[2] == LayerShape(attention="int4", ffn="int4") and clocked.events == []
+    clocked.at_s += 1.5
+    clocked.step()
+    assert clocked.shape == [FULL] * 4 and clocked.events[-1].cause == "ease"
+
+
 @pytest.mark.parametrize("layer", [0, 9])
 def test_an_order_that_changes_nothing_or_is_refused_holds_no_return(clocked: Clocked, layer: int) -> None:
     clocked.grant()
