@@ -25,14 +25,49 @@ class PrecisionEntry:
     group: int  # inputs of an output that share a scale and a zero, where a set of weights does not say
     colour: str  # on a light ground
     dark_colour: str  # on a dark ground
+    # Share of the perplexity that a whole model without a profile loses, by group-wise quantisation of its
+    # weights alone. What papers measure lies around these: int8 is within noise, int4 loses some per cent.
+    assumed_loss: float
 
 
 # From the most bits to the fewest.
 TABLE: Final = (
-    PrecisionEntry(name="full", label="full", bits=0, group=0, colour="#2a6fb0", dark_colour="#4f97da"),
-    PrecisionEntry(name="int8", label="int8", bits=8, group=64, colour="#149070", dark_colour="#33b592"),
-    PrecisionEntry(name="int4", label="int4", bits=4, group=64, colour="#c98500", dark_colour="#e6a62f"),
-    PrecisionEntry(name="int3", label="int3", bits=3, group=64, colour="#c9471d", dark_colour="#f0703f"),
+    PrecisionEntry(
+        name="full",
+        label="full",
+        bits=0,
+        group=0,
+        colour="#2a6fb0",
+        dark_colour="#4f97da",
+        assumed_loss=0.0,
+    ),
+    PrecisionEntry(
+        name="int8",
+        label="int8",
+        bits=8,
+        group=64,
+        colour="#149070",
+        dark_colour="#33b592",
+        assumed_loss=0.0005,
+    ),
+    PrecisionEntry(
+        name="int4",
+        label="int4",
+        bits=4,
+        group=64,
+        colour="#c98500",
+        dark_colour="#e6a62f",
+        assumed_loss=0.03,
+    ),
+    PrecisionEntry(
+        name="int3",
+        label="int3",
+        bits=3,
+        group=64,
+        colour="#c9471d",
+        dark_colour="#f0703f",
+        assumed_loss=0.15,
+    ),
 )
 
 # What layers are swapped to where nothing else is asked for.
@@ -44,10 +79,7 @@ LOWEST: Final[Precision] = PRECISIONS[-1]
 # Keys are plain strings, so that names out of files and arguments can be looked up.
 ENTRIES: Final[dict[str, PrecisionEntry]] = {entry.name: entry for entry in TABLE}
 BITS: Final[dict[str, int]] = {entry.name: entry.bits for entry in TABLE if entry.bits}
-
-# Share of the perplexity that a whole model without a profile loses, by group-wise quantisation of weights
-# alone. What papers measure lies around these: int8 is within noise, int4 loses some per cent, int3 more.
-ASSUMED_LOSSES: Final[dict[str, float]] = {"full": 0.0, "int8": 0.0005, "int4": 0.03, "int3": 0.15}
+ASSUMED_LOSSES: Final[dict[str, float]] = {entry.name: entry.assumed_loss for entry in TABLE}
 
 _RANKS: Final = {name: rank for rank, name in enumerate(PRECISIONS)}
 

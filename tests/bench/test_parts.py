@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from bench.common.engines import EngineShape
 from bench.common.parts import run_part
 from bench.common.results import ROOT
+from worker.engine.sequence import Limits
 
 MAINS = sorted((ROOT / "bench").glob("*/__main__.py"))
 
@@ -62,3 +65,8 @@ def test_a_default_part_gets_the_options(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(SystemExit) as ended:
         run_part("bench.placement", ["compare"], default="compare")
     assert ended.value.code == 2
+
+
+def test_benchmarks_have_every_limit_of_an_engine() -> None:
+    """Limits are read by name, which no type checker follows."""
+    assert {one.name for one in fields(Limits)} <= {one.name for one in fields(EngineShape)}

@@ -35,6 +35,11 @@ def test_full_precision_comes_first_and_bits_fall() -> None:
     assert bits == sorted(set(bits), reverse=True)
 
 
+def test_fewer_bits_are_assumed_to_lose_more() -> None:
+    losses = [entry.assumed_loss for entry in TABLE]
+    assert losses[0] == 0 and losses == sorted(set(losses))
+
+
 @pytest.mark.parametrize("entry", TABLE, ids=lambda entry: entry.name)
 def test_an_entry_is_whole(entry: PrecisionEntry) -> None:
     assert entry.label
