@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from bus.messages import Event, Number
-from bus.morphs import HalfOrder, Morph, MorphReport, Resize, Swap
+from bus.morphs import Cause, HalfOrder, Morph, MorphReport, Resize, Swap
 from bus.policy import NEWS_S, Envelope, Policy
 from bus.precisions import LOWEST, PRECISIONS, Precision
 from worker.distributed.messages import MemberLoad
@@ -28,6 +28,7 @@ from worker.morph.sizing import Decision, Shape
 WAIT_S = 1.0  # wait for pages before a swap is deferred: a running step may free some
 NO_ENVELOPE = Policy()  # policy without an envelope: only its objective is used
 LOOK_S = 0.5  # how often an idle engine looks whether layers can go back
+AGAIN_S = 0.2  # after a look at all halves in vain; to look at each step would take a share of its time
 
 
 class MemberRoom(NamedTuple):
@@ -102,6 +103,7 @@ class Reflex:
     morph_id: str = ""
     lever: Lever = "resize"
     began_s: float = 0.0
+    vain_s: dict[Cause, float] = field(default_factory=dict)  # when nothing could be done for it
 
 
 class ReflexLoop:
@@ -181,6 +183,9 @@ class ReflexLoop:
             if found.morph_id and found.lever == "swap_up" and any(need.goal == "relief" for need in needs):
                 self._morphs.cancel(found.morph_id)  # the half-done part is undone, and relief comes next
             return events
+        needs = [need for need in needs if load.at_s >= found.vain_s.get(need.cause, -AGAIN_S) + AGAIN_S]
+        if not needs:
+            return events
         shape = self._shape(target, load)
         may_lose = not reflex.is_stale(found.envelope, found.granted_s, load.at_s)
         for need in needs:
@@ -191,6 +196,7 @@ class ReflexLoop:
                 decision = sizing.relieve(*about, need, may_lose=may_lose)
             if decision:
                 return [*events, self._begin(name, found, decision, load.at_s)]
+            found.vain_s[need.cause] = load.at_s
             if need.goal == "relief" and need.cause != "forecast":
                 events += self._withhold(
                     name, found, load, sizing.why_nothing(*about, may_lose=may_lose), need

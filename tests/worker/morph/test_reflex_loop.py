@@ -15,7 +15,7 @@ from bus.policy import NEWS_S, Envelope, Mode, Policy
 from bus.precisions import PRECISIONS, Precision
 from tests.support.engine_toys import continuation, request
 from tests.support.morph_toys import Rig
-from worker.morph.reflex_loop import ReflexLoop
+from worker.morph.reflex_loop import AGAIN_S, MemberRoom, ReflexLoop
 
 FULL = LayerShape()
 
@@ -322,3 +322,24 @@ def test_morphs_take_more_of_the_time_the_longer_a_request_misses_blocks(clocked
     clocked.loop.act()
     assert clocked.rig.executor.urgency == 1.0
     clocked.finish()
+
+
+@pytest.mark.parametrize("loss_budget", [1.0, 0.0], ids=["at rest", "under pressure, without a budget"])
+def test_what_cannot_be_done_is_not_looked_for_at_every_step(
+    clocked: Clocked, monkeypatch: pytest.MonkeyPatch, loss_budget: float
+) -> None:
+    room, target = clocked.rig.target.room, clocked.rig.target
+    looks = list[float]()
+
+    def counted() -> MemberRoom:
+        looks.append(clocked.at_s)
+        return room()
+
+    monkeypatch.setattr(target, "room", counted)
+    policy = replace(Policy(), loss_budget=loss_budget, kv_usage_low=0.8, kv_usage_high=0.9)
+    clocked.grant(policy=policy)
+    clocked.flood(count=1 if loss_budget else 8, max_tokens=20)
+    clocked.finish()
+    assert looks
+    by_cause = 1 if loss_budget else 2
+    assert len(looks) <= by_cause * (1 + (looks[-1] - looks[0]) / AGAIN_S)
