@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from bus.client import LiveWorker
 from bus.groups import kv_tokens_at
+from bus.levers import CostBasis
 from bus.messages import InstanceCard, InstanceMetrics, LayerShape, Metrics, PageCounts, WorkerCard
 from bus.precisions import Precision
 from controller.morphing.resting import Rest, Rests, rest_of
@@ -43,6 +44,7 @@ class Group:
     oldest_wait_s: float = 0.0
     max_model_len: int = 0  # tokens of one sequence, whatever the KV; 0: no limit
     tokens_per_s: float = 0.0  # prompts and outputs
+    speed_basis: CostBasis = "measured"
     spare_tokens: int = 0  # of KV that free pages would make
     longest_tokens: int = 0  # tokens of the longest request that runs or waits here
     load: float = 0.0  # sequences that run or wait

@@ -138,6 +138,7 @@ def serving(group: Group, policy: Policy) -> ServingInstance:
         waiting=group.waiting,
         oldest_wait_s=group.oldest_wait_s,
         tokens_per_s=group.tokens_per_s,
+        speed_basis=group.speed_basis,
         spare_blocks=group.spare_tokens // tokens,
         rungs=_rungs(group, policy.precision),
         loss_left=max(0.0, budget - lost),

@@ -36,7 +36,7 @@ def what_if(
         if order.requests and _is_long(order, of_model):
             long = _with_long(order, long, at_s)
         elif order.requests:
-            of_model = _spread(order, of_model)
+            of_model = _spread(order, [_at_full_speed(group, costs) for group in of_model])
         if long:
             plans.append(weigh_long(of_model, of_model, long, rules, at_s - long.since_s, costs)[0])
         plans += weigh_pressure(of_model, rules, costs)
@@ -72,3 +72,11 @@ def _spread(order: WeighLevers, groups: Sequence[Group]) -> list[Group]:
             after = replace(group, queued_tokens=queued, waiting=group.waiting + 1)
         there[group.instance] = replace(after, load=group.load + 1)
     return list(there.values())
+
+
+def _at_full_speed(group: Group, costs: LeverCosts) -> Group:
+    """Return an instance in which nothing waits, at the speed that it has when something does."""
+    speed, basis = costs.tokens_per_s(group.tp)
+    if group.waiting >= 1 or speed <= group.tokens_per_s:
+        return group
+    return replace(group, tokens_per_s=speed, speed_basis=basis)

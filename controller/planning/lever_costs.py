@@ -12,8 +12,9 @@ from bus.morphs import MorphReport
 Kind = Literal["resize", "swap", "merge", "part"]
 
 WEIGHT: Final = 0.3  # of the newest morph
-# Throughput of a group against one worker, all of whose requests are short (Gyges, Table 1; 8 by its trend).
-GROUP_SPEED: Final[Mapping[int, float]] = {1: 1.0, 2: 670 / 448, 4: 767 / 448, 8: 1.8}
+ALONE: Final = 448.0  # tokens/s of one worker, all of whose requests are short (Gyges, Table 1)
+# Throughput of a group against one worker (the same table; 8 by its trend).
+GROUP_SPEED: Final[Mapping[int, float]] = {1: 1.0, 2: 670 / ALONE, 4: 767 / ALONE, 8: 1.8}
 HOLD_S: Final = 30.0  # that a group is kept, until groups have parted here
 CONNECT_S: Final = 2.0  # until workers that are no neighbours have a communicator (NCCL on one host)
 MOVE_S: Final = 0.1  # until a queued request is at another instance: a poll of the gateway and two messages
@@ -52,6 +53,12 @@ class LeverCosts:
         if alone and group:
             return group / alone, "measured"
         return GROUP_SPEED.get(tp, GROUP_SPEED[8]), "assumed"
+
+    def tokens_per_s(self, tp: int) -> tuple[float, CostBasis]:
+        """Return the throughput of a busy instance, measured if one of this degree was busy here."""
+        if seen := self.speeds.get(tp):
+            return seen, "measured"
+        return self.speeds.get(1, ALONE) * self.speed(tp)[0], "assumed"
 
 
 def observe_cost(costs: LeverCosts, report: MorphReport) -> LeverCosts:

@@ -71,7 +71,7 @@ def _for_long(situation: LeverSituation, long: LongNeed) -> LeverPlan:
 def _for_pressure(situation: LeverSituation, one: ServingInstance, free: Mapping[str, int]) -> LeverPlan:
     """Weigh resize, moves and a swap for what is still missing, in all combinations."""
     queue_s = one.queue_s(one.missing)
-    queue = LeverOption(lever="queue", targets=[one.name], duration_s=queue_s, basis="measured")
+    queue = LeverOption(lever="queue", targets=[one.name], duration_s=queue_s, basis=one.speed_basis)
     queue = replace(queue, cost_s=one.waiting * queue_s / 2)
     sets = [[queue], *_sets(situation, one, free)]
 

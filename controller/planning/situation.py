@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bus.levers import NEVER_S
+from bus.levers import NEVER_S, CostBasis
 from bus.precisions import Precision
 from controller.planning.lever_costs import LeverCosts
 
@@ -35,6 +35,7 @@ class ServingInstance:
     waiting: float = 0.0
     oldest_wait_s: float = 0.0
     tokens_per_s: float = 0.0  # processed
+    speed_basis: CostBasis = "measured"
     spare_blocks: int = 0  # free pages would make
     rungs: Sequence[SwapRung] = ()
     loss_left: float = 0.0

@@ -22,10 +22,19 @@ def what_if_parts(found: dict[str, Any]) -> Iterator[Table | str]:
     if not found["plans"]:
         yield NOTHING
     for plan in found["plans"]:
-        yield f"{plan['model']}, {plan['subject']}: {plan['need']}"
+        yield f"{', '.join(dict.fromkeys((plan['model'], plan['subject'])))}: {plan['need']}"
         yield _options(plan)
-        met = "within the objective" if plan["meets"] else "no set of levers meets the objective"
-        yield f"{plan['cost_s']:.2f} request-seconds, the longest wait {_seconds(plan['wait_s'])}: {met}\n"
+        for one in plan["options"]:
+            if one["refusal"]:
+                yield f"not possible: {_words(one)}: {one['refusal']}"
+        yield f"{_outcome(plan)}\n"
+
+
+def _outcome(plan: dict[str, Any]) -> str:
+    met = "within the objective" if plan["meets"] else "no set of levers meets the objective"
+    if plan["wait_s"] >= NEVER_S:
+        return f"some requests would wait without end: {met}"
+    return f"{plan['cost_s']:.2f} request-seconds, the longest wait {plan['wait_s']:.2f} s: {met}"
 
 
 def _options(plan: dict[str, Any]) -> Table:
@@ -33,7 +42,6 @@ def _options(plan: dict[str, Any]) -> Table:
     table.add_column("", overflow="fold")
     for one in plan["options"]:
         if one["refusal"]:
-            table.add_row(one["lever"], *[ABSENT] * len(NUMBERS), f"not possible: {one['refusal']}")
             continue
         table.add_row(
             _words(one),
@@ -50,7 +58,7 @@ def _options(plan: dict[str, Any]) -> Table:
 
 def _words(one: dict[str, Any]) -> str:
     between = " to " if one["lever"] == "move" else ", "
-    words = f"{one['lever']} {between.join(one['targets'])}"
+    words = f"{one['lever']} {between.join(one['targets'])}".rstrip()
     if one["layers"]:
         return f"{words}: {one['layers']} layers to {one['precision']}"
     return f"{words}: tp {one['tp']}" if one["tp"] else words

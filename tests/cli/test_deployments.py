@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from bus.levers import NEVER_S
 from bus.precisions import PRECISIONS
 from bus.settings import GatewaySettings, Settings, WorkerSettings
 from instar.commands import deploy
@@ -376,7 +377,7 @@ WEIGHED: dict[str, Any] = {
             "subject": "demo@w0",
             "need": "4 requests wait for 30 KV blocks",
             "options": [
-                option("queue", targets=["demo@w0"], duration_s=3600.0),
+                option("queue", targets=["demo@w0"], duration_s=NEVER_S),
                 option("move", targets=["demo@w0", "demo@w1"], blocks=30, cost_s=0.4, is_taken=True),
                 option("swap", targets=["demo@w0"], layers=2, precision="int8", loss=0.0012, nbytes=3 << 20),
                 option("more", refusal="only by order"),
@@ -400,21 +401,23 @@ def test_what_would_be_done_is_shown_with_every_option(
     assert "demo, demo@w0: 4 requests wait for 30 KV blocks" in told
     assert "move demo@w0 to demo@w1" in told and "swap demo@w0: 2 layers to int8" in told
     assert "0.12%" in told
-    assert "never" in told and "only by order" in told and "taken" in told
-    assert "0.40 request-seconds, the longest wait 0.10: within the objective" in told
+    assert "never" in told and "not possible: more: only by order" in told and "taken" in told
+    assert "0.40 request-seconds, the longest wait 0.10 s: within the objective" in told
 
 
 def test_a_need_that_no_lever_meets_is_an_exit_status(
     gateway: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    unmet = {"note": "mode manual", "plans": [WEIGHED["plans"][0] | {"meets": False}]}
+    endless = {"subject": "demo", "meets": False, "wait_s": NEVER_S, "cost_s": 4 * NEVER_S}
+    unmet = {"note": "mode manual", "plans": [WEIGHED["plans"][0] | endless]}
     gateway.answers = [(200, unmet), (200, unmet), (200, {"note": "", "plans": []})]
     assert gateway.main("plan", "demo", "--what-if") == 1
     assert gateway.asked[0][1] == "/admin/plan?model=demo"
     assert gateway.main("plan", "--what-if", "--json") == 1
     assert gateway.main("plan", "--what-if") == 0
     told = capsys.readouterr().out
-    assert "mode manual" in told and "no set of levers" in told and "nothing would be done" in told
+    assert "mode manual" in told and "\ndemo: 4 requests wait" in told and "nothing would be done" in told
+    assert "some requests would wait without end: no set of levers" in told
 
 
 def test_a_plan_needs_a_model_or_a_question(gateway: Script, capsys: pytest.CaptureFixture[str]) -> None:

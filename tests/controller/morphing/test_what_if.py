@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from bus.deployments import WeighLevers
 from bus.levers import LeverPlan
 from bus.policy import Policy
 from controller.morphing.groups import Group
 from controller.morphing.track import Waiting
 from controller.morphing.what_if import what_if
-from controller.planning.lever_costs import LeverCosts
+from controller.planning.lever_costs import ALONE, LeverCosts
 from tests.controller.morphing.test_pressure import worker
 from tests.support.parallelism_groups import group
 
@@ -19,8 +21,8 @@ from tests.support.parallelism_groups import group
 def asked(
     *groups: Group, waiting: Waiting | None = None, policy: Policy | None = None, **order: Any
 ) -> list[LeverPlan]:
-    there = {"m": waiting} if waiting else {}
-    return what_if(WeighLevers(id="q", **order), groups, there, policy or Policy(), LeverCosts(), 100.0)
+    there, costs = {"m": waiting} if waiting else {}, LeverCosts(speeds={1: 50.0})
+    return what_if(WeighLevers(id="q", **order), groups, there, policy or Policy(), costs, 100.0)
 
 
 def levers(plans: list[LeverPlan]) -> list[str]:
@@ -36,6 +38,19 @@ def test_imagined_requests_fill_the_instance_with_most_room_first() -> None:
     assert asked(*there, requests=8, prompt_tokens=90, output_tokens=20) == []  # ten blocks each
     plans = asked(*there, requests=14, prompt_tokens=90, output_tokens=20)
     assert levers(plans) == ["swap", "swap"] and "requests wait for" in plans[0].need
+
+
+def test_an_idle_instance_is_imagined_at_the_speed_of_a_busy_one() -> None:
+    there = replace(worker("w0", 0), max_tokens=1000, tokens_per_s=0.0, layer_blocks={})
+    load = WeighLevers(id="q", requests=14, prompt_tokens=90, output_tokens=20)
+    for costs, speed, basis in [
+        (LeverCosts(), ALONE, "assumed"),
+        (LeverCosts(speeds={1: 20.0}), 20.0, "measured"),
+    ]:
+        (plan,) = what_if(load, [there], {}, Policy(), costs, 100.0)
+        (queue,) = plan.taken
+        assert (queue.lever, queue.basis) == ("queue", basis)
+        assert queue.duration_s == pytest.approx(400 / speed)
 
 
 def test_imagined_requests_that_no_worker_holds_need_a_group() -> None:

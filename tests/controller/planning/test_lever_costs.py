@@ -8,6 +8,7 @@ import pytest
 
 from bus.morphs import MorphReport
 from controller.planning.lever_costs import (
+    ALONE,
     ASSUMED_COSTS,
     GROUP_SPEED,
     HOLD_S,
@@ -95,3 +96,13 @@ def test_the_speed_of_a_group_is_assumed_until_both_were_busy_here() -> None:
     costs = observe_speed(costs, 1, 200.0)
     assert costs.speed(2) == (1.5, "measured")
     assert observe_speed(costs, 1, 0.0) == costs
+
+
+def test_the_throughput_of_an_instance_is_assumed_until_one_was_busy() -> None:
+    none = LeverCosts()
+    assert none.tokens_per_s(1) == (ALONE, "assumed")
+    assert none.tokens_per_s(2) == (pytest.approx(670), "assumed")
+    alone = observe_speed(none, 1, 200.0)
+    assert alone.tokens_per_s(1) == (200.0, "measured")
+    assert alone.tokens_per_s(2) == (200 * GROUP_SPEED[2], "assumed")
+    assert observe_speed(alone, 2, 250.0).tokens_per_s(2) == (250.0, "measured")
