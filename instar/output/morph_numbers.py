@@ -23,6 +23,7 @@ WORDS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
     (("pages_freed",), "{} freed"),
     (("blocks_before", "blocks_after"), "KV blocks {} to {}"),
     (("blocks_moved",), "{} KV blocks moved"),
+    (("blocks_seconds",), "KV cache larger after {}"),
     (("wait_seconds",), "waited {}"),
     (("boundary_seconds",), "paused requests for {}"),
 )

@@ -322,7 +322,7 @@ def _measured(
         "timed the kernels of %d products in %.2f s%s",
         len(found),
         time.perf_counter() - began,
-        f"; {left} numbers of tokens are left for the next start" if left else "",
+        f"; {left} timings are left for the next start" if left else "",
     )
     if measured.was_busy:
         log.info("the machine was busy meanwhile: they are timed again at the next start")

@@ -156,7 +156,7 @@ class ModelLoader:
         if self.pool.backend.device.type == "cpu":
             self.products = kernels.choose_products(self._products(), f"{self.digest} {self.model.dtype}")
         for line in self.products:
-            log.info("%s: %s tokens", self.command.model, line)
+            log.debug("%s: %s tokens", self.command.model, line)
 
     def _products(self) -> Iterator[Product]:
         """Yield the products of a step, then those of other precisions and tensor-parallel degrees."""
