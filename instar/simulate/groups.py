@@ -95,9 +95,10 @@ class SimulatedGroup:
         """Tokens of the longest request here."""
         return max(map(most_tokens, self.sequences), default=0)
 
-    def as_controller_sees(self, now_s: float = 0.0, stale_s: float = 0.0) -> Group:
+    def as_controller_sees(self, now_s: float) -> Group:
         """Return the group as the controller knows it from metrics."""
-        block_tokens, limits = self.calibration.limits.block_tokens, self.calibration.limits
+        limits = self.calibration.limits
+        block_tokens = limits.block_tokens
         kv_at = self.calibration.tokens_at | ({1: self.kv_tokens} if self.tp == 1 else {})
         return Group(
             model=self.calibration.model,
@@ -118,7 +119,6 @@ class SimulatedGroup:
             longest_tokens=self.longest_tokens,
             load=sum(one.seen.load for one in self.members),
             waiting=sum(one.seen.waiting for one in self.members),
-            age_s=stale_s,
             losses=_whole_losses(self.calibration),
             layer_blocks=self._layer_blocks(),
             block_tokens=block_tokens,
