@@ -33,27 +33,33 @@ def what_if_parts(found: dict[str, Any]) -> Iterator[Table | str]:
 def _outcome(plan: dict[str, Any]) -> str:
     met = "within the objective" if plan["meets"] else "no set of levers meets the objective"
     if plan["wait_s"] >= NEVER_S:
-        return f"some requests would wait without end: {met}"
+        return f"some requests would wait without end, or be refused: {met}"
     return f"{plan['cost_s']:.2f} request-seconds, the longest wait {plan['wait_s']:.2f} s: {met}"
 
 
 def _options(plan: dict[str, Any]) -> Table:
-    table = make_table(("lever",), NUMBERS)
+    """Return the levers that are possible, with the numbers that one of them has."""
+    possible = [one for one in plan["options"] if not one["refusal"]]
+    columns = [column for column in zip(NUMBERS, *map(_numbers, possible), strict=True) if any(column[1:])]
+    table = make_table(("lever",), [column[0] for column in columns])
     table.add_column("", overflow="fold")
-    for one in plan["options"]:
-        if one["refusal"]:
-            continue
-        table.add_row(
-            _words(one),
-            str(one["blocks"] or ABSENT),
-            f"{one['tokens_per_s']:+.0f}" if one["tokens_per_s"] else ABSENT,
-            f"{one['loss']:.2%}" if one["loss"] else ABSENT,
-            short(one["stalled_s"]) if one["stalled_s"] else ABSENT,
-            _seconds(one["duration_s"]),
-            "never" if one["duration_s"] >= NEVER_S else f"{one['cost_s']:.2f}",
-            ", ".join(word for word in (TAKEN if one["is_taken"] else "", one["basis"]) if word),
-        )
+    for i, one in enumerate(possible, start=1):
+        basis = one["basis"] if one["duration_s"] < NEVER_S else ""
+        notes = ", ".join(word for word in (TAKEN if one["is_taken"] else "", basis) if word)
+        table.add_row(_words(one), *(column[i] or ABSENT for column in columns), notes)
     return table
+
+
+def _numbers(one: dict[str, Any]) -> tuple[str, ...]:
+    """Return what NUMBERS names; "": none."""
+    return (
+        str(one["blocks"] or ""),
+        f"{one['tokens_per_s']:+.0f}" if one["tokens_per_s"] else "",
+        f"{one['loss']:.2%}" if one["loss"] else "",
+        short(one["stalled_s"]) if one["stalled_s"] else "",
+        _seconds(one["duration_s"]),
+        "never" if one["duration_s"] >= NEVER_S else f"{one['cost_s']:.2f}",
+    )
 
 
 def _words(one: dict[str, Any]) -> str:

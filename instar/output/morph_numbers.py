@@ -13,6 +13,7 @@ Numbers = Mapping[str, Any]
 # Words for one name or several together. Other names stand for themselves; zeros are left out.
 WORDS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
     (("tp_before", "tp_after"), "tp{} to tp{}"),
+    (("steps_done", "steps"), "{} of {} steps"),
     (("layers_done", "layers"), "{} of {} layers"),
     (("layers_per_step",), "{} a step"),
     (("halves_applied", "halves"), "{} of {} halves of layers"),
@@ -41,9 +42,10 @@ def numbers_text(numbers: Numbers, page_bytes: int | None = None, in_reason: str
         for name, value in numbers.items()
         if value and name not in LEFT_OUT and str(value) not in stated
     }
-    if kept.get("blocks_before") == kept.get("blocks_after"):
-        kept.pop("blocks_before", None)
-        kept.pop("blocks_after", None)
+    for same in ("blocks", "tp"):
+        if kept.get(f"{same}_before") == kept.get(f"{same}_after"):
+            kept.pop(f"{same}_before", None)
+            kept.pop(f"{same}_after", None)
     texts = []
     for names, words in WORDS:
         if all(name in kept for name in names):

@@ -184,6 +184,7 @@ def test_numbers_are_told_with_their_units() -> None:
     rows |= {"bytes_exchanged": 0, "layers_per_step": 2, "peak_bytes": 8 << 20, "seconds": 0.1}
     told = "tp2 to tp1, 2 a step, rows missing 0.5 MiB, rows host 477 MiB/s, peak 8 MiB"
     assert numbers_text(rows) == told
+    assert numbers_text({"steps": 2, "steps_done": 1, "tp_before": 2, "tp_after": 2}) == "1 of 2 steps"
 
 
 def test_workers_that_are_not_named_are_left_to_the_gateway(gateway: Script) -> None:
