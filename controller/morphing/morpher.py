@@ -75,13 +75,19 @@ class Morpher:
         )
         before = [name for name, (envelope, _) in self._granted.items() if envelope.floor]
         floors = raised(self._floors, workers, now_s, loads, before)
-        expected = expected_blocks(self._forecasts)
-        withheld = self._pressure.withheld | self._state.reshaping(self._clock.now(now_s))
+        withheld, expected = self._state.reshaping(self._clock.now(now_s)), dict[str, int]()
+        if self._is_informed(now_s):
+            withheld, expected = withheld | self._pressure.withheld, expected_blocks(self._forecasts)
         wanted = envelopes(workers, policy, self._resting(), floors, expected, withheld)
         self._granted = {name: one for name, one in self._granted.items() if name in wanted}
         for worker, envelope in due(self._granted, wanted, now_s):
             await self._bus.publish(self._bus.names.control(worker), envelope)
             self._granted = {**self._granted, envelope.instance: (envelope, now_s)}
+
+    def _is_informed(self, now_s: float) -> bool:
+        """Return True unless the monitor has been silent for `stale_s`."""
+        made_s = self._metrics[0] if self._metrics else float("-inf")
+        return self._clock.now(now_s) <= made_s + self._freshness.stale_s
 
     async def confirm(self) -> None:
         """Follow reports from the oldest event on: what is pending and when the last morph was."""

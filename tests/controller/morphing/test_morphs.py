@@ -13,7 +13,7 @@ import pytest
 from bus.client import Bus, connect
 from bus.messages import Event
 from bus.policy import Envelope, Policy
-from bus.settings import ControllerSettings, Settings
+from bus.settings import ControllerSettings, MonitorSettings, Settings
 from controller import service as controller_service
 from tests.conftest import settings_of
 from tests.support import service_loop
@@ -21,7 +21,9 @@ from tests.support.fake_worker import FakeWorker
 from tests.support.metrics_samples import metrics_of
 from tests.support.redis_process import RedisProcess
 
-FAST = Settings(controller=ControllerSettings(interval_s=0.1, grace_s=0.3))
+FAST = Settings(
+    controller=ControllerSettings(interval_s=0.1, grace_s=0.3), monitor=MonitorSettings(stale_s=1.0)
+)
 
 controlling = partial(service_loop.running, controller_service.main, FAST)
 
@@ -86,6 +88,19 @@ async def test_a_worker_hears_of_pressure_that_is_expected_once_forecasts_were_r
         (_, first), *_ = await events.read()
     assert (first.kind, first.subject, first.numbers["is_right"]) == ("forecast_scored", worker.instance, 1)
     assert max(one.expected_blocks for one in worker.envelopes) > 85
+
+
+async def test_what_is_expected_is_over_when_the_monitor_falls_silent(bus: Bus, worker: FakeWorker) -> None:
+    await granted(worker)
+    async with asyncio.timeout(30):
+        while not worker.envelopes[-1].expected_blocks:
+            for used in (10, 20, 30, 40, 50, 60, 70, 80, 90):  # of 100
+                await bus.publish(bus.names.metrics, metrics_of(worker.instance, kv_used=used, kv_blocks=100))
+                await asyncio.sleep(0.05)
+                if worker.envelopes[-1].expected_blocks:
+                    break
+        while worker.envelopes[-1].expected_blocks:
+            await asyncio.sleep(0.05)
 
 
 async def test_a_draining_worker_is_left_alone(bus: Bus, worker: FakeWorker) -> None:
