@@ -61,11 +61,13 @@ def envelopes(
     floors: Mapping[str, Precision] | None = None,
     expected: Mapping[str, int] | None = None,
     withheld: Container[str] = (),
+    held: Container[str] = (),
 ) -> dict[str, ToWorker]:
     """Return by instance its leading worker and what its reflex may do; without ids.
 
     floors: by instance, the precision that a request waits for. expected: the KV blocks by forecast.
-    withheld: instances that take no more loss now, since the planner found a cheaper lever.
+    withheld: instances that take no more loss now, since the planner found a cheaper lever. held: those that
+    keep their layers, since they are to become one group.
     The leader of a group or a pipeline gets it. Deployments whose shape at rest is not known get none.
     """
     found: dict[str, ToWorker] = {}
@@ -74,6 +76,8 @@ def envelopes(
             rest = rest_of(instance, rests)
             if rest and _leads(card, instance):
                 envelope = _envelope(card.epoch, instance, policy, rest)
+                if instance.id in held:
+                    envelope = replace(envelope, policy=replace(envelope.policy, mode="manual"))
                 found[instance.id] = (
                     card.id,
                     replace(

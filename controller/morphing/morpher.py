@@ -75,10 +75,11 @@ class Morpher:
         )
         before = [name for name, (envelope, _) in self._granted.items() if envelope.floor]
         floors = raised(self._floors, workers, now_s, loads, before)
-        withheld, expected = self._state.reshaping(self._clock.now(now_s)), dict[str, int]()
+        held = self._state.reshaping(self._clock.now(now_s))
+        withheld, expected = frozenset[str](), dict[str, int]()
         if self._is_informed(now_s):
-            withheld, expected = withheld | self._pressure.withheld, expected_blocks(self._forecasts)
-        wanted = envelopes(workers, policy, self._resting(), floors, expected, withheld)
+            withheld, expected = self._pressure.withheld, expected_blocks(self._forecasts)
+        wanted = envelopes(workers, policy, self._resting(), floors, expected, withheld, held)
         self._granted = {name: one for name, one in self._granted.items() if name in wanted}
         for worker, envelope in due(self._granted, wanted, now_s):
             await self._bus.publish(self._bus.names.control(worker), envelope)

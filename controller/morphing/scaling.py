@@ -78,6 +78,8 @@ def scale_up(
             there = [group for group in of_model if set(group.instances) & set(one.instances)]
             state = _regretted(state, model, at_s) if one.lever == "scale_up" else state
             state = _decided(state, there, one.lever, at_s)
+        if made and made[0].lever == "level" and (found := taken_merge(plan, offers)):
+            state = _held(state, found.merge.groups, at_s)
         decisions += made
     return state, decisions
 
@@ -237,6 +239,13 @@ def _decided(state: State, groups: Iterable[Group], lever: Lever, at_s: float) -
     for name, epoch in _instances(groups):
         track = replace(state.track(name, epoch, at_s), parting=0)
         state = state.with_track(name, track.decided(lever, at_s))
+    return state
+
+
+def _held(state: State, groups: Iterable[Group], at_s: float) -> State:
+    """Note that these keep their layers until they are one group, also those that need no swap."""
+    for name, epoch in _instances(groups):
+        state = state.with_track(name, replace(state.track(name, epoch, at_s), levelled_s=at_s))
     return state
 
 

@@ -75,6 +75,7 @@ class Track:
     raised_s: float | None = None  # time of the last scale-up's decision or end
     busy_s: float = float("-inf")  # time of the last load
     swapped_s: float = float("-inf")  # time of the last swap's decision or end: metrics may be older
+    levelled_s: float = float("-inf")  # when it was to get, or keep, the layers that a group will have
     parting: int = 0
     parting_since_s: float = 0.0
     parting_s: float = 0.0
@@ -144,7 +145,7 @@ class State:
         return frozenset(
             name
             for name, track in self.tracks.items()
-            if at_s < track.swapped_s + SWAP_SEEN_S
+            if at_s < track.levelled_s + SWAP_SEEN_S
             or any(
                 one.lever in ("scale_up", "level") and one.is_heard(at_s) for one in track.pending.values()
             )
@@ -211,6 +212,7 @@ def _ended(track: Track, report: MorphReport, lever: Lever | None, at_s: float) 
     if lever is None or report.state == "stale":
         return track
     if report.state != "applied":
+        track = replace(track, raised_s=None) if lever == "scale_up" else track  # others may be tried
         return track.refused(lever, at_s)
     if lever != "scale_down":
         return replace(track, pauses={name: one for name, one in track.pauses.items() if name != lever})

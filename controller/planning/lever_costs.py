@@ -12,6 +12,7 @@ from bus.morphs import MorphReport
 Kind = Literal["resize", "swap", "merge", "part"]
 
 WEIGHT: Final = 0.3  # of the newest morph
+HALVES: Final = 4  # a swap of so many weighs as much as a morph: one half at leisure says little of more
 ALONE: Final = 448.0  # tokens/s of one worker, all of whose requests are short (Gyges, Table 1)
 # Throughput of a group against one worker (the same table; 8 by its trend).
 GROUP_SPEED: Final[Mapping[int, float]] = {1: 1.0, 2: 670 / ALONE, 4: 767 / ALONE, 8: 1.8}
@@ -82,7 +83,7 @@ def observe_cost(costs: LeverCosts, report: MorphReport) -> LeverCosts:
         nbytes=nbytes / units,
         basis="measured",
     )
-    kinds = {**costs.kinds, kind: _mean(costs.kinds[kind], seen)}
+    kinds = {**costs.kinds, kind: _mean(costs.kinds[kind], seen, units if kind == "swap" else None)}
     return _held(replace(costs, kinds=kinds), report, kind)
 
 
@@ -103,12 +104,14 @@ def _kind_of(report: MorphReport) -> Kind | None:
     return "merge" if after > before else "part"
 
 
-def _mean(before: KindCost, seen: KindCost) -> KindCost:
-    if before.basis == "assumed":
+def _mean(before: KindCost, seen: KindCost, halves: float | None) -> KindCost:
+    """Return the new mean. halves: of a swap, whose assumed cost counts too; others begin with `seen`."""
+    weight = 1 - (1 - WEIGHT) ** (halves / HALVES) if halves else WEIGHT
+    if before.basis == "assumed" and not halves:
         return seen
 
     def mixed(one: float, other: float) -> float:
-        return one + WEIGHT * (other - one)
+        return one + weight * (other - one)
 
     return KindCost(
         duration_s=mixed(before.duration_s, seen.duration_s),

@@ -7,7 +7,6 @@ from typing import Any
 
 from bus.morphs import MorphOutcome, MorphReport, Swap
 from bus.policy import Policy
-from bus.precisions import PRECISIONS
 from controller.morphing.decision import MorphDecision
 from controller.morphing.groups import Group
 from gateway.delivery.dispatch import TooLong
@@ -52,8 +51,6 @@ class GroupedCluster(SimulatedCluster):
         self._of: dict[int, SimulatedGroup] = {}
         self._workers: dict[str, ActiveInstance] = {}
         self._moved: set[int] = set()  # requests that were moved once
-        lowest = PRECISIONS.index(policy.precision) if policy else 0
-        self._allowed = PRECISIONS[1 : lowest + 1]
         self._forming: list[tuple[list[SimulatedGroup], SimulatedGroup]] = []  # parts, and the whole
         is_free = policy is not None and policy.mode != "manual"
         self._controller = SimulatedController(policy, moves=moves) if policy and is_free else None
@@ -215,10 +212,9 @@ class GroupedCluster(SimulatedCluster):
         for outcome in list(self.queue):
             self._place(outcome)
 
-    def withhold(self, instances: Container[str]) -> None:
+    def withhold(self, instances: Container[str], held: Container[str]) -> None:
         for one in self._workers.values():
-            below = [name for name in self._allowed if name in one.instance.shape.variants]
-            one.morphs.withhold(one.instance.name in instances, below)
+            one.morphs.withhold(one.instance.name in instances, one.instance.name in held)
 
     def _transform(self, workers: Sequence[str], tp: int, morph_id: str) -> None:
         members = [self._workers[name] for name in workers]
@@ -310,8 +306,11 @@ class GroupedCluster(SimulatedCluster):
 
 
 def _unlike(members: Sequence[ActiveInstance]) -> str:
-    """Return why workers cannot form a group: their layers must be in full precision; or ""."""
+    """Return why workers cannot form a group: their layers must have equal precisions; or ""."""
+    first = members[0].instance
     for one in members:
-        if one.instance.shape.num_below or one.morphs.running:
-            return f"{one.instance.name} has {one.instance.shape.num_below} layers below full, or morphs"
+        if one.morphs.running:
+            return f"{one.instance.name} morphs"
+        if one.instance.shape.layers != first.shape.layers:
+            return f"the layers of {one.instance.name} differ in precision from those of {first.name}"
     return ""

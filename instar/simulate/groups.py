@@ -214,8 +214,13 @@ class SimulatedGroup:
     # ------------------------------------------------------------------------------------- degrees
 
     def share_blocks(self) -> None:
-        """Divide the blocks of the group's degree among its members; each keeps what it uses."""
+        """Divide the blocks of the group's degree among its members; each keeps what it uses.
+
+        A layer below full precision frees 1/tp of what it frees at a worker alone.
+        """
         capacity = self.calibration.tokens_at[self.tp] // self.calibration.limits.block_tokens
+        swapped = sum(one.shape.kv_blocks - self.calibration.memory.kv_blocks for one in self.instances)
+        capacity += max(0, swapped) // self.tp
         size, first = len(self.members), 0
         used = [len(one.used_blocks) for one in self.instances]
         free = range(sum(used), capacity)

@@ -98,10 +98,12 @@ class SimulatedMorphs:
         self._ordered: SimulatedMorph | None = None  # begins when the reflex has decided
         self._cancelled: list[MorphReport] = []
         self._loop: ReflexLoop | None = None
+        self._granted: Envelope | None = None  # without the controller's restrictions
         if policy is not None and policy.mode != "manual":
             numbers = count(1)
             self._loop = ReflexLoop(self, clock, lambda: f"{instance.name}-{next(numbers)}")
-            self._loop.grant(_granted(instance, policy))
+            self._granted = _granted(instance, policy)
+            self._loop.grant(self._granted)
 
     # ------------------------------------------------------------------------------------- for the reflex
 
@@ -133,10 +135,12 @@ class SimulatedMorphs:
             self.cancel(self.running.command.id)
         self.begin(command, reason=reason)
 
-    def withhold(self, is_withheld: bool, precisions: Sequence[Precision]) -> None:
-        """Take the controller's word whether the reflex may take loss."""
-        if found := self._loop and self._loop.of(self._instance.name):
-            found.envelope = replace(found.envelope, precisions=[] if is_withheld else list(precisions))
+    def withhold(self, is_withheld: bool, is_held: bool) -> None:
+        """Take the controller's word whether the reflex may take loss, or change layers at all."""
+        if (found := self._loop and self._loop.of(self._instance.name)) and self._granted:
+            allowed = [] if is_withheld else self._granted.precisions
+            policy = replace(self._granted.policy, mode="manual") if is_held else self._granted.policy
+            found.envelope = replace(found.envelope, precisions=allowed, policy=policy)
 
     @property
     def lever(self) -> Lever:

@@ -33,8 +33,11 @@ class Transforms(Protocol):
     def move(self, instance: str, num_tokens: int) -> None:
         """Take queued requests with so many tokens back from an instance."""
 
-    def withhold(self, instances: Container[str]) -> None:
-        """Let the reflexes of these instances take no more loss, and those of the others again."""
+    def withhold(self, instances: Container[str], held: Container[str]) -> None:
+        """Let the reflexes of these instances take no more loss, and those of the others again.
+
+        held: these change no layers at all.
+        """
 
 
 class SimulatedController:
@@ -59,7 +62,7 @@ class SimulatedController:
             self._send(cluster, merging)
         if self._moves:
             self._pressure, moves, _ = relieve_pressure(self._pressure, cluster.groups_seen(), *now)
-            cluster.withhold(self._pressure.withheld | self._state.reshaping(cluster.now_s))
+            cluster.withhold(self._pressure.withheld, self._state.reshaping(cluster.now_s))
             for one in moves:
                 cluster.move(one.instance, int(one.numbers["tokens"]))
 

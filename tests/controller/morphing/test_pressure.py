@@ -75,12 +75,13 @@ def test_other_models_old_reports_and_manual_mode_get_no_move() -> None:
     assert judged(full, worker("w1", 10), mode="manual") == (PressureState(), [], [])
 
 
-def test_members_that_become_a_group_take_no_loss_either() -> None:
-    """Their layers would differ again."""
+def test_members_that_become_a_group_keep_their_layers() -> None:
+    """They would differ again, or a reflex's swap would stand in the way."""
     state = State(tracks={"m@w0": Track(1, 0.0, pending={"s1": PendingMorph("level", 100.0)})})
-    state = state.with_track("m@w1", Track(1, 0.0, swapped_s=99.0))
+    state = state.with_track("m@w1", Track(1, 0.0, levelled_s=99.0))
     assert state.reshaping(100.0) == {"m@w0", "m@w1"}
     assert state.reshaping(120.0) == {"m@w0"}  # a worker that is silent for a minute is given up
     cards = live(worker_card("w0", variants=["full", "int8"]), worker_card("w1", variants=["full", "int8"]))
-    found = envelopes(cards, Policy(), {}, withheld={"m@w0"})
+    found = envelopes(cards, Policy(), {}, withheld={"m@w0"}, held={"m@w1"})
+    assert [found[name][1].policy.mode for name in ("m@w0", "m@w1")] == ["default", "manual"]
     assert [found[name][1].precisions for name in ("m@w0", "m@w1")] == [[], ["int8"]]

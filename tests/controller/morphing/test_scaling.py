@@ -199,6 +199,15 @@ FULL = (LayerShape(), LayerShape())
 LOW = (LayerShape(attention="int8", ffn="int8"), LayerShape())
 
 
+def test_after_a_refusal_others_become_a_group_without_a_cool_down() -> None:
+    hand = Hand(*(kv_of(number, FULL) for number in range(4)))
+    refused = hand.demand(350, times=3)
+    assert refused is not None and refused.lever == "scale_up"
+    hand.answer("deferred")
+    other = hand.demand(350)
+    assert other is not None and not set(other.epochs) & set(refused.epochs)
+
+
 def test_members_of_different_layers_are_made_alike_and_then_become_one() -> None:
     hand = Hand(kv_of(0, FULL), kv_of(1, LOW))
     down = hand.demand(350, times=3)
@@ -208,6 +217,7 @@ def test_members_of_different_layers_are_made_alike_and_then_become_one() -> Non
         id="s1", epoch=1, instance="m@w1", halves=halves, wait_s=1.0, stands_s=STANDS_S
     )
     assert "w0, w1 get equal layers (2 halves to full, 0.00% more loss)" in down.reason
+    assert hand.state.reshaping(hand.at_s) == {"m@w0", "m@w1"}  # also the one whose layers stay
     assert hand.demand(350, times=4) is None  # under way
     hand.answer("applied", kind="swap")
     assert hand.demand(350) is None  # metrics may be older

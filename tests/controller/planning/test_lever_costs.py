@@ -57,14 +57,27 @@ def test_a_cost_is_assumed_until_it_is_measured_and_a_mean_from_then_on() -> Non
         costs, report("swap", 2.0, halves_applied=4, boundary_seconds=0.4, bytes_copied=4000)
     )
     first = costs.kinds["swap"]
-    assert (first.duration_s, first.stalled_s, first.nbytes, first.basis) == (0.5, 0.1, 1000, "measured")
+    assumed = ASSUMED_COSTS["swap"]
+    assert first.duration_s == pytest.approx(assumed.duration_s + WEIGHT * (0.5 - assumed.duration_s))
+    assert first.stalled_s == pytest.approx(assumed.stalled_s + WEIGHT * (0.1 - assumed.stalled_s))
+    assert first.nbytes == pytest.approx(WEIGHT * 1000)
+    assert first.basis == "measured"
     costs = observe_cost(costs, report("swap", 6.0, halves_applied=4))
-    assert costs.kinds["swap"].duration_s == pytest.approx(0.5 + WEIGHT * 1.0)
+    assert costs.kinds["swap"].duration_s == pytest.approx(
+        first.duration_s + WEIGHT * (1.5 - first.duration_s)
+    )
+
+
+def test_one_half_at_leisure_says_little_of_a_whole_swap() -> None:
+    costs = observe_cost(LeverCosts(), report("swap", 0.32, halves_applied=1))
+    assert costs.kinds["swap"].duration_s < 0.04
+    costs = observe_cost(costs, report("swap", 4.0, halves_applied=40))
+    assert costs.kinds["swap"].duration_s == pytest.approx(0.1, rel=0.05)
 
 
 def test_waiting_for_pages_is_no_part_of_a_swap() -> None:
     costs = observe_cost(LeverCosts(), report("swap", 2.0, halves_applied=1, wait_seconds=1.5))
-    assert costs.kinds["swap"].duration_s == pytest.approx(0.5)
+    assert costs == observe_cost(LeverCosts(), report("swap", 0.5, halves_applied=1))
 
 
 def test_up_and_down_are_kinds_of_their_own_and_a_group_is_held_in_between() -> None:
