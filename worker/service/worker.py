@@ -126,7 +126,9 @@ class Serving:
             loaded.model_host.post = self._loop.call_soon_threadsafe
         if group_membership := loaded.group_membership:
             group_membership.use = self._thread.use_grouping
-            group_membership.on_regrouped = self._in_loop(lambda *group: self._show(self._show_group(*group)))
+            group_membership.on_regrouped = self._in_loop(
+                lambda *group: self._show(lambda: self._show_group(*group))
+            )
             group_membership.on_cards = self._in_loop(self._take_cards)
         self._showing: asyncio.Task[None] | None = None
 
@@ -174,7 +176,8 @@ class Serving:
         """Show on the card that a model comes, is here, goes or is gone, once the worker is announced."""
         if self._membership.card.state != "loading":
             shown, loading = self._instances.shown, self._instances.loading
-            self._show(self._membership.update(instances=shown, loading=[loading] if loading else []))
+            told = [loading] if loading else []
+            self._show(lambda: self._membership.update(instances=shown, loading=told))
 
     async def _announce(self) -> None:
         loaded = self._loaded
@@ -271,21 +274,23 @@ class Serving:
         latest = self._reporter.latest
         reports = [one if one.state == "running" else replace(one, telemetry=latest) for one in reports]
         if any(report.kind in ("deploy", "retire") for report in reports):
-            self._show(self._put_reports(reports))
+            self._show(lambda: self._put_reports(reports))
         else:
             self._morph_reports.put(reports)
 
     async def _put_reports(self, reports: list[MorphReport]) -> None:
         self._morph_reports.put(reports)
 
-    def _show(self, then: Coroutine[Any, Any, None]) -> None:
+    def _show(self, then: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Update cards one after the other: a newer card must not be overtaken by an older one."""
         self._showing = asyncio.create_task(self._after(self._showing, then))
 
-    async def _after(self, before: asyncio.Task[None] | None, then: Coroutine[Any, Any, None]) -> None:
+    async def _after(
+        self, before: asyncio.Task[None] | None, then: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
         if before:
             await asyncio.wait([before])
-        await then
+        await then()
 
     def _take_cards(self, cards: list[InstanceCard]) -> None:
         """Show cards whose possible degrees have changed."""
