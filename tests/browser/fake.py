@@ -40,6 +40,7 @@ class Fake:
         self.queued = self.unplaced = 0
         self.tables = tables()
         self.policy = policy()
+        self.told: dict[str, Any] = {}  # the last change of the policy, as the page sent it
         self.models: list[dict[str, Any]] = []
         self.deployments: list[dict[str, Any]] = []
         self.events = _past()
@@ -186,7 +187,9 @@ class Fake:
             if not 0 < body.get("kv_usage_high", 0.5) <= 1:
                 told = f"kv_usage_high is {body['kv_usage_high']}; it must be above 0 and at most 1"
                 return _error(400, told, "kv_usage_high")
-            self.policy |= body | {"revision": self.policy["revision"] + 1}
+            self.told = body
+            unset = {name: None for name, value in body.items() if value == "mode"}
+            self.policy |= body | unset | {"revision": self.policy["revision"] + 1}
             self.tell_state()
         return JSONResponse(self.policy)
 

@@ -314,7 +314,7 @@ def test_the_policy_is_edited_and_its_limits_are_told(fake: Fake, open_page: Ope
     loss.fill("")
     page.get_by_role("button", name="Save 1 change").click()
     wait_for_text(page, ".notice", "Saved as revision 5")
-    assert fake.policy["loss_budget"] == "mode"
+    assert fake.told == {"revision": 4, "loss_budget": "mode"} and fake.policy["loss_budget"] is None
 
 
 def test_text_is_tinted_by_the_shape_that_made_it(fake: Fake, open_page: OpenPage) -> None:
