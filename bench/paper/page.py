@@ -30,7 +30,7 @@ from bench.paper.numbers import (
     static,
 )
 from bench.paper.tables import Result
-from bench.paper.windows_page import simulated, windows
+from bench.paper.windows_page import bursts, simulated, windows
 
 PAGE: Final = ROOT / "docs" / "evaluation.md"
 README: Final = ROOT / "README.md"
@@ -62,6 +62,7 @@ class Block:
 
 BLOCKS: Final[Mapping[Path, Mapping[str, Block]]] = {
     README: {
+        "bursts": Block("windows", bursts),
         "replayed": Block("paper", replayed),
         "static weights": Block("paper", static_weights),
     },

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.paper.kept import Row
 from bench.paper.ladder import highest_rates, times_full
-from bench.paper.service import FULL
+from bench.paper.service import DEFAULT, FULL
 from bench.paper.tables import Result, number, spread, table
 from bench.paper.verdict import TIMES_RATE
 
@@ -19,6 +19,26 @@ def windows(result: Result) -> str:
     parts = ["![P95 TTFT, violations and loss of each window](../bench/results/windows.png)"] if loads else []
     parts += [_setting(result, loads), _bars(result), _by_window(result, loads)]
     return "\n\n".join([*parts, *([_climbs(rungs)] if rungs else [])])
+
+
+def bursts(result: Result) -> str:
+    """Return for README.md what default mode makes of the windows that both ways were sent."""
+    rows = [one for one in result["rows"] if one["part"] == "loads"]
+    by = {(one["load"], one["repeat"], one["way"]): one for one in rows}
+    pairs = [
+        (full, by[load, repeat, DEFAULT])
+        for (load, repeat, way), full in by.items()
+        if way == FULL and (load, repeat, DEFAULT) in by
+    ]
+    over = [sum(each[i]["violations"] for each in pairs) for i in (0, 1)]
+    times = [full["ttft_s"]["p95"] / ours["ttft_s"]["p95"] for full, ours in pairs]
+    loss = max(ours["loss"] for _, ours in pairs)
+    num_windows, num_requests = len({load for load, _, _ in by}), sum(ours["requests"] for _, ours in pairs)
+    return (
+        f"in {len(pairs)} runs of {num_windows} windows of 60 s, {over[1]:g} of {num_requests} requests over "
+        f"2 s TTFT instead of {over[0]:g}; P95 TTFT {number(min(times))} to {number(max(times))} times "
+        f"lower; predicted loss of perplexity at most {100 * loss:.2f} %"
+    )
 
 
 def _setting(result: Result, loads: Sequence[Row]) -> str:

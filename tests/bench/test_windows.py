@@ -32,6 +32,7 @@ from bench.paper.simulated import judge as judge_simulated
 from bench.paper.simulated import runs_of
 from bench.paper.verdict import judge
 from bench.paper.windows import WindowRuns, poisson
+from bench.paper.windows_page import bursts
 from bench.paper.windows_plot import draw
 from bus.messages import Event, Histogram, InstanceTelemetry
 from bus.morphs import MorphReport
@@ -311,6 +312,10 @@ def test_the_page_has_every_window_and_says_whose_losses_they_are() -> None:
     page = regenerated(PAGE.read_text(), BLOCKS[PAGE], none | {"windows": found})
     assert "sessions 2.10 (2.00 to 2.20) at full precision)" in page and "Measured at abc." in page
     assert "Only 1 of 10 windows have runs" in page and "losses that are assumed" in page
+    assert bursts(found) == (
+        "in 1 runs of 1 windows of 60 s, 10 of 200 requests over 2 s TTFT instead of 100; P95 TTFT 5.00 to "
+        "5.00 times lower; predicted loss of perplexity at most 0.10 %"
+    )
     assert "| a | 200 of 800 | 5.00 s; 100" in page
     assert "2.00 (1.00 to 3.00) s; 15 (10 to 20)" in page
     assert "| full precision | below the first rung |" in page
