@@ -139,7 +139,7 @@ def test_a_reflex_that_is_not_asked_at_ease_does_the_same(seed: int, rate: float
 
 
 def test_the_work_for_a_request_is_bounded_however_many_tokens_it_has() -> None:
-    """What is counted is the schedulers' work, without which nothing else is done."""
+    """The count is of the schedulers' work, without which nothing else is done."""
     calibration = with_limits(max_model_len=4096)
     memory = msgspec.structs.replace(calibration.memory, kv_blocks=1024, kv_pages=8192)
     calibration = msgspec.structs.replace(calibration, memory=memory)

@@ -76,7 +76,7 @@ def test_other_models_old_reports_and_manual_mode_get_no_move() -> None:
 
 
 def test_members_that_become_a_group_keep_their_layers() -> None:
-    """They would differ again, or a reflex's swap would stand in the way."""
+    """Layers would differ again, or a swap of the reflex would stand in the way."""
     state = State(tracks={"m@w0": Track(1, 0.0, pending={"s1": PendingMorph("level", 100.0)})})
     state = state.with_track("m@w1", Track(1, 0.0, levelled_s=99.0))
     assert state.reshaping(100.0) == {"m@w0", "m@w1"}
