@@ -22,7 +22,7 @@ from worker.engine.admission import refusal, why_finished
 from worker.engine.core import RESIDENCE_WEIGHT
 from worker.engine.prompt_rate import PromptRate
 from worker.engine.scheduler import TOKENS_A_LOOK, ScheduledChunk, Scheduler
-from worker.engine.sequence import BlockPool, Limits
+from worker.engine.sequence import Limits
 from worker.engine.sequence import Sequence as EngineSequence
 from worker.memory import BlockAllocator
 from worker.morph.losses import Losses
@@ -336,11 +336,11 @@ class SimulatedInstance:
 
     # ------------------------------------------------------------------------------------- shape
 
-    def renumber(self, pool: BlockPool, numbers: Iterable[int]) -> None:
-        """Use `pool`, in which the blocks in use have these numbers."""
+    def renumber(self, blocks: BlockAllocator, numbers: Iterable[int]) -> None:
+        """Use `blocks`, in which the blocks in use have these numbers."""
         moves = dict(zip(self.used_blocks, numbers, strict=False))
         self.scheduler.renumber_all(moves.__getitem__)
-        self.scheduler.blocks = pool
+        self.scheduler.blocks = blocks
 
     @property
     def used_blocks(self) -> list[int]:
@@ -350,8 +350,7 @@ class SimulatedInstance:
     def serve_alone(self) -> None:
         """Go back from a group's blocks to those of a worker alone."""
         used = range(len(self.used_blocks))
-        self.blocks = BlockAllocator(self.blocks.capacity)
-        self.blocks.claim(used)
+        self.blocks = BlockAllocator(self.blocks.capacity, used=used)
         self.renumber(self.blocks, used)
 
     def reshaped(self, now_s: float) -> None:

@@ -16,7 +16,8 @@ from instar.simulate.calibration import EngineCalibration
 from instar.simulate.engine import SimulatedInstance, SimulatedSequence
 from instar.simulate.gateway import ActiveInstance
 from worker.engine.sequence import Sequence as EngineSequence
-from worker.parallel.block_share import BlockShare, loans
+from worker.memory import BlockAllocator
+from worker.parallel.block_plans import loans
 from worker.parallel.coordinator import TokenNeed, allowances, even_share
 
 LOANS_IN_A_ROW: Final = 8  # while nothing runs: a step without work lends again
@@ -208,7 +209,6 @@ class SimulatedGroup:
                 return
             for giver, taker, count in made:
                 from_, to = (instances[i].scheduler.blocks for i in (giver, taker))
-                assert isinstance(from_, BlockShare) and isinstance(to, BlockShare)
                 to.take(from_.give(count))
 
     # ------------------------------------------------------------------------------------- degrees
@@ -226,7 +226,7 @@ class SimulatedGroup:
         free = range(sum(used), capacity)
         for i, one in enumerate(self.instances):
             own = range(first, first + used[i])
-            one.renumber(BlockShare([*own, *free[i::size]], own, capacity), own)
+            one.renumber(BlockAllocator(capacity, [*own, *free[i::size]], own), own)
             first += used[i]
         self._allowed = []
 
@@ -245,7 +245,6 @@ class SimulatedGroup:
         room = self.calibration.tokens_at[tp] // self.calibration.limits.block_tokens // tp
         for one in self.instances:
             share = one.scheduler.blocks
-            assert isinstance(share, BlockShare)
             share.give(share.num_free - max(0, room - share.num_used))
 
     def parts(self, tp: int) -> list[SimulatedGroup]:

@@ -6,7 +6,6 @@ A wrong slot, block, position or length gives another token than `continuation`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from worker.engine.core import EngineCore
 from worker.engine.engine import Engine
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Limits
-from worker.memory import BlockAllocator, PrefixIndex
+from worker.memory import BlockAllocator
 
 VOCAB = 97
 
@@ -34,43 +33,9 @@ def continuation(prompt: list[int], n: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@dataclass
-class ToyBlocks:
-    """A BlockPool that refuses every misuse."""
-
-    capacity: int
-    free_ids: list[int] = field(init=False)
-    index: PrefixIndex = field(default_factory=lambda: PrefixIndex(is_open=False))
-
-    def __post_init__(self) -> None:
-        self.free_ids = list(range(self.capacity))[::-1]
-
-    @property
-    def num_free(self) -> int:
-        return len(self.free_ids)
-
-    @property
-    def num_used(self) -> int:
-        return self.capacity - self.num_free
-
-    def allocate(self, n: int) -> list[int]:
-        assert 0 < n <= self.num_free
-        return [self.free_ids.pop() for _ in range(n)]
-
-    def reuse(self, blocks: Any) -> None:
-        assert not blocks, "nothing is indexed"
-
-    def relocate(self, moves: Any) -> None:
-        raise NotImplementedError
-
-    def free(self, ids: Any) -> None:
-        assert not set(ids) & set(self.free_ids), "freed twice"
-        self.free_ids += ids
-
-
 class ToyCache:
-    def __init__(self, num_blocks: int, block_tokens: int, allocator: Any = ToyBlocks) -> None:
-        self.allocator = allocator(num_blocks)
+    def __init__(self, num_blocks: int, block_tokens: int, *, prefix_cache: bool = False) -> None:
+        self.allocator = BlockAllocator(num_blocks, None if prefix_cache else range(num_blocks))
         self.slots = torch.full((num_blocks * block_tokens,), -1)
         self.block_tokens = block_tokens
 
@@ -114,7 +79,7 @@ def toy_instance(
     prefix_cache: bool = False,
 ) -> EngineCore:
     limits = Limits(num_seqs, tokens, model_len, block_tokens, prefix_cache)
-    cache = ToyCache(num_blocks, block_tokens, BlockAllocator if prefix_cache else ToyBlocks)
+    cache = ToyCache(num_blocks, block_tokens, prefix_cache=prefix_cache)
     device = torch.device("cpu")
     return EngineCore("toy@w0", ToyModel(), cache, limits, vocab_size=VOCAB, device=device)
 

@@ -30,8 +30,9 @@ from worker.engine.prompt_rate import PromptRate
 from worker.engine.sampler import Sampled, Sampler
 from worker.engine.sampling import token_logprobs
 from worker.engine.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
-from worker.engine.sequence import BlockPool, Limits, Sequence
+from worker.engine.sequence import Limits, Sequence
 from worker.engine.shape import below_floor, shape_id
+from worker.memory import BlockAllocator
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Cache(Protocol):
     """The part of `worker.memory.KVCache` that the engine needs; the model reads the rest."""
 
     @property
-    def allocator(self) -> BlockPool: ...
+    def allocator(self) -> BlockAllocator: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +302,7 @@ class EngineCore:
         for seq in self.scheduler.running:
             self.batch.reread_blocks(seq)
 
-    def recompute_all(self, blocks: BlockPool) -> None:
+    def recompute_all(self, blocks: BlockAllocator) -> None:
         """Start over on empty `blocks` after the KV cache was lost; every sequence keeps its tokens."""
         for seq in self.scheduler.restart(blocks):
             self.batch.release(seq)

@@ -32,7 +32,8 @@ import numpy as np
 
 from bus.precisions import Precision, is_below, lowest
 from worker.engine.growth import OutputLengths, peak_blocks
-from worker.engine.sequence import BlockPool, Limits, Sequence
+from worker.engine.sequence import Limits, Sequence
+from worker.memory import BlockAllocator
 
 Begun = tuple[Sequence, list[int]]  # a sequence, and the indexed blocks that it begins with
 
@@ -72,7 +73,7 @@ class SchedulerOutput:
 class Scheduler:
     """The waiting and running sequences of one instance, and the blocks of those that run."""
 
-    def __init__(self, limits: Limits, blocks: BlockPool) -> None:
+    def __init__(self, limits: Limits, blocks: BlockAllocator) -> None:
         self.limits = limits
         self.precision: Precision = "full"  # the lowest of any layer in the next step
         self.num_prefix_queried = 0  # prompt tokens looked up in the prefix cache
@@ -144,7 +145,7 @@ class Scheduler:
         for seq in self.running:
             seq.num_indexed_blocks = 0
 
-    def restart(self, blocks: BlockPool) -> list[Sequence]:
+    def restart(self, blocks: BlockAllocator) -> list[Sequence]:
         """Start over on empty `blocks` after all KV was lost.
 
         The running sequences return to the head of the queue, oldest first, and will be recomputed. Returns

@@ -2,41 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
-from typing import Protocol, Self
+from typing import Self
 
 from bus.messages import SamplingParams, Submit, TokenLogprobs
 from bus.precisions import Precision
 from bus.prefix_keys import first_key, next_key
-from worker.memory.prefix_index import PrefixIndex
-
-
-class BlockPool(Protocol):
-    """KV blocks from which one scheduler allocates: a cache's own, or a share of a group's."""
-
-    index: PrefixIndex
-
-    @property
-    def num_free(self) -> int: ...
-
-    @property
-    def num_used(self) -> int: ...
-
-    @property
-    def capacity(self) -> int:
-        """The most blocks that one sequence could ever have."""
-
-    def allocate(self, n: int, /) -> list[int]: ...
-
-    def reuse(self, blocks: Seq[int], /) -> None:
-        """Take those of these indexed blocks that are free, with what they hold."""
-
-    def free(self, blocks: Seq[int], /) -> None: ...
-
-    def relocate(self, moves: Mapping[int, int], /) -> None:
-        """Rename blocks in use whose contents were moved (from -> to)."""
 
 
 @dataclass(frozen=True, slots=True)

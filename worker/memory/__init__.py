@@ -6,14 +6,13 @@
 `CpuBackend`            pages of a memfd, mapped by `mmap(MAP_FIXED)`
 `CudaBackend`           pages of a GPU, mapped by cuMemMap (`memory.cuda`, imported where CUDA is)
 `KVCache`               one range per layer, seen as blocks; all layers grow and shrink together
-`BlockAllocator`        the block numbers, free or in use
-`FreeBlocks`            the free ones of a pool, in the order in which they are given out
+`BlockAllocator`        the block numbers, free or in use: all of a cache, or a member's share of a group's
 `PrefixIndex`           which blocks hold which tokens
 ======================  ==========================================================================
 """
 
 from worker.memory.backend import BlocksInUse, BrokenInvariant, MappingFailed, OutOfBlocks, OutOfPages
-from worker.memory.block_allocator import BlockAllocator, FreeBlocks, in_parts, plan_moves_below
+from worker.memory.block_allocator import BlockAllocator, in_parts, plan_moves_below
 from worker.memory.cpu import CpuBackend
 from worker.memory.kv_cache import KVCache
 from worker.memory.pool import PagePool, VirtualRange
@@ -24,7 +23,6 @@ __all__ = [
     "BlocksInUse",
     "BrokenInvariant",
     "CpuBackend",
-    "FreeBlocks",
     "KVCache",
     "MappingFailed",
     "OutOfBlocks",

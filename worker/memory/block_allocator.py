@@ -1,4 +1,4 @@
-"""The allocator of a KV cache's blocks."""
+"""The allocator of KV blocks: of a whole cache, or of one member's share of a group's."""
 
 from __future__ import annotations
 
@@ -11,19 +11,31 @@ from worker.memory.prefix_index import PrefixIndex
 
 
 class BlockAllocator:
-    """The block numbers 0..capacity-1, given out in the order of `FreeBlocks`."""
+    """The KV blocks from which one scheduler allocates, given out in the order of `FreeBlocks`.
 
-    def __init__(self, capacity: int = 0) -> None:
-        self.index = PrefixIndex()  # index of used and free blocks
-        self._free = FreeBlocks((), self.index)
-        self._in_use = bytearray()  # _in_use[id]; its length is the capacity
+    A cache's allocator has all blocks 0..capacity-1. That of a member of a group has a share of the group's,
+    and lends of it. Numbers are the same on every rank; while layers run at two degrees, those of the lower.
+    """
+
+    def __init__(
+        self, capacity: int = 0, share: Iterable[int] | None = None, used: Iterable[int] = ()
+    ) -> None:
+        """Have all blocks below `capacity`, or those of a `share`. Raises ValueError if `used` are others.
+
+        The index of a share is closed until all layers are at one degree.
+        """
+        self.capacity = capacity  # the most blocks that one sequence could ever have
+        self.index = PrefixIndex(is_open=share is None)  # index of used and free blocks
         self.num_touched = 0  # blocks below this number may have been written
+        self.num_used_by_others = 0  # blocks in use by the other members
         self.on_empty: Callable[[], None] | None = None  # called when the last block in use is freed
-        self.extend(capacity)
-
-    @property
-    def capacity(self) -> int:
-        return len(self._in_use)
+        self._is_whole = share is None
+        self._used = set(used)
+        self._use(self._used)
+        own = set(range(capacity) if share is None else share)
+        if strange := self._used - own:
+            raise ValueError(f"KV blocks in use that are not here: {sorted(strange)[:8]}")
+        self._free = FreeBlocks(own - self._used, self.index)
 
     @property
     def num_free(self) -> int:
@@ -31,21 +43,12 @@ class BlockAllocator:
 
     @property
     def num_used(self) -> int:
-        return self.capacity - self.num_free
+        return len(self._used)
 
     @property
     def used(self) -> list[int]:
-        return [block for block in range(self.capacity) if self._in_use[block]]
-
-    def claim(self, blocks: Sequence[int]) -> None:
-        """Take these blocks. Raises ValueError, and takes none, if one is not free."""
-        wanted = set(blocks)
-        free = set(self._free)
-        if not wanted <= free or len(wanted) != len(blocks):
-            raise ValueError(f"KV blocks claimed that are not free: {sorted(wanted - free)[:8]}")
-        self._free.forget(wanted)
-        self._free.replace(free - wanted)
-        self._use(blocks)
+        """Blocks in use, ascending."""
+        return sorted(self._used)
 
     def allocate(self, n: int) -> list[int]:
         """Take n blocks, in ascending order. Raises OutOfBlocks, and takes none, if fewer are free."""
@@ -64,56 +67,70 @@ class BlockAllocator:
 
         Raises ValueError, and frees none, if one is not in use or given twice.
         """
-        wrong = [b for b in blocks if not (0 <= b < self.capacity and self._in_use[b])]
+        wrong = [block for block in blocks if block not in self._used]
         if wrong or len(set(blocks)) != len(blocks):
             raise ValueError(f"KV blocks freed that are not in use, or freed twice: {wrong or list(blocks)}")
-        for block in blocks:
-            self._in_use[block] = False
+        self._used.difference_update(blocks)
         self._free.add(blocks)
-        if blocks and self.on_empty is not None and self.num_free == self.capacity:
+        if blocks and self.on_empty is not None and not self._used:
             self.on_empty()
 
-    def live_from(self, capacity: int) -> list[int]:
-        """Return the blocks in use at or above `capacity`, which must move before shrinking to it."""
-        return [block for block in range(capacity, self.capacity) if self._in_use[block]]
+    def give(self, n: int) -> list[int]:
+        """Remove up to n free blocks from this share, the highest first, and return them."""
+        return self._free.take_highest(n)
+
+    def take(self, blocks: Iterable[int]) -> None:
+        """Add free blocks: new ones, or those of another share."""
+        self._free.add(blocks)
 
     def relocate(self, moves: Mapping[int, int]) -> None:
-        """Rename blocks in use whose contents were moved (from -> to); the sources are free."""
+        """Rename blocks whose contents were moved (from -> to), of any member; the sources are free.
+
+        One that was freed since the moves were planned is free at either place.
+        """
         self.index.rename(moves)
-        self._free.replace({*self._free}.difference(moves.values()).union(moves))
-        for source, target in moves.items():
-            self._in_use[source], self._in_use[target] = False, True
+        free = set(self._free)
+        given_back = {moves[block] for block in free if block in moves}
+        sources = moves.keys() & (free | self._used)
+        self._used = {moves.get(block, block) for block in self._used}
+        self._free.replace((free | sources).difference(moves.values()) | given_back)
+
+    def renumber(self, number: Callable[[int], int]) -> None:
+        """Give every block its new number, and forget what they hold."""
+        self.index.forget_where(lambda block: True)
+        self._used = set(map(number, self._used))
+        self._free.replace(list(map(number, self._free)))
 
     def extend(self, capacity: int) -> None:
         """Grow to `capacity` with free blocks. Raises ValueError if that is less than now."""
         if capacity < self.capacity:
             raise ValueError(f"cannot extend {self.capacity} KV blocks to {capacity}; truncate")
-        self._free.add(range(self.capacity, capacity))
-        self._in_use.extend(bytes(capacity - self.capacity))
+        self.take(range(self.capacity, capacity))
+        self.capacity = capacity
 
     def truncate(self, capacity: int) -> None:
         """Shrink to `capacity`. Raises BlocksInUse, changing nothing, if a block above is in use."""
-        live = self.live_from(capacity)
-        if live:
+        if live := [block for block in self.used if block >= capacity]:
             raise BlocksInUse(live, capacity)
         self.index.forget_where(lambda block: block >= capacity)
         self._free.replace(block for block in self._free if block < capacity)
-        del self._in_use[capacity:]
+        self.capacity = capacity
 
     def check_integrity(self) -> None:
         """Check that every block is free once, or in use. Raises BrokenInvariant and AssertionError."""
         self.index.check_integrity(self.capacity)
         self._free.check_integrity()
         free = set(self._free)
-        expected = {block for block in range(self.capacity) if not self._in_use[block]}
-        if free != expected:
-            raise BrokenInvariant(
-                f"KV blocks both free and in use, or neither: {sorted(free ^ expected)[:8]}"
-            )
+        wrong = free & self._used
+        if self._is_whole:
+            wrong |= (free | self._used) ^ set(range(self.capacity))
+        if wrong:
+            raise BrokenInvariant(f"KV blocks both free and in use, or neither: {sorted(wrong)[:8]}")
+        if strange := self.index.blocks - free - self._used:
+            raise BrokenInvariant(f"KV blocks of another share can be found here: {sorted(strange)[:8]}")
 
-    def _use(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            self._in_use[block] = True
+    def _use(self, blocks: Iterable[int]) -> None:
+        self._used.update(blocks)
         self.num_touched = max(self.num_touched, max(blocks, default=-1) + 1)
 
 

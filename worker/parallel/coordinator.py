@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from worker.distributed.messages import Actions, CountBlocks, LendBlocks, Ready, Step
-from worker.parallel.block_share import loans
+from worker.parallel.block_plans import loans
 
 CANARY_TOKENS = 12  # a canary fits into each step beside the rest
 SHORT_SHARE = 4  # short prompts get 1/4 of a step beside a long request

@@ -322,7 +322,7 @@ class TensorParallelExecutor(Executor):
                     self._given = {action.taker: member.share.give(action.blocks)}
             case messages.EnterGroup():
                 self.enters_next = action
-                member.share.drop_free_from(action.blocks)
+                member.share.truncate(action.blocks)
             case messages.MoveBoundary():
                 move_boundary(member, action.to, step.used)
             case messages.FinishMerge():

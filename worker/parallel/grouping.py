@@ -10,8 +10,7 @@ from worker.distributed import messages
 from worker.distributed.communicator import Communicator
 from worker.distributed.rendezvous import AheadRendezvous, CommunicatorPool
 from worker.distributed.transport import Link, Transport
-from worker.memory import OutOfBlocks
-from worker.parallel.block_share import BlockShare
+from worker.memory import BlockAllocator, OutOfBlocks
 from worker.parallel.executor import TensorParallelExecutor
 from worker.parallel.local_instance import LocalInstance
 from worker.parallel.member import Member
@@ -183,7 +182,12 @@ class Grouping:
         self.on_regrouped(self.executor.formation.members, "the group has parted")
 
     def _join(
-        self, high: Communicator, low: Communicator | None, share: BlockShare, pages: int, former: list[Link]
+        self,
+        high: Communicator,
+        low: Communicator | None,
+        share: BlockAllocator,
+        pages: int,
+        former: list[Link],
     ) -> None:
         """Run steps in the group of the change under way from here on. pages: of each layer, alone."""
         change, links = self.change.finish()

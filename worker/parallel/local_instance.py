@@ -12,7 +12,6 @@ from worker.model.shard import ALONE, Shard
 from worker.morph.reshard import Resharder
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
-from worker.parallel.block_share import BlockShare
 from worker.parallel.rows import RowCosts
 from worker.shape.copier import Copier, Rate
 
@@ -45,19 +44,18 @@ class LocalInstance:
     def num_layers(self) -> int:
         return len(self.model.layers)
 
-    def enter_group(self, blocks: int) -> BlockShare:
+    def enter_group(self, blocks: int) -> BlockAllocator:
         """Move live blocks below `blocks` and return these as a share. OutOfBlocks: nothing has changed."""
         self.resizer.vacate(blocks)
         held = self.cache.allocator
-        share = BlockShare(range(blocks), held.used, blocks)
+        share = BlockAllocator(blocks, range(blocks), held.used)
         self.cache.allocator = BlockAllocator(held.capacity)
         return share
 
-    def leave_group(self, share: BlockShare) -> None:
+    def leave_group(self, share: BlockAllocator) -> None:
         """Take the blocks of `share` back into the cache's own allocator."""
         cache = self.cache
-        cache.allocator = BlockAllocator(cache.blocks_in(cache.pages_per_layer))
-        cache.allocator.claim(share.used)
+        cache.allocator = BlockAllocator(cache.blocks_in(cache.pages_per_layer), used=share.used)
         self.instance.scheduler.blocks = cache.allocator
         self.resizer.leave_group(self.target.saved_pages)
 

@@ -11,7 +11,6 @@ from worker.distributed.communicator import Communicator
 from worker.distributed.messages import GrowKV, ShrinkKV
 from worker.memory import BlockAllocator
 from worker.model.shard import ALONE
-from worker.parallel.block_share import BlockShare
 from worker.parallel.formation import Formation
 from worker.parallel.local_instance import LocalInstance
 from worker.parallel.rows import RowSource
@@ -37,7 +36,7 @@ class Member:
     local: LocalInstance
     high: Communicator
     low: Communicator | None  # communicator of the subgroup; None: a subgroup of one
-    share: BlockShare  # share of the KV, in the low degree's numbers unless uniform
+    share: BlockAllocator  # share of the KV, in the low degree's numbers unless uniform
     pages_alone: int  # pages of each cache layer after the group
     on_progress: Callable[[], None] = lambda: None  # called in the middle of what takes long, and is no hang
     next_low: Communicator | None = None  # communicator of the subgroup after a split
@@ -59,7 +58,7 @@ class Member:
         """Tokens of KV that this worker has outside of any group."""
         return self.local.cache.blocks_in(self.pages_alone) * self.local.cache.block_tokens
 
-    def use(self, share: BlockShare) -> None:
+    def use(self, share: BlockAllocator) -> None:
         """Let the scheduler allocate from `share` from here on."""
         if self.formation.is_uniform:
             share.index.open()
@@ -108,7 +107,7 @@ class Member:
         if pages > 0:
             self.take_new_blocks(self.share.capacity, action.blocks)
         else:
-            self.share.drop_free_from(action.blocks)
+            self.share.truncate(action.blocks)
         if action.purpose == "order":
             self.pages_alone = max(self.pages_alone + pages, self.local.cache.pages_for(1))
 

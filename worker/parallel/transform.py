@@ -14,7 +14,7 @@ from bus.messages import Number
 from bus.morphs import Transform
 from worker.distributed.messages import Announce, BeginSplit, EndSplit, FinishMerge, MoveBoundary, Peer
 from worker.morph.run import NotApplied, Run, Steps
-from worker.parallel.block_share import SubgroupTooFull, plan_block_moves
+from worker.parallel.block_plans import SubgroupTooFull, plan_block_moves
 from worker.parallel.executor import TensorParallelExecutor
 from worker.parallel.formation import Formation
 from worker.parallel.grouping import Grouping

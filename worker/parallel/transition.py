@@ -11,7 +11,7 @@ import torch
 from worker.distributed.all_gather import all_gather
 from worker.distributed.kv_exchange import Moved, exchange
 from worker.distributed.messages import BeginSplit, FinishMerge
-from worker.parallel.block_share import BlockShare
+from worker.memory import BlockAllocator
 from worker.parallel.formation import Formation
 from worker.parallel.member import Member
 from worker.parallel.rows import HostRows, PeerRows, RowSource
@@ -118,7 +118,7 @@ def _split_blocks(member: Member, action: BeginSplit, used: Blocks) -> None:
     free = sorted(set(range(action.blocks)).difference(*counted.values()))
     own = counted[member.rank].union(free[ranks.index(member.rank) :: len(ranks)])
     member.formation = formation
-    member.use(BlockShare(own, map(number, member.share.used), action.blocks))
+    member.use(BlockAllocator(action.blocks, own, map(number, member.share.used)))
     local.instance.renumber_all_blocks(number)
 
 

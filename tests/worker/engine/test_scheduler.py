@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.messages import SamplingParams
-from tests.support.engine_toys import ToyBlocks, expect_no_growth
+from tests.support.engine_toys import expect_no_growth
 from worker.engine.scheduler import Scheduler, SchedulerOutput
 from worker.engine.sequence import Limits, Sequence, own_request
+from worker.memory import BlockAllocator
 
 
 def make(capacity: int, num_seqs: int = 4, tokens: int = 16, block_tokens: int = 4) -> Scheduler:
-    return Scheduler(Limits(num_seqs, tokens, 1000, block_tokens), ToyBlocks(capacity))
+    return Scheduler(Limits(num_seqs, tokens, 1000, block_tokens), BlockAllocator(capacity, range(capacity)))
 
 
 def sequence(name: str, prompt: int, max_tokens: int = 8) -> Sequence:
@@ -201,10 +202,7 @@ def test_the_blocks_that_are_wanted_admit_the_head_and_one_less_does_not(
 
 
 def grow(scheduler: Scheduler, num_blocks: int) -> None:
-    blocks = scheduler.blocks
-    assert isinstance(blocks, ToyBlocks)
-    blocks.free_ids += range(blocks.capacity, blocks.capacity + num_blocks)
-    blocks.capacity += num_blocks
+    scheduler.blocks.extend(scheduler.blocks.capacity + num_blocks)
 
 
 def test_the_spare_blocks_may_go_without_a_preemption() -> None:

@@ -18,10 +18,10 @@ from tests.worker.tensor_parallel.test_workers import oracle, prompt
 from worker.distributed.messages import Announce, CountBlocks, MemberLoad, MemberStatus, Prepare, Ready, Vote
 from worker.engine.engine import instance_telemetry
 from worker.engine.sequence import own_request
-from worker.memory import OutOfBlocks, in_parts, plan_moves_below
+from worker.memory import BlockAllocator, OutOfBlocks, in_parts, plan_moves_below
 from worker.morph import members
 from worker.morph.run import NotApplied
-from worker.parallel.block_share import BlockShare, SubgroupTooFull, loans, plan_block_moves
+from worker.parallel.block_plans import SubgroupTooFull, loans, plan_block_moves
 from worker.parallel.coordinator import StepCoordinator
 from worker.parallel.formation import Formation
 from worker.parallel.proposal import PeerLinks, Proposal
@@ -91,13 +91,13 @@ def test_after_a_count_that_nobody_wants_any_more_all_plan_again() -> None:
 
 def test_a_block_that_is_given_back_as_blocks_move_is_not_lost() -> None:
     """The request ends in the very step after which they do; it was counted before."""
-    shares = [BlockShare(range(0, 12, 2), [2, 10], 12), BlockShare(range(1, 12, 2), [9], 12)]
+    shares = [BlockAllocator(12, range(0, 12, 2), [2, 10]), BlockAllocator(12, range(1, 12, 2), [9])]
     moves = plan_moves_below([2, 10, 9], 8)
     shares[0].free([10])
     for share in shares:
         share.relocate(moves)
-        share.drop_free_from(8)
-    assert sorted(block for share in shares for block in share.free_ids + share.used) == list(range(8))
+        share.truncate(8)
+    assert sorted(block for share in shares for block in (*share._free, *share.used)) == list(range(8))
     assert shares[0].used == [2]
 
 
@@ -108,7 +108,7 @@ class TwoShares:
 
     def __init__(self, capacity: int = 12) -> None:
         self.capacity = capacity
-        self.shares = [BlockShare(range(i, capacity, 2), (), capacity) for i in (0, 1)]
+        self.shares = [BlockAllocator(capacity, range(i, capacity, 2)) for i in (0, 1)]
         self.held: list[set[int]] = [set(), set()]
         self.contents: dict[int, bytes] = {}
         for share in self.shares:
@@ -149,7 +149,7 @@ class TwoShares:
         self.capacity = capacity
         for who in (0, 1):
             self.shares[who].relocate(moves)
-            self.shares[who].drop_free_from(capacity)
+            self.shares[who].truncate(capacity)
             self.held[who] = {moves.get(block, block) for block in self.held[who]}
 
     def renumber(self) -> None:
@@ -172,7 +172,7 @@ class TwoShares:
             share.check_integrity()
             assert set(share.used) == self.held[who]
             share.index.check_integrity(self.capacity)
-        assert not set(self.shares[0].free_ids) & set(self.shares[1].free_ids)
+        assert not set(self.shares[0]._free) & set(self.shares[1]._free)
 
 
 @settings(deadline=None)
