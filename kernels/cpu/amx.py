@@ -9,8 +9,6 @@ A thread calls `configure` before the first product and `release` behind the las
 for a thread whose tile registers are in use. On a processor without AMX these compile to nothing.
 """
 
-# mypy: allow-untyped-decorators
-
 from __future__ import annotations
 
 import ctypes
@@ -19,11 +17,9 @@ import sys
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from kernels.cpu.processor import has_all
-from kernels.cpu.simd import I8, I64, call
+from kernels.cpu.simd import I8, I64, Int, call, intrinsic_of, store_as
 
 TILE_ROWS = 16
 ROW_BYTES = 64
@@ -47,33 +43,23 @@ def _pointer(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, I8.as_pointer())
 
 
-@intrinsic
-def configure(typingctx: Any, address: Any) -> Any:
+@intrinsic_of
+def configure(builder: Any, address: Int) -> None:
     """Make all eight registers 16 rows of 64 bytes; 64 bytes at `address` are overwritten."""
-
-    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
-        if not CAN_USE:
-            return context.get_dummy_value()
-        bytes_of_row = [byte for _ in range(8) for byte in (ROW_BYTES, 0)]
-        words = [1, *[0] * 15, *bytes_of_row, *[0] * 16, *[TILE_ROWS] * 8, *[0] * 8]
-        block = ir.Constant(ir.VectorType(I8, CONFIG_BYTES), words)
-        builder.store(block, builder.inttoptr(args[0], block.type.as_pointer()), align=1)
-        call(builder, "llvm.x86.ldtilecfg", ir.VoidType(), _pointer(builder, args[0]))
-        return context.get_dummy_value()
-
-    return types.void(types.int64), emit
+    if not CAN_USE:
+        return
+    bytes_of_row = [byte for _ in range(8) for byte in (ROW_BYTES, 0)]
+    words = [1, *[0] * 15, *bytes_of_row, *[0] * 16, *[TILE_ROWS] * 8, *[0] * 8]
+    block = ir.Constant(ir.VectorType(I8, CONFIG_BYTES), words)
+    store_as(builder, block, address)
+    call(builder, "llvm.x86.ldtilecfg", ir.VoidType(), _pointer(builder, address))
 
 
-@intrinsic
-def release(typingctx: Any) -> Any:
+@intrinsic_of
+def release(builder: Any) -> None:
     """Give the registers up."""
-
-    def emit(context: Any, builder: Any, _s: Any, _args: Any) -> Any:
-        if CAN_USE:
-            call(builder, "llvm.x86.tilerelease", ir.VoidType())
-        return context.get_dummy_value()
-
-    return types.void(), emit
+    if CAN_USE:
+        call(builder, "llvm.x86.tilerelease", ir.VoidType())
 
 
 def emit_product(builder: Any, a: Any, a_row: Any, b: Any, c: Any) -> None:

@@ -1,7 +1,5 @@
 """The micro-kernels of `kernels.cpu.quantized_bytes`, from a small code generator."""
 
-# mypy: allow-untyped-decorators
-
 from __future__ import annotations
 
 from typing import Any
@@ -9,7 +7,6 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from kernels.cpu import amx
 from kernels.cpu.amx import ROW_BYTES, TILE_ROWS, emit_product
@@ -24,16 +21,26 @@ from kernels.cpu.simd import (
     I32,
     I64,
     LANES,
+    Int,
+    Literal,
+    Value,
+    Vec,
+    add_product,
     call,
     constant,
     emit_prefetch,
     fused_multiply_add,
+    intrinsic_of,
     load,
+    load_as,
     load_splat,
+    nth,
     plus,
+    registers,
     store,
+    store_as,
     times,
-    vec,
+    vector,
     wide,
 )
 from kernels.packing import CODE_BITS, TILE, planes
@@ -47,92 +54,65 @@ MOST = 127.0 * (1 + 2**8 + 2**16)  # that three digits hold
 CAN_DOT = IS_WIDE or has_all("avx2", "avxvnni")  # products of bytes in vectors, without AMX
 
 
-def _vector(element: Any, values: list[int]) -> Any:
-    return ir.Constant(ir.VectorType(element, len(values)), values)
-
-
-def _load_as(builder: Any, kind: Any, address: Any) -> Any:
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
-
-
 # --------------------------------------------------------------------------- from inputs to digits
 
 
-@intrinsic
-def largest(typingctx: Any, most: Any, x: Any) -> Any:
+@intrinsic_of
+def largest(builder: Any, most: Vec, x: Vec) -> Vec:
     """Return the larger of `most` and |x|, lane by lane; `most` where x is a NaN."""
-
-    def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
-        size = call(builder, "llvm.fabs.v16f32", wide(F32), args[1])
-        return call(builder, "llvm.maxnum.v16f32", wide(F32), args[0], size)
-
-    return vec(vec, vec), emit
+    size = call(builder, "llvm.fabs.v16f32", wide(F32), x)
+    return call(builder, "llvm.maxnum.v16f32", wide(F32), most, size)
 
 
-@intrinsic
-def write_digits(typingctx: Any, place: Any, x: Any, factor: Any, address: Any, step: Any) -> Any:
+@intrinsic_of
+def write_digits(builder: Any, place: Literal, x: Int, factor: Vec, address: Int, step: Int) -> Vec:
     """Round a tile of x times factor to whole numbers; write the digits of one place in base 256.
 
-    place is a literal, 0 the lowest. x is the byte address of 64 float32, factor a vector. A digit is in
+    0 is the lowest place. x is the byte address of 64 float32, factor a vector. A digit is in
     [-128, 127]. Sixteen digits lie together; `step` bytes on lie the next ones. Returns the digits' sums,
     lane by lane.
     """
-    if not isinstance(place, types.IntegerLiteral):
-        return None
-    shift = 8 * place.literal_value
-
-    def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
-        _, x, factor, address, step = args
-        sums = constant(I32, 0)
-        for vector in range(TILE // LANES):
-            values = load(builder, types.float32, plus(builder, x, vector * LANES * 4))
-            whole = call(builder, "llvm.rint.v16f32", wide(F32), builder.fmul(values, factor))
-            # What is out of range and what is none have no int32; their token's scale is a NaN.
-            for sign, bound in (("<", MOST), (">", -MOST)):
-                is_inside = builder.fcmp_ordered(sign, whole, constant(F32, bound))
-                whole = builder.select(is_inside, whole, constant(F32, bound))
-            whole = builder.fptosi(whole, wide(I32))
-            half = 0x8080 & (1 << shift) - 1  # borrow of lower digits below 0
-            moved = builder.ashr(builder.add(whole, constant(I32, half)), constant(I32, shift))
-            digits = builder.trunc(moved, wide(I8))
-            sums = builder.add(sums, builder.sext(digits, wide(I32)))
-            to = builder.add(address, times(builder, step, vector))
-            builder.store(digits, builder.inttoptr(to, digits.type.as_pointer()), align=1)
-        return builder.sitofp(sums, wide(F32))
-
-    return vec(place, types.int64, vec, types.int64, types.int64), emit
+    shift = 8 * place
+    sums = constant(I32, 0)
+    for i in range(TILE // LANES):
+        values = load(builder, types.float32, plus(builder, x, i * LANES * 4))
+        whole = call(builder, "llvm.rint.v16f32", wide(F32), builder.fmul(values, factor))
+        # What is out of range and what is none have no int32; their token's scale is a NaN.
+        for sign, bound in (("<", MOST), (">", -MOST)):
+            is_inside = builder.fcmp_ordered(sign, whole, constant(F32, bound))
+            whole = builder.select(is_inside, whole, constant(F32, bound))
+        whole = builder.fptosi(whole, wide(I32))
+        half = 0x8080 & (1 << shift) - 1  # borrow of lower digits below 0
+        moved = builder.ashr(builder.add(whole, constant(I32, half)), constant(I32, shift))
+        digits = builder.trunc(moved, wide(I8))
+        sums = builder.add(sums, builder.sext(digits, wide(I32)))
+        store_as(builder, digits, nth(builder, address, step, i))
+    return builder.sitofp(sums, wide(F32))
 
 
 # --------------------------------------------------------------------------- from codes to bytes
 
 
-@intrinsic
-def spread(typingctx: Any, w: Any, codes: Any, ahead: Any, lines: Any, target: Any) -> Any:
+@intrinsic_of
+def spread(builder: Any, w: Value, codes: Int, ahead: Int, lines: Int, target: Int) -> None:
     """Write the codes of ROWS rows of a unit as bytes [tiles, ROWS, 64].
 
     For each tile `lines` lines are prefetched, from `ahead` on.
     """
-
-    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
-        w, codes, ahead, lines, target = args
-        stride, tiles, found = (
-            builder.extract_value(w, Weight._fields.index(name)) for name in ("codes_row", "tiles", "bits")
-        )
-        for bits in CODE_BITS:
-            with (
-                builder.if_then(builder.icmp_signed("==", found, ir.Constant(I64, bits))),
-                cgutils.for_range(builder, tiles) as loop,
-            ):
-                _prefetch_lines(builder, ahead, lines, loop.index)
-                tile = builder.add(codes, times(builder, loop.index, 8 * bits))
-                place = builder.add(target, times(builder, loop.index, TILE_BYTES))
-                for r in range(ROWS):
-                    unpacked = _unpacked(builder, builder.add(tile, times(builder, stride, r)), bits)
-                    to = builder.inttoptr(plus(builder, place, r * TILE), unpacked.type.as_pointer())
-                    builder.store(unpacked, to, align=TILE)
-        return context.get_dummy_value()
-
-    return types.void(w, *(types.int64,) * 4), emit
+    stride, tiles, found = (
+        builder.extract_value(w, Weight._fields.index(name)) for name in ("codes_row", "tiles", "bits")
+    )
+    for bits in CODE_BITS:
+        with (
+            builder.if_then(builder.icmp_signed("==", found, ir.Constant(I64, bits))),
+            cgutils.for_range(builder, tiles) as loop,
+        ):
+            _prefetch_lines(builder, ahead, lines, loop.index)
+            tile = builder.add(codes, times(builder, loop.index, 8 * bits))
+            place = builder.add(target, times(builder, loop.index, TILE_BYTES))
+            for r in range(ROWS):
+                unpacked = _unpacked(builder, nth(builder, tile, stride, r), bits)
+                store_as(builder, unpacked, plus(builder, place, r * TILE), TILE)
 
 
 def _unpacked(builder: Any, tile: Any, bits: int) -> Any:
@@ -147,60 +127,54 @@ def _unpacked(builder: Any, tile: Any, bits: int) -> Any:
 def _plane(builder: Any, address: Any, width: int, lowest: int) -> Any:
     """Return the pieces of a plane (`kernels.packing`), each in a byte, from bit `lowest` on."""
     if width == 1:
-        mask = builder.bitcast(_load_as(builder, I64, address), ir.VectorType(I1, TILE))
-        ones, none = (_vector(I8, [value] * TILE) for value in (2**lowest, 0))
+        mask = builder.bitcast(load_as(builder, I64, address), ir.VectorType(I1, TILE))
+        ones, none = (vector(I8, [value] * TILE) for value in (2**lowest, 0))
         return builder.select(mask, ones, none)
     length, places = 8 * width, 8 // width
-    raw = _load_as(builder, ir.VectorType(I8, length), address)
-    repeated = builder.shuffle_vector(raw, raw, _vector(I32, [*range(length)] * places))
+    raw = load_as(builder, ir.VectorType(I8, length), address)
+    repeated = builder.shuffle_vector(raw, raw, vector(I32, [*range(length)] * places))
     # A byte's upper bits are the next byte's after a shift of words: the mask takes them off.
     words = builder.bitcast(repeated, wide(I32))
     shifts = [width * place for place in range(places) for _ in range(length // 4)]
-    words = builder.lshr(words, _vector(I32, shifts))
+    words = builder.lshr(words, vector(I32, shifts))
     words = builder.and_(words, constant(I32, (2**width - 1) * 0x01010101))
     if lowest:
         words = builder.shl(words, constant(I32, lowest))
     return builder.bitcast(words, ir.VectorType(I8, TILE))
 
 
-@intrinsic
-def widen_levels(typingctx: Any, scales: Any, zeros: Any, count: Any, target: Any, step: Any) -> Any:
+@intrinsic_of
+def widen_levels(builder: Any, scales: Int, zeros: Int, count: Int, target: Int, step: Int) -> None:
     """Write up to 16 scales and, behind `step` bytes, zeros as float32, each a whole vector."""
-
-    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
-        scales, zeros, count, target, step = args
-        inside = lanes_below(builder, count)
-        scale = builder.fpext(masked(builder, F16, scales, inside), wide(F32))
-        zero = builder.uitofp(masked(builder, I8, zeros, inside), wide(F32))
-        store(builder, types.float32, target, scale)
-        store(builder, types.float32, builder.add(target, step), zero)
-        return context.get_dummy_value()
-
-    return types.void(*(types.int64,) * 5), emit
+    inside = lanes_below(builder, count)
+    scale = builder.fpext(masked(builder, F16, scales, inside), wide(F32))
+    zero = builder.uitofp(masked(builder, I8, zeros, inside), wide(F32))
+    store(builder, types.float32, target, scale)
+    store(builder, types.float32, builder.add(target, step), zero)
 
 
 # --------------------------------------------------------------------------- from products to sums
 
 
-@intrinsic
+@intrinsic_of
 def add_tiles(
-    typingctx: Any,
-    tiles: Any,
-    tiles_of_group: Any,
-    codes: Any,
-    codes_tile: Any,
-    codes_row: Any,
-    digits: Any,
-    digits_tile: Any,
-    sums: Any,
-    sums_tile: Any,
-    levels: Any,
-    ahead: Any,
-    lines: Any,
-    scratch: Any,
-    totals: Any,
-    totals_row: Any,
-) -> Any:
+    builder: Any,
+    tiles: Int,
+    tiles_of_group: Int,
+    codes: Int,
+    codes_tile: Int,
+    codes_row: Int,
+    digits: Int,
+    digits_tile: Int,
+    sums: Int,
+    sums_tile: Int,
+    levels: Int,
+    ahead: Int,
+    lines: Int,
+    scratch: Int,
+    totals: Int,
+    totals_row: Int,
+) -> None:
     """Compute totals[r] += sum over tiles of scale[r] * (codes[r] . digits - zero[r] * sums) for ROWS rows.
 
     Byte addresses and strides: codes uint8 [tiles, ROWS, 64]; digits int8 [tiles, 16, 16, 4]; sums float32
@@ -209,48 +183,39 @@ def add_tiles(
     tile are made while those of the tile before, in the other half of scratch, are added up: it takes a
     hundred cycles until they can be read.
     """
+    if not amx.CAN_USE:
+        return
+    last = builder.sub(tiles, ir.Constant(I64, 1))
+    rows = [nth(builder, totals, totals_row, r) for r in range(ROWS)]
+    sums_of_rows = registers(builder, [load(builder, types.float32, row) for row in rows])
 
-    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
-        if not amx.CAN_USE:
-            return context.get_dummy_value()
-        tiles, tiles_of_group, codes, codes_tile, codes_row, digits, digits_tile = args[:7]
-        sums, sums_tile, levels, ahead, lines, scratch, totals, totals_row = args[7:]
-        last = builder.sub(tiles, ir.Constant(I64, 1))
-        rows = [builder.add(totals, times(builder, totals_row, r)) for r in range(ROWS)]
-        registers = [cgutils.alloca_once(builder, wide(F32)) for _ in range(ROWS)]
-        for register, place in zip(registers, rows, strict=True):
-            builder.store(load(builder, types.float32, place), register)
+    def half_of_scratch(index: Any) -> Any:
+        parity = builder.and_(index, ir.Constant(I64, 1))
+        return builder.add(scratch, times(builder, parity, TILE_BYTES))
 
-        def half_of_scratch(index: Any) -> Any:
-            parity = builder.and_(index, ir.Constant(I64, 1))
-            return builder.add(scratch, times(builder, parity, TILE_BYTES))
+    def multiply(index: Any) -> None:
+        weights = builder.add(codes, builder.mul(index, codes_tile))
+        inputs = builder.add(digits, builder.mul(index, digits_tile))
+        emit_product(builder, weights, codes_row, inputs, half_of_scratch(index))
 
-        def multiply(index: Any) -> None:
-            weights = builder.add(codes, builder.mul(index, codes_tile))
-            inputs = builder.add(digits, builder.mul(index, digits_tile))
-            emit_product(builder, weights, codes_row, inputs, half_of_scratch(index))
-
-        multiply(ir.Constant(I64, 0))
-        with cgutils.for_range(builder, tiles) as loop:
-            _prefetch_lines(builder, ahead, lines, loop.index)
-            following = builder.add(loop.index, ir.Constant(I64, 1))
-            is_inside = builder.icmp_signed("<", following, tiles)
-            multiply(builder.select(is_inside, following, last))
-            level = _level(builder, levels, loop.index, tiles_of_group)
-            products = half_of_scratch(loop.index)
-            of_digits = load(builder, types.float32, builder.add(sums, builder.mul(loop.index, sums_tile)))
-            of_digits = builder.fsub(constant(F32, 0.0), of_digits)
-            for r, register in enumerate(registers):
-                scale = load_splat(builder, types.float32, plus(builder, level, 4 * r))
-                zero = load_splat(builder, types.float32, plus(builder, level, 4 * (ROWS + r)))
-                product = _load_as(builder, wide(I32), plus(builder, products, r * LANES * 4))
-                term = fused_multiply_add(builder, zero, of_digits, builder.sitofp(product, wide(F32)))
-                builder.store(fused_multiply_add(builder, scale, term, builder.load(register)), register)
-        for register, place in zip(registers, rows, strict=True):
-            store(builder, types.float32, place, builder.load(register))
-        return context.get_dummy_value()
-
-    return types.void(*(types.int64,) * 15), emit
+    multiply(ir.Constant(I64, 0))
+    with cgutils.for_range(builder, tiles) as loop:
+        _prefetch_lines(builder, ahead, lines, loop.index)
+        following = builder.add(loop.index, ir.Constant(I64, 1))
+        is_inside = builder.icmp_signed("<", following, tiles)
+        multiply(builder.select(is_inside, following, last))
+        level = _level(builder, levels, loop.index, tiles_of_group)
+        products = half_of_scratch(loop.index)
+        of_digits = load(builder, types.float32, builder.add(sums, builder.mul(loop.index, sums_tile)))
+        of_digits = builder.fsub(constant(F32, 0.0), of_digits)
+        for r, register in enumerate(sums_of_rows):
+            scale = load_splat(builder, types.float32, plus(builder, level, 4 * r))
+            zero = load_splat(builder, types.float32, plus(builder, level, 4 * (ROWS + r)))
+            product = load_as(builder, wide(I32), plus(builder, products, r * LANES * 4))
+            term = fused_multiply_add(builder, zero, of_digits, builder.sitofp(product, wide(F32)))
+            add_product(builder, register, scale, term)
+    for register, place in zip(sums_of_rows, rows, strict=True):
+        store(builder, types.float32, place, builder.load(register))
 
 
 def _level(builder: Any, levels: Any, tile: Any, tiles_of_group: Any) -> Any:
@@ -268,25 +233,25 @@ def _prefetch_lines(builder: Any, ahead: Any, lines: Any, tile: Any) -> None:
         emit_prefetch(builder, builder.add(ahead, times(builder, at, 64)))
 
 
-@intrinsic
+@intrinsic_of
 def dot_tiles(
-    typingctx: Any,
-    num_columns: Any,
-    num_bits: Any,
-    tiles: Any,
-    tiles_of_group: Any,
-    codes: Any,
-    codes_tile: Any,
-    codes_row: Any,
-    digits: Any,
-    digits_tile: Any,
-    sums: Any,
-    sums_tile: Any,
-    levels: Any,
-    ahead: Any,
-    lines: Any,
-    totals: Any,
-) -> Any:
+    builder: Any,
+    num_columns: Literal,
+    num_bits: Literal,
+    tiles: Int,
+    tiles_of_group: Int,
+    codes: Int,
+    codes_tile: Int,
+    codes_row: Int,
+    digits: Int,
+    digits_tile: Int,
+    sums: Int,
+    sums_tile: Int,
+    levels: Int,
+    ahead: Int,
+    lines: Int,
+    totals: Int,
+) -> None:
     """Compute what `add_tiles` does, in vectors: FOUR rows by FOUR * num_columns digits.
 
     num_columns and num_bits are literals: codes of 4 bits are taken as they are packed, by up to two columns;
@@ -295,62 +260,51 @@ def dot_tiles(
     [tiles, num_columns, FOUR, 4], each digit's four times; totals float32 [num_columns, FOUR, 4], the four
     rows of each digit; levels [groups, 2, ROWS] from the first row on.
     """
-    if not isinstance(num_columns, types.IntegerLiteral):
-        return None  # numba asks a second time with the literals forgotten
-    columns, bits = num_columns.literal_value, num_bits.literal_value
-    places = [(r, c) for r in range(FOUR) for c in range(columns)]
+    if not CAN_DOT:
+        return
+    totals_at = [plus(builder, totals, c * LANES * 4) for c in range(num_columns)]
+    sums_of_columns = registers(builder, [load(builder, types.float32, at) for at in totals_at])
+    products = {
+        (r, c): cgutils.alloca_once(builder, wide(I32)) for r in range(FOUR) for c in range(num_columns)
+    }
 
-    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
-        if not CAN_DOT:
-            return context.get_dummy_value()
-        tiles, tiles_of_group, codes, codes_tile, codes_row, digits, digits_tile = args[2:9]
-        sums, sums_tile, levels, ahead, lines, totals = args[9:]
-        totals_at = [plus(builder, totals, c * LANES * 4) for c in range(columns)]
-        registers = [cgutils.alloca_once(builder, wide(F32)) for _ in range(columns)]
-        products = {place: cgutils.alloca_once(builder, wide(I32)) for place in places}
-        for register, at in zip(registers, totals_at, strict=True):
-            builder.store(load(builder, types.float32, at), register)
+    def multiply(inputs: Any, rows: list[Any]) -> None:
+        """Add the products of 16 inputs; `rows` are their codes."""
+        some = [load_as(builder, wide(I32), plus(builder, inputs, 256 * c)) for c in range(num_columns)]
+        for r, sixteen in enumerate(rows):
+            for c in range(num_columns):
+                total = builder.load(products[r, c])
+                builder.store(_dot_bytes(builder, total, sixteen, some[c]), products[r, c])
 
-        def multiply(inputs: Any, rows: list[Any]) -> None:
-            """Add the products of 16 inputs; `rows` are their codes."""
-            some = [_load_as(builder, wide(I32), plus(builder, inputs, 256 * c)) for c in range(columns)]
-            for r, sixteen in enumerate(rows):
-                for c in range(columns):
-                    total = builder.load(products[r, c])
-                    builder.store(_dot_bytes(builder, total, sixteen, some[c]), products[r, c])
-
-        with cgutils.for_range(builder, tiles) as loop:
-            _prefetch_lines(builder, ahead, lines, loop.index)
-            tile = builder.add(codes, builder.mul(loop.index, codes_tile))
-            inputs = builder.add(digits, builder.mul(loop.index, digits_tile))
-            rows_at = [builder.add(tile, times(builder, codes_row, r)) for r in range(FOUR)]
-            for product in products.values():
-                builder.store(constant(I32, 0), product)
-            if columns <= 2:
-                for i in range(4):
-                    rows = [_sixteen(builder, row, i, bits) for row in rows_at]
-                    multiply(plus(builder, inputs, 64 * i), rows)
-            else:  # of a whole tile, LLVM makes an order for which the registers do not suffice
-                with cgutils.for_range(builder, ir.Constant(I64, 4)) as some:
-                    at = times(builder, some.index, 16)
-                    rows = [_repeated(builder, builder.add(row, at), 4) for row in rows_at]
-                    multiply(builder.add(inputs, times(builder, some.index, 64)), rows)
-            level = _level(builder, levels, loop.index, tiles_of_group)
-            scale = builder.bitcast(_repeated(builder, level, 4), wide(F32))
-            zero = builder.bitcast(_repeated(builder, plus(builder, level, 4 * ROWS), 4), wide(F32))
-            sums_at = builder.add(sums, builder.mul(loop.index, sums_tile))
-            for c, register in enumerate(registers):
-                of_digits = load(builder, types.float32, plus(builder, sums_at, c * LANES * 4))
-                of_digits = builder.fsub(constant(F32, 0.0), of_digits)
-                of_rows = _sums_of_fours(builder, [builder.load(products[r, c]) for r in range(FOUR)])
-                term = builder.sitofp(of_rows, wide(F32))
-                term = fused_multiply_add(builder, zero, of_digits, term)
-                builder.store(fused_multiply_add(builder, scale, term, builder.load(register)), register)
-        for register, at in zip(registers, totals_at, strict=True):
-            store(builder, types.float32, at, builder.load(register))
-        return context.get_dummy_value()
-
-    return types.void(num_columns, num_bits, *(types.int64,) * 13), emit
+    with cgutils.for_range(builder, tiles) as loop:
+        _prefetch_lines(builder, ahead, lines, loop.index)
+        tile = builder.add(codes, builder.mul(loop.index, codes_tile))
+        inputs = builder.add(digits, builder.mul(loop.index, digits_tile))
+        rows_at = [nth(builder, tile, codes_row, r) for r in range(FOUR)]
+        for product in products.values():
+            builder.store(constant(I32, 0), product)
+        if num_columns <= 2:
+            for i in range(4):
+                rows = [_sixteen(builder, row, i, num_bits) for row in rows_at]
+                multiply(plus(builder, inputs, 64 * i), rows)
+        else:  # of a whole tile, LLVM makes an order for which the registers do not suffice
+            with cgutils.for_range(builder, ir.Constant(I64, 4)) as some:
+                at = times(builder, some.index, 16)
+                rows = [_repeated(builder, builder.add(row, at), 4) for row in rows_at]
+                multiply(builder.add(inputs, times(builder, some.index, 64)), rows)
+        level = _level(builder, levels, loop.index, tiles_of_group)
+        scale = builder.bitcast(_repeated(builder, level, 4), wide(F32))
+        zero = builder.bitcast(_repeated(builder, plus(builder, level, 4 * ROWS), 4), wide(F32))
+        sums_at = builder.add(sums, builder.mul(loop.index, sums_tile))
+        for c, register in enumerate(sums_of_columns):
+            of_digits = load(builder, types.float32, plus(builder, sums_at, c * LANES * 4))
+            of_digits = builder.fsub(constant(F32, 0.0), of_digits)
+            of_rows = _sums_of_fours(builder, [builder.load(products[r, c]) for r in range(FOUR)])
+            term = builder.sitofp(of_rows, wide(F32))
+            term = fused_multiply_add(builder, zero, of_digits, term)
+            add_product(builder, register, scale, term)
+    for register, at in zip(sums_of_columns, totals_at, strict=True):
+        store(builder, types.float32, at, builder.load(register))
 
 
 def _sixteen(builder: Any, tile: Any, i: int, bits: int) -> Any:
@@ -378,13 +332,13 @@ def _added(builder: Any, one: Any, other: Any, size: int) -> Any:
         else:
             even += [four, four + 1, LANES + four, LANES + four + 1]
             odd += [four + 2, four + 3, LANES + four + 2, LANES + four + 3]
-    return builder.add(*(builder.shuffle_vector(one, other, _vector(I32, order)) for order in (even, odd)))
+    return builder.add(*(builder.shuffle_vector(one, other, vector(I32, order)) for order in (even, odd)))
 
 
 def _repeated(builder: Any, address: Any, words: int) -> Any:
     """Load 1 or 4 words of 32 bits, repeated over the vector."""
-    some = _load_as(builder, ir.VectorType(I32, words), address)
-    return builder.shuffle_vector(some, some, _vector(I32, [i % words for i in range(LANES)]))
+    some = load_as(builder, ir.VectorType(I32, words), address)
+    return builder.shuffle_vector(some, some, vector(I32, [i % words for i in range(LANES)]))
 
 
 def _dot_bytes(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
@@ -394,47 +348,37 @@ def _dot_bytes(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
         return call(builder, "llvm.x86.avx512.vpdpbusd.512", wide(I32), *operands)
     kind, halves = ir.VectorType(I32, 8), []
     for first in (0, 8):
-        lanes = _vector(I32, list(range(first, first + 8)))
+        lanes = vector(I32, list(range(first, first + 8)))
         parts = (builder.shuffle_vector(one, one, lanes) for one in operands)
         halves.append(call(builder, "llvm.x86.avx512.vpdpbusd.256", kind, *parts))
-    return builder.shuffle_vector(*halves, _vector(I32, list(range(LANES))))
+    return builder.shuffle_vector(*halves, vector(I32, list(range(LANES))))
 
 
-@intrinsic
-def turn_fours(typingctx: Any, address: Any, stride: Any) -> Any:
+@intrinsic_of
+def turn_fours(builder: Any, address: Int, stride: Int) -> None:
     """Transpose float32 [4, 4, 4] in place, in its first two dimensions; the first has a stride in bytes."""
-
-    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
-        places = [builder.add(args[0], times(builder, args[1], i)) for i in range(4)]
-        old = [load(builder, types.float32, place) for place in places]
-        for i, place in enumerate(places):
-            both = [*range(4 * i, 4 * i + 4), *range(LANES + 4 * i, LANES + 4 * i + 4)]
-            halves = (builder.shuffle_vector(*old[j : j + 2], _vector(I32, both)) for j in (0, 2))
-            whole = builder.shuffle_vector(*halves, _vector(I32, list(range(LANES))))
-            store(builder, types.float32, place, whole)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), emit
+    places = [nth(builder, address, stride, i) for i in range(4)]
+    old = [load(builder, types.float32, place) for place in places]
+    for i, place in enumerate(places):
+        both = [*range(4 * i, 4 * i + 4), *range(LANES + 4 * i, LANES + 4 * i + 4)]
+        halves = (builder.shuffle_vector(*old[j : j + 2], vector(I32, both)) for j in (0, 2))
+        whole = builder.shuffle_vector(*halves, vector(I32, list(range(LANES))))
+        store(builder, types.float32, place, whole)
 
 
-@intrinsic
-def turn(typingctx: Any, address: Any, stride: Any) -> Any:
+@intrinsic_of
+def turn(builder: Any, address: Int, stride: Int) -> None:
     """Transpose float32 [16, 16] in place; its rows are `stride` bytes apart."""
-
-    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
-        places = [builder.add(args[0], times(builder, args[1], r)) for r in range(LANES)]
-        rows = [load(builder, types.float32, place) for place in places]
-        half = LANES // 2
-        low, high = (
-            _vector(I32, [lane + of for lane in range(start, start + half) for of in (0, LANES)])
-            for start in (0, half)
-        )
-        # Interleaving row i with row i + 8 rotates the eight bits of (row, lane) by one; four turn by four.
-        for _ in range(4):
-            pairs = [(rows[i], rows[i + half]) for i in range(half)]
-            rows = [builder.shuffle_vector(*pair, order) for pair in pairs for order in (low, high)]
-        for place, row in zip(places, rows, strict=True):
-            store(builder, types.float32, place, row)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), emit
+    places = [nth(builder, address, stride, r) for r in range(LANES)]
+    rows = [load(builder, types.float32, place) for place in places]
+    half = LANES // 2
+    low, high = (
+        vector(I32, [lane + of for lane in range(start, start + half) for of in (0, LANES)])
+        for start in (0, half)
+    )
+    # Interleaving row i with row i + 8 rotates the eight bits of (row, lane) by one; four turn by four.
+    for _ in range(4):
+        pairs = [(rows[i], rows[i + half]) for i in range(half)]
+        rows = [builder.shuffle_vector(*pair, order) for pair in pairs for order in (low, high)]
+    for place, row in zip(places, rows, strict=True):
+        store(builder, types.float32, place, row)

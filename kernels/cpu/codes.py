@@ -8,8 +8,6 @@ Where a processor permutes sixteen floats by sixteen indices (AVX-512), the valu
 and the first plane of codes below 8 bits looks them up: nothing is masked, converted or scaled per weight.
 """
 
-# mypy: allow-untyped-decorators
-
 from __future__ import annotations
 
 from typing import Any
@@ -17,7 +15,6 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from kernels.cpu.processor import has_all
 from kernels.cpu.simd import (
@@ -29,13 +26,18 @@ from kernels.cpu.simd import (
     I32,
     I64,
     LANES,
+    Int,
     call,
     constant,
     fused_multiply_add,
+    intrinsic_of,
+    load_as,
     load_splat,
     plus,
+    splat,
     store,
     times,
+    vector,
     wide,
 )
 from kernels.packing import planes
@@ -100,50 +102,39 @@ def _floats(builder: Any, codes: Any) -> Any:
 
 def _bytes(builder: Any, address: Any) -> Any:
     """Load sixteen bytes, each into a lane of 32 bits."""
-    raw = builder.load(builder.inttoptr(address, wide(I8).as_pointer()), align=1)
-    return builder.zext(raw, wide(I32))
+    return builder.zext(load_as(builder, wide(I8), address), wide(I32))
 
 
 def _mask(builder: Any, address: Any) -> Any:
     """Load sixteen bits, one for each lane."""
-    raw = builder.load(builder.inttoptr(address, I16.as_pointer()), align=1)
-    return builder.bitcast(raw, wide(I1))
+    return builder.bitcast(load_as(builder, I16, address), wide(I1))
 
 
-@intrinsic
-def make_levels(typingctx: Any, scales: Any, zeros: Any, count: Any, target: Any, width: Any) -> Any:
+@intrinsic_of
+def make_levels(builder: Any, scales: Int, zeros: Int, count: Int, target: Int, width: Int) -> None:
     """Write levels of `count` groups to byte address target, from float16 scales and uint8 zeros.
 
     The scales are followed, `width` bytes on, by the offsets -scale * zero, all float32. It writes whole
     vectors but reads nothing past the ends, where no page may be mapped.
     """
-
-    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
-        scales, zeros, count, target, width = args
-        step = ir.Constant(I64, LANES)
-        with cgutils.for_range_slice(builder, ir.Constant(I64, 0), count, step) as (at, _):
-            inside = lanes_below(builder, builder.sub(count, at))
-            scale = masked(builder, F16, builder.add(scales, times(builder, at, 2)), inside)
-            scale = builder.fpext(scale, wide(F32))
-            zero = builder.zext(masked(builder, I8, builder.add(zeros, at), inside), wide(I32))
-            offset = builder.fmul(builder.fsub(constant(F32, 0.0), scale), _floats(builder, zero))
-            place = builder.add(target, times(builder, at, 4))
-            store(builder, types.float32, place, scale)
-            store(builder, types.float32, builder.add(place, width), offset)
-        return context.get_dummy_value()
-
-    return types.void(*(types.int64,) * 5), emit
+    step = ir.Constant(I64, LANES)
+    with cgutils.for_range_slice(builder, ir.Constant(I64, 0), count, step) as (at, _):
+        inside = lanes_below(builder, builder.sub(count, at))
+        scale = masked(builder, F16, builder.add(scales, times(builder, at, 2)), inside)
+        scale = builder.fpext(scale, wide(F32))
+        zero = builder.zext(masked(builder, I8, builder.add(zeros, at), inside), wide(I32))
+        offset = builder.fmul(builder.fsub(constant(F32, 0.0), scale), _floats(builder, zero))
+        place = builder.add(target, times(builder, at, 4))
+        store(builder, types.float32, place, scale)
+        store(builder, types.float32, builder.add(place, width), offset)
 
 
 def lanes_below(builder: Any, count: Any) -> Any:
-    first = builder.insert_element(ir.Constant(wide(I64), ir.Undefined), count, ir.Constant(I32, 0))
-    counts = builder.shuffle_vector(first, first, ir.Constant(wide(I32), [0] * LANES))
-    return builder.icmp_signed("<", ir.Constant(wide(I64), list(range(LANES))), counts)
+    return builder.icmp_signed("<", vector(I64, list(range(LANES))), splat(builder, count))
 
 
 def masked(builder: Any, element: Any, address: Any, mask: Any) -> Any:
     """Load the lanes inside the mask; the others are zero, and their memory is not read."""
     pointer = builder.inttoptr(address, wide(element).as_pointer())
     name = f"llvm.masked.load.v{LANES}{'f16' if element == F16 else 'i8'}.p0"
-    zeros = ir.Constant(wide(element), [0] * LANES)
-    return call(builder, name, wide(element), pointer, ir.Constant(I32, 1), mask, zeros)
+    return call(builder, name, wide(element), pointer, ir.Constant(I32, 1), mask, constant(element, 0))

@@ -4,8 +4,6 @@
 `kernels.cpu.tile`.
 """
 
-# mypy: allow-untyped-decorators
-
 from __future__ import annotations
 
 import itertools
@@ -15,7 +13,6 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from kernels.cpu.codes import Levels
 from kernels.cpu.quantized_call import Weight
@@ -24,15 +21,22 @@ from kernels.cpu.simd import (
     I32,
     I64,
     LANES,
+    Int,
+    Literal,
+    Value,
+    add_product,
     call,
     constant,
     emit_prefetch,
-    fused_multiply_add,
+    intrinsic_of,
     load,
+    load_as,
+    nth,
     plus,
+    registers,
     store,
+    store_as,
     times,
-    wide,
 )
 from kernels.packing import CODE_BITS, TILE
 
@@ -81,98 +85,74 @@ def _halves(builder: Any, coding: Coding, w: Any, tile: Any, levels: Any) -> lis
     return halves if coding.is_halved else halves * 2
 
 
-@intrinsic
+@intrinsic_of
 def dots(
-    typingctx: Any,
-    num_rows: Any,
-    num_tokens: Any,
-    w: Any,
-    codes: Any,
-    levels: Any,
-    x: Any,
-    x_row: Any,
-    out: Any,
-    out_row: Any,
-    is_added: Any,
-) -> Any:
+    builder: Any,
+    num_rows: Literal,
+    num_tokens: Literal,
+    w: Value,
+    codes: Int,
+    levels: Int,
+    x: Int,
+    x_row: Int,
+    out: Int,
+    out_row: Int,
+    is_added: Int,
+) -> None:
     """Compute out[t, r] (+)= w[r] . x[t] over the inputs of a unit, for num_rows rows and num_tokens tokens.
 
-    The first two are literals: the sums stay in num_rows * num_tokens registers. Byte addresses and strides:
+    The sums stay in num_rows * num_tokens registers. Byte addresses and strides:
     codes and levels (as `make_levels` writes them) of the first row; x[t] and out[t] float32, contiguous.
     """
-    if not isinstance(num_rows, types.IntegerLiteral):
-        return None  # numba asks a second time with the literals forgotten
-    rows, tokens = num_rows.literal_value, num_tokens.literal_value
+    sums = registers(builder, [constant(F32, 0.0)] * (num_rows * num_tokens))
+    row_bytes, (levels_bytes, _) = _field(builder, w, "codes_row"), _levels_row(builder, w)
 
-    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
-        w, codes, levels, x, x_row, out, out_row, is_added = args[2:]
-        sums = [cgutils.alloca_once(builder, wide(F32)) for _ in range(rows * tokens)]
-        for register in sums:
-            builder.store(constant(F32, 0.0), register)
-        row_bytes, (levels_bytes, _) = _field(builder, w, "codes_row"), _levels_row(builder, w)
+    def add_products(coding: Coding) -> None:
+        with cgutils.for_range(builder, _field(builder, w, "tiles")) as loop:
+            tile = builder.add(codes, times(builder, loop.index, 8 * coding.bits))
+            tiles = [nth(builder, tile, row_bytes, r) for r in range(num_rows)]
+            places = [nth(builder, levels, levels_bytes, r) for r in range(num_rows)]
+            halves = [_halves(builder, coding, w, loop.index, place) for place in places]
+            for place in tiles:  # rows are too short for the hardware to see where they go on
+                emit_prefetch(builder, builder.add(place, times(builder, row_bytes, num_rows)))
+            column = builder.add(x, times(builder, loop.index, TILE * 4))
+            columns = [nth(builder, column, x_row, t) for t in range(num_tokens)]
+            for quarter, r in itertools.product(range(QUARTERS), range(num_rows)):
+                weights = halves[r][quarter // 2].weights(builder, tiles[r], quarter)
+                for t in range(num_tokens):
+                    values = load(builder, types.float32, plus(builder, columns[t], quarter * LANES * 4))
+                    add_product(builder, sums[r * num_tokens + t], weights, values)
 
-        def add_products(coding: Coding) -> None:
-            with cgutils.for_range(builder, _field(builder, w, "tiles")) as loop:
-                tile = builder.add(codes, times(builder, loop.index, 8 * coding.bits))
-                tiles = [builder.add(tile, times(builder, row_bytes, r)) for r in range(rows)]
-                places = [builder.add(levels, times(builder, levels_bytes, r)) for r in range(rows)]
-                halves = [_halves(builder, coding, w, loop.index, place) for place in places]
-                for place in tiles:  # rows are too short for the hardware to see where they go on
-                    emit_prefetch(builder, builder.add(place, times(builder, row_bytes, rows)))
-                column = builder.add(x, times(builder, loop.index, TILE * 4))
-                columns = [builder.add(column, times(builder, x_row, t)) for t in range(tokens)]
-                for quarter, r in itertools.product(range(QUARTERS), range(rows)):
-                    weights = halves[r][quarter // 2].weights(builder, tiles[r], quarter)
-                    for t in range(tokens):
-                        values = load(builder, types.float32, plus(builder, columns[t], quarter * LANES * 4))
-                        register = sums[r * tokens + t]
-                        total = fused_multiply_add(builder, weights, values, builder.load(register))
-                        builder.store(total, register)
-
-        _for_the_coding(builder, w, add_products)
-        adds = builder.icmp_signed("!=", is_added, ir.Constant(I64, 0))
-        for r, t in itertools.product(range(rows), range(tokens)):
-            place = builder.add(plus(builder, out, 4 * r), times(builder, out_row, t))
-            _write_sum(builder, builder.load(sums[r * tokens + t]), place, adds)
-        return context.get_dummy_value()
-
-    return types.void(num_rows, num_tokens, w, *(types.int64,) * 7), emit
-
-
-def _pointer(builder: Any, address: Any, element: Any) -> Any:
-    return builder.inttoptr(address, element.as_pointer())
+    _for_the_coding(builder, w, add_products)
+    adds = builder.icmp_signed("!=", is_added, ir.Constant(I64, 0))
+    for r, t in itertools.product(range(num_rows), range(num_tokens)):
+        place = builder.add(plus(builder, out, 4 * r), times(builder, out_row, t))
+        _write_sum(builder, builder.load(sums[r * num_tokens + t]), place, adds)
 
 
 def _write_sum(builder: Any, lanes: Any, address: Any, adds: Any) -> None:
-    place = _pointer(builder, address, F32)
-    start = builder.select(adds, builder.load(place), ir.Constant(F32, 0.0))
+    start = builder.select(adds, load_as(builder, F32, address, 4), ir.Constant(F32, 0.0))
     total = call(builder, "llvm.vector.reduce.fadd.v16f32", F32, start, lanes, fastmath=("reassoc",))
-    builder.store(total, place)
+    store_as(builder, total, address, 4)
 
 
-@intrinsic
+@intrinsic_of
 def decode(
-    typingctx: Any, w: Any, codes: Any, levels: Any, first_tile: Any, num_tiles: Any, target: Any
-) -> Any:
+    builder: Any, w: Value, codes: Int, levels: Int, first_tile: Int, num_tiles: Int, target: Int
+) -> None:
     """Decode num_tiles tiles of one row into float32 at byte address target.
 
     `codes` and `levels` are the row's, from its first tile on.
     """
 
-    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
-        w, codes, levels, first_tile, num_tiles, target = args
+    def write(coding: Coding) -> None:
+        with cgutils.for_range(builder, num_tiles) as loop:
+            index = builder.add(first_tile, loop.index)
+            halves = _halves(builder, coding, w, index, levels)
+            tile = builder.add(codes, times(builder, index, 8 * coding.bits))
+            place = builder.add(target, times(builder, loop.index, TILE * 4))
+            for quarter in range(QUARTERS):
+                weights = halves[quarter // 2].weights(builder, tile, quarter)
+                store(builder, types.float32, plus(builder, place, quarter * LANES * 4), weights)
 
-        def write(coding: Coding) -> None:
-            with cgutils.for_range(builder, num_tiles) as loop:
-                index = builder.add(first_tile, loop.index)
-                halves = _halves(builder, coding, w, index, levels)
-                tile = builder.add(codes, times(builder, index, 8 * coding.bits))
-                place = builder.add(target, times(builder, loop.index, TILE * 4))
-                for quarter in range(QUARTERS):
-                    weights = halves[quarter // 2].weights(builder, tile, quarter)
-                    store(builder, types.float32, plus(builder, place, quarter * LANES * 4), weights)
-
-        _for_the_coding(builder, w, write)
-        return context.get_dummy_value()
-
-    return types.void(w, *(types.int64,) * 5), emit
+    _for_the_coding(builder, w, write)

@@ -12,15 +12,18 @@ float32     float32     nothing
 int16       float16     fpext (one instruction with F16C)
 uint16      bfloat16    a shift: bfloat16 is the upper half of a float32
 ==========  ==========  ==================================================
-"""
 
-# mypy: allow-untyped-decorators
+A function that writes IR takes the builder and values of LLVM. `intrinsic_of` makes an intrinsic of it, which
+numba code calls without the builder; the annotations are the types of its parameters and of its result.
+"""
 
 from __future__ import annotations
 
 import operator
 import platform
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Any, get_args, get_type_hints
 
 import torch
 from llvmlite import ir
@@ -44,13 +47,48 @@ class VecType(types.Type):  # type: ignore[misc]  # numba is untyped
         super().__init__("vec16f32")
 
 
-vec = VecType()
-
-
 @register_model(VecType)
 class _VecModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, dmm: Any, fe_type: Any) -> None:
         super().__init__(dmm, fe_type, wide(F32))
+
+
+# --------------------------------------------------------------------------- from IR to intrinsics
+
+Int = Annotated[Any, types.int64]
+Float = Annotated[Any, types.float32]
+Double = Annotated[Any, types.float64]
+Vec = Annotated[Any, VecType()]
+Value = Annotated[Any, "value"]  # of any other type
+Kind = Annotated[Any, "kind"]  # no value: the type of an element
+Literal = Annotated[int, "literal"]  # an integer that the compiler knows
+
+
+def intrinsic_of(emit: Callable[..., Any]) -> Any:
+    """Return an intrinsic whose code `emit` writes when it is called with a builder and the parameters."""
+    hints = get_type_hints(emit, include_extras=True).values()
+    _, *forms, result = (get_args(hint)[1] if get_args(hint) else types.void for hint in hints)
+
+    @wraps(emit)
+    def typed(typingctx: Any, *own: Any) -> Any:
+        literals = (argument for form, argument in zip(forms, own, strict=True) if form == "literal")
+        if not all(isinstance(argument, types.IntegerLiteral) for argument in literals):
+            return None  # numba asks a second time with the literals
+
+        def write(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+            given = (
+                argument.literal_value if form == "literal" else argument.dtype if form == "kind" else value
+                for form, argument, value in zip(forms, own, values, strict=True)
+            )
+            written = emit(builder, *given)
+            return context.get_dummy_value() if result == types.void else written
+
+        taken = [
+            argument if isinstance(form, str) else form for form, argument in zip(forms, own, strict=True)
+        ]
+        return result(*taken), write
+
+    return intrinsic(typed)
 
 
 # --------------------------------------------------------------------------- fragments of LLVM IR
@@ -62,6 +100,10 @@ def wide(element: Any) -> Any:
 
 def constant(element: Any, value: float) -> Any:
     return ir.Constant(wide(element), [value] * LANES)
+
+
+def vector(element: Any, values: list[int]) -> Any:
+    return ir.Constant(ir.VectorType(element, len(values)), values)
 
 
 def call(builder: Any, name: str, result: Any, *operands: Any, fastmath: tuple[str, ...] = ()) -> Any:
@@ -79,55 +121,83 @@ def times(builder: Any, step: Any, count: int) -> Any:
     return builder.mul(step, ir.Constant(I64, count))
 
 
-def emit_prefetch(builder: Any, address: Any) -> None:
+def nth(builder: Any, base: Any, step: Any, count: int) -> Any:
+    """Return the address `count` steps behind `base`."""
+    return builder.add(base, times(builder, step, count)) if count else base
+
+
+def registers(builder: Any, values: list[Any]) -> list[Any]:
+    """Return a register for each of the values, which it has at first."""
+    found = [cgutils.alloca_once(builder, value.type) for value in values]
+    for register, value in zip(found, values, strict=True):
+        builder.store(value, register)
+    return found
+
+
+def add_product(builder: Any, register: Any, a: Any, b: Any) -> None:
+    """Add a * b to a register."""
+    builder.store(fused_multiply_add(builder, a, b, builder.load(register)), register)
+
+
+def load_as(builder: Any, element: Any, address: Any, align: int = 1) -> Any:
+    """Load a value of LLVM from a byte address."""
+    return builder.load(builder.inttoptr(address, element.as_pointer()), align=align)
+
+
+def store_as(builder: Any, value: Any, address: Any, align: int = 1) -> None:
+    """Write a value of LLVM at a byte address."""
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
+
+
+def emit_prefetch(builder: Any, address: Int) -> None:
     """Prefetch the cache line at a byte address into the second-level cache; never faults."""
     read, keep, data = (ir.Constant(I32, value) for value in (0, 2, 1))
     pointer = builder.inttoptr(address, I8.as_pointer())
     call(builder, "llvm.prefetch.p0i8", ir.VoidType(), pointer, read, keep, data)
 
 
-def load(builder: Any, kind: Any, address: Any) -> Any:
-    """Load sixteen consecutive elements as float32."""
-    element = ELEMENTS[kind]
-    raw = builder.load(builder.inttoptr(address, wide(element).as_pointer()), align=kind.bitwidth // 8)
-    return _widened(builder, raw, wide)
+def load(builder: Any, kind: Kind, address: Int) -> Vec:
+    """Load sixteen consecutive elements of `kind` from a byte address as float32."""
+    return _widened(builder, load_as(builder, wide(ELEMENTS[kind]), address, kind.bitwidth // 8), wide)
 
 
-def load_scalar(builder: Any, kind: Any, address: Any) -> Any:
-    element = ELEMENTS[kind]
-    raw = builder.load(builder.inttoptr(address, element.as_pointer()), align=kind.bitwidth // 8)
-    return _widened(builder, raw, lambda scalar: scalar)
+def load_scalar(builder: Any, kind: Kind, address: Int) -> Float:
+    """Load one element of `kind` from a byte address as float32."""
+    return _widened(builder, load_as(builder, ELEMENTS[kind], address, kind.bitwidth // 8), lambda one: one)
 
 
-def load_splat(builder: Any, kind: Any, address: Any) -> Any:
-    """Load one element as float32 into every lane."""
+def load_splat(builder: Any, kind: Kind, address: Int) -> Vec:
+    """Load one element of `kind` from a byte address as float32 into every lane."""
     return splat(builder, load_scalar(builder, kind, address))
 
 
-def splat(builder: Any, scalar: Any) -> Any:
-    first = builder.insert_element(ir.Constant(wide(F32), ir.Undefined), scalar, ir.Constant(I32, 0))
+def splat(builder: Any, scalar: Float) -> Vec:
+    """Return a scalar, of any type, in every lane."""
+    first = builder.insert_element(ir.Constant(wide(scalar.type), ir.Undefined), scalar, ir.Constant(I32, 0))
     return builder.shuffle_vector(first, first, ir.Constant(wide(I32), [0] * LANES))
 
 
-def store(builder: Any, kind: Any, address: Any, value: Any) -> Any:
+def store(builder: Any, kind: Kind, address: Int, value: Vec) -> None:
+    """Round sixteen lanes to `kind` and write them at a byte address."""
     if kind == types.int16:
         value = builder.fptrunc(value, wide(F16))
     elif kind == types.uint16:
         value = _rounded_to_bf16(builder, value)
-    return builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=kind.bitwidth // 8)
+    store_as(builder, value, address, kind.bitwidth // 8)
 
 
-def store_scalar(builder: Any, kind: Any, address: Any, value: Any) -> Any:
-    """Round one float32 to `kind` and write it at byte address."""
+def store_scalar(builder: Any, kind: Any, address: Any, value: Any) -> None:
+    """Round one float32 to `kind` and write it at a byte address."""
     if kind == types.int16:
         value = builder.fptrunc(value, F16)
     elif kind == types.uint16:
         rounded = _rounded_to_bf16(builder, splat(builder, value))
         value = builder.extract_element(rounded, ir.Constant(I32, 0))
-    return builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=kind.bitwidth // 8)
+    store_as(builder, value, address, kind.bitwidth // 8)
 
 
-def fused_multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+def fused_multiply_add(builder: Any, a: Vec, b: Vec, c: Vec) -> Vec:
+    """Return a * b + c, rounded once."""
     return call(builder, "llvm.fma.v16f32", wide(F32), a, b, c)
 
 
@@ -151,7 +221,7 @@ def _rounded_to_bf16(builder: Any, value: Any) -> Any:
     return builder.trunc(builder.lshr(kept, constant(I32, 16)), wide(I16))
 
 
-def _exp2(builder: Any, x: Any) -> Any:
+def exp2(builder: Any, x: Vec) -> Vec:
     """Return 2^x to about 2 ulp: 2^round(x) through the exponent bits, 2^rest by Taylor; 0 below 2^-126."""
     low, high = constant(F32, -126.0), constant(F32, 127.0)
     clamped = call(builder, "llvm.maxnum.v16f32", wide(F32), x, low)
@@ -178,86 +248,44 @@ def _exp2(builder: Any, x: Any) -> Any:
 
 # --------------------------------------------------------------------------- intrinsics for numba code
 
-
-@intrinsic
-def vload(typingctx: Any, kind: Any, address: Any) -> Any:
-    """Load sixteen elements of `kind` from a byte address."""
-    return vec(kind, types.int64), lambda _c, b, _s, args: load(b, kind.dtype, args[1])
-
-
-@intrinsic
-def vsplat_load(typingctx: Any, kind: Any, address: Any) -> Any:
-    """Load one element of `kind` from a byte address into every lane."""
-    return vec(kind, types.int64), lambda _c, b, _s, args: load_splat(b, kind.dtype, args[1])
+vload = intrinsic_of(load)
+vsplat_load = intrinsic_of(load_splat)
+vstore = intrinsic_of(store)
+vsplat = intrinsic_of(splat)
+vfma = intrinsic_of(fused_multiply_add)
+vexp2 = intrinsic_of(exp2)
+read = intrinsic_of(load_scalar)
+prefetch = intrinsic_of(emit_prefetch)
 
 
-@intrinsic
-def vstore(typingctx: Any, kind: Any, address: Any, value: Any) -> Any:
-    """Round sixteen lanes to `kind` and write them at byte address."""
-
-    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
-        store(builder, kind.dtype, args[1], args[2])
-        return context.get_dummy_value()
-
-    return types.void(kind, types.int64, vec), emit
+@intrinsic_of
+def vmax(builder: Any, a: Vec, b: Vec) -> Vec:
+    return call(builder, "llvm.maxnum.v16f32", wide(F32), a, b)
 
 
-@intrinsic
-def vsplat(typingctx: Any, scalar: Any) -> Any:
-    return vec(types.float32), lambda _c, b, _s, args: splat(b, args[0])
-
-
-@intrinsic
-def vfma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
-    """Return a * b + c, rounded once."""
-    return vec(vec, vec, vec), lambda _c, builder, _s, args: fused_multiply_add(builder, *args)
-
-
-@intrinsic
-def vmax(typingctx: Any, a: Any, b: Any) -> Any:
-    return vec(vec, vec), lambda _c, b, _s, args: call(b, "llvm.maxnum.v16f32", wide(F32), *args)
-
-
-@intrinsic
-def vexp2(typingctx: Any, x: Any) -> Any:
-    return vec(vec), lambda _c, b, _s, args: _exp2(b, args[0])
-
-
-@intrinsic
-def vwhere_le(typingctx: Any, a: Any, b: Any, then: Any, otherwise: Any) -> Any:
+@intrinsic_of
+def vwhere_le(builder: Any, a: Vec, b: Vec, then: Vec, otherwise: Vec) -> Vec:
     """Return `then` in lanes where a <= b, `otherwise` in the others."""
-
-    def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
-        return builder.select(builder.fcmp_ordered("<=", args[0], args[1]), args[2], args[3])
-
-    return vec(vec, vec, vec, vec), emit
+    return builder.select(builder.fcmp_ordered("<=", a, b), then, otherwise)
 
 
-@intrinsic
-def hsum(typingctx: Any, a: Any) -> Any:
+@intrinsic_of
+def hsum(builder: Any, a: Vec) -> Float:
     """Return the sum of the lanes, added pairwise."""
-
-    def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
-        zero = ir.Constant(F32, 0.0)
-        return call(builder, "llvm.vector.reduce.fadd.v16f32", F32, zero, args[0], fastmath=("reassoc",))
-
-    return types.float32(vec), emit
+    zero = ir.Constant(F32, 0.0)
+    return call(builder, "llvm.vector.reduce.fadd.v16f32", F32, zero, a, fastmath=("reassoc",))
 
 
-@intrinsic
-def hmax(typingctx: Any, a: Any) -> Any:
+@intrinsic_of
+def hmax(builder: Any, a: Vec) -> Float:
     """Return the largest lane; no lane may be a NaN."""
-
-    def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
-        return call(builder, "llvm.vector.reduce.fmax.v16f32", F32, args[0], fastmath=("nnan",))
-
-    return types.float32(vec), emit
+    return call(builder, "llvm.vector.reduce.fmax.v16f32", F32, a, fastmath=("nnan",))
 
 
 def _define_operator(python_operator: Any, instruction: str) -> None:
-    @intrinsic
-    def apply(typingctx: Any, a: Any, b: Any) -> Any:
-        return vec(vec, vec), lambda _c, builder, _s, args: getattr(builder, instruction)(*args)
+    @intrinsic_of
+    def apply(builder: Any, a: Vec, b: Vec) -> Vec:
+        return getattr(builder, instruction)(a, b)
 
     @overload(python_operator, inline="always")
     def of_vectors(a, b):  # type: ignore[no-untyped-def]  # numba compares this signature with the lambda's
@@ -271,135 +299,83 @@ _define_operator(operator.mul, "fmul")
 _define_operator(operator.truediv, "fdiv")
 
 
-@intrinsic
-def address_of(typingctx: Any, pointer: Any) -> Any:
-    return types.int64(pointer), lambda _c, b, _s, args: b.ptrtoint(args[0], I64)
+@intrinsic_of
+def address_of(builder: Any, pointer: Value) -> Int:
+    return builder.ptrtoint(pointer, I64)
 
 
-@intrinsic
-def read_i64(typingctx: Any, address: Any) -> Any:
-    return types.int64(types.int64), lambda _c, b, _s, args: b.load(b.inttoptr(args[0], I64.as_pointer()))
+@intrinsic_of
+def read_i64(builder: Any, address: Int) -> Int:
+    return load_as(builder, I64, address, 8)
 
 
-@intrinsic
-def read_i32(typingctx: Any, address: Any) -> Any:
+@intrinsic_of
+def read_i32(builder: Any, address: Int) -> Int:
     """Load an int32 as int64."""
-
-    def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
-        return builder.sext(builder.load(builder.inttoptr(args[0], I32.as_pointer())), I64)
-
-    return types.int64(types.int64), emit
+    return builder.sext(load_as(builder, I32, address, 4), I64)
 
 
-@intrinsic
-def read(typingctx: Any, kind: Any, address: Any) -> Any:
-    """Load one element of `kind` as float32."""
-    return types.float32(kind, types.int64), lambda _c, b, _s, args: load_scalar(b, kind.dtype, args[1])
+@intrinsic_of
+def read_f64(builder: Any, address: Int) -> Double:
+    return load_as(builder, F64, address, 8)
 
 
-@intrinsic
-def read_f64(typingctx: Any, address: Any) -> Any:
-    return types.float64(types.int64), lambda _c, b, _s, args: b.load(b.inttoptr(args[0], F64.as_pointer()))
+@intrinsic_of
+def write_f32(builder: Any, address: Int, value: Float) -> None:
+    store_as(builder, value, address, 4)
 
 
-@intrinsic
-def write_f32(typingctx: Any, address: Any, value: Any) -> Any:
-    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
-        builder.store(args[1], builder.inttoptr(args[0], F32.as_pointer()))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float32), emit
+@intrinsic_of
+def write_i64(builder: Any, address: Int, value: Int) -> None:
+    store_as(builder, value, address, 8)
 
 
-@intrinsic
-def fetch_add(typingctx: Any, address: Any, count: Any) -> Any:
+def _word(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, I64.as_pointer())
+
+
+@intrinsic_of
+def fetch_add(builder: Any, address: Int, count: Int) -> Int:
     """Add to the int64 at a byte address, atomically; return its value before."""
-
-    def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "monotonic")
-
-    return types.int64(types.int64, types.int64), emit
+    return builder.atomic_rmw("add", _word(builder, address), count, "monotonic")
 
 
-@intrinsic
-def arrive(typingctx: Any, address: Any) -> Any:
+@intrinsic_of
+def arrive(builder: Any, address: Int) -> Int:
     """Add 1 to the int64 at a byte address; return the sum (acquire and release)."""
-
-    def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
-        one = ir.Constant(I64, 1)
-        before = builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), one, "acq_rel")
-        return builder.add(before, one)
-
-    return types.int64(types.int64), emit
+    one = ir.Constant(I64, 1)
+    return builder.add(builder.atomic_rmw("add", _word(builder, address), one, "acq_rel"), one)
 
 
-@intrinsic
-def announce(typingctx: Any, address: Any, value: Any) -> Any:
+@intrinsic_of
+def announce(builder: Any, address: Int, value: Int) -> None:
     """Write an int64 behind all that was written before (release)."""
-
-    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
-        builder.store_atomic(args[1], builder.inttoptr(args[0], I64.as_pointer()), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), emit
+    builder.store_atomic(value, _word(builder, address), "release", 8)
 
 
-@intrinsic
-def heard(typingctx: Any, address: Any) -> Any:
+@intrinsic_of
+def heard(builder: Any, address: Int) -> Int:
     """Read an int64 and let the processor rest a moment; what was written before it is seen (acquire)."""
-
-    def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
-        if IS_X86:
-            call(builder, "llvm.x86.sse2.pause", ir.VoidType())
-        return builder.load_atomic(builder.inttoptr(args[0], I64.as_pointer()), "acquire", 8)
-
-    return types.int64(types.int64), emit
+    if IS_X86:
+        call(builder, "llvm.x86.sse2.pause", ir.VoidType())
+    return builder.load_atomic(_word(builder, address), "acquire", 8)
 
 
-@intrinsic
-def cycles(typingctx: Any) -> Any:
+@intrinsic_of
+def cycles(builder: Any) -> Int:
     """Read the processor's cycle counter."""
-    return types.int64(), lambda _c, b, _s, _a: call(b, "llvm.readcyclecounter", I64)
+    return call(builder, "llvm.readcyclecounter", I64)
 
 
-@intrinsic
-def write_i64(typingctx: Any, address: Any, value: Any) -> Any:
-    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
-        builder.store(args[1], builder.inttoptr(args[0], I64.as_pointer()))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), emit
-
-
-@intrinsic
-def call_with(typingctx: Any, function: Any, argument: Any) -> Any:
+@intrinsic_of
+def call_with(builder: Any, function: Int, argument: Int) -> None:
     """Call the C function void(void *) at an address."""
-
-    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [I64])
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), emit
+    kind = ir.FunctionType(ir.VoidType(), [I64])
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [argument])
 
 
-@intrinsic
-def call_for_int(typingctx: Any, function: Any) -> Any:
+@intrinsic_of
+def call_for_int(builder: Any, function: Int) -> Int:
     """Call the C function int(void) at an address."""
-
-    def emit(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
-        kind = ir.FunctionType(I32, [])
-        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), []), I64)
-
-    return types.int64(types.int64), emit
-
-
-@intrinsic
-def prefetch(typingctx: Any, address: Any) -> Any:
-    """Prefetch the cache line at a byte address; never faults."""
-
-    def emit(context: Any, builder: Any, _s: Any, args: Any) -> Any:
-        emit_prefetch(builder, args[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), emit
+    kind = ir.FunctionType(I32, [])
+    return builder.sext(builder.call(builder.inttoptr(function, kind.as_pointer()), []), I64)
