@@ -133,7 +133,11 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """Everything that one engine step made for one gateway; stream `tokens:{gateway}`."""
+    """Everything that a step made for one gateway; stream `tokens:{gateway}`.
+
+    Short steps in a row with the same shape share an entry. Then `deltas` has those of all of them, in order,
+    and the other fields are those of the first step.
+    """
 
     worker: str
     epoch: int

@@ -128,13 +128,13 @@ def _watch_worker() -> Callable[[], dict[str, Any]]:
     _around(KernelProgram, "run", watch.program)
     _around(KernelCall, "__call__", watch.kernel)
     _around(EngineThread, "_step", watch.step)
-    _noted(OutputPublisher, "take", taken, lambda _, __, result: _num_tokens(result.outputs))
-    _noted(ResultQueue, "put", made, lambda _, __, results: sum(_num_tokens(one.outputs) for one in results))
+    _noted(OutputPublisher, "take", taken, lambda _, __, results: _num_tokens(results))
+    _noted(ResultQueue, "put", made, lambda _, __, results: _num_tokens(results))
     return lambda: watch.notes() | {"made": made, "taken": taken}
 
 
-def _num_tokens(outputs: Iterable[Any]) -> int:
-    return sum(len(output.delta.token_ids) for output in outputs)
+def _num_tokens(results: Iterable[Any]) -> int:
+    return sum(len(output.delta.token_ids) for result in results for output in result.outputs)
 
 
 class _EngineWatch:

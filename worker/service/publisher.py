@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 
 from bus.client import Bus, BusFull, BusUnavailable
 from bus.messages import Delta, Event, StepOutput
@@ -60,9 +60,12 @@ class ResultQueue:
             self._loop.call_soon_threadsafe(self.flush)
 
     def flush(self) -> None:
-        """Hand over all that waits. Only in the event loop."""
+        """Hand over all that waits, by epoch. Only in the event loop."""
         while self._waiting:
-            self._take(*self._waiting.popleft())
+            epoch, results = self._waiting.popleft()
+            while self._waiting and self._waiting[0][0] == epoch:
+                results = results + self._waiting.popleft()[1]
+            self._take(epoch, results)
         if self._timer is None and self._interval_s:
             self._timer = self._loop.call_later(self._interval_s, self._tick)
 
@@ -73,13 +76,34 @@ class ResultQueue:
 
 
 def _is_urgent(output: Output) -> bool:
-    delta = output.delta
-    return delta.finish_reason is not None or not delta.index or not delta.token_ids
+    return output.delta.finish_reason is not None or _is_first(output)
+
+
+def _is_first(output: Output) -> bool:
+    return not output.delta.index or not output.delta.token_ids
+
+
+def entries_of(results: Iterable[StepResult]) -> list[list[StepResult]]:
+    """Group the steps of each instance that share a stream entry: those in a row with the same shape.
+
+    A step that begins a request opens an entry, whose `step_s` tells when the request stopped waiting.
+    """
+    entries: list[list[StepResult]] = []
+    for result in sorted(results, key=lambda each: each.instance):
+        if not entries or not _continues(entries[-1][-1], result):
+            entries.append([])
+        entries[-1].append(result)
+    return entries
+
+
+def _continues(last: StepResult, result: StepResult) -> bool:
+    shapes = [(each.instance, each.shape_id, each.layers_below_full) for each in (last, result)]
+    return shapes[0] == shapes[1] and not any(map(_is_first, result.outputs))
 
 
 @dataclass(slots=True)
 class Parcel:
-    """One step's output for one gateway, and the stream entries that it completes, in one MULTI.
+    """The output of one or several steps for one gateway, and the entries that it completes, in one MULTI.
 
     An entry is acknowledged if and only if the last token of its request is out, except while Redis is full:
     the entries could be what fills it. If the worker dies then, the gateway submits the request again.
@@ -189,16 +213,23 @@ class OutputPublisher:
         self._names, self._worker = names, worker
         self._ledger, self._outbox = ledger, outbox
 
-    def take(self, epoch: int, result: StepResult) -> None:
-        """Deltas of attempts that were cancelled or replaced meanwhile are dropped here."""
+    def take(self, epoch: int, results: list[StepResult]) -> None:
+        """Put the steps' tokens into as few entries as there can be.
+
+        Deltas of attempts that were cancelled or replaced meanwhile are dropped here.
+        """
+        for entry in entries_of(results):
+            self._take_entry(epoch, entry)
+
+    def _take_entry(self, epoch: int, entry: list[StepResult]) -> None:
         parcels: dict[str, Parcel] = {}
-        for output in result.outputs:
+        for output in chain.from_iterable(result.outputs for result in entry):
             delta = output.delta
             ticket = self._ledger.get(delta.request_id)
             if ticket is None or ticket.attempt != delta.attempt:
                 continue
             if ticket.gateway not in parcels:
-                parcels[ticket.gateway] = self._parcel(ticket.gateway, epoch, result)
+                parcels[ticket.gateway] = self._parcel(ticket.gateway, epoch, entry[0])
             parcel = parcels[ticket.gateway]
             assert parcel.output
             parcel.output.deltas.append(delta)

@@ -266,8 +266,7 @@ class Serving:
 
     def _take_results(self, epoch: int, results: list[StepResult]) -> None:
         if epoch == self._membership.epoch:
-            for result in results:
-                self._dispatch.take(epoch, result)
+            self._dispatch.take(epoch, results)
 
     def _take_reports(self, reports: list[MorphReport]) -> None:
         """Publish reports, those of an end with the numbers after it, and of models behind the card."""

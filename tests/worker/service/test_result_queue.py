@@ -1,16 +1,20 @@
-"""Results of short steps go to the event loop together; first and last tokens at once."""
+"""Results of short steps go to the event loop together, first and last tokens at once, in few entries."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 
-from bus.messages import Delta, FinishReason
+from bus.messages import Delta, FinishReason, SamplingParams, Submit
+from bus.names import Names
 from tests.support.engine_toys import request
 from worker.engine.core import Output
 from worker.engine.engine import StepResult
-from worker.service.publisher import ResultQueue
+from worker.service.ledger import Ledger
+from worker.service.publisher import OutputPublisher, Parcel, ResultQueue, entries_of
 
 LONG_S = 3600.0  # no timer ends within a test
 
@@ -81,3 +85,59 @@ async def test_without_an_interval_each_result_goes_at_once() -> None:
         queue.put(0, [result(step, step)])
         await turns()
         assert taken.steps[-1] == step
+
+
+async def test_results_that_wait_go_together_but_not_with_those_of_another_epoch() -> None:
+    calls: list[tuple[int, list[int]]] = []
+    queue = ResultQueue(
+        asyncio.get_running_loop(),
+        lambda epoch, results: calls.append((epoch, [each.step for each in results])),
+        LONG_S,
+    )
+    for epoch, step in ((1, 1), (1, 2), (2, 3), (2, 4)):
+        queue.put(epoch, [result(step, step)])
+    queue.flush()
+    assert calls == [(1, [1, 2]), (2, [3, 4])]
+
+
+def steps_of(results: list[StepResult]) -> list[list[int]]:
+    return [[each.step for each in entry] for entry in entries_of(results)]
+
+
+def test_steps_in_a_row_share_an_entry_while_shape_and_instance_are_the_same() -> None:
+    assert steps_of([result(step, step) for step in (1, 2, 3)]) == [[1, 2, 3]]
+    swapped = [result(1, 1), result(2, 2), replace(result(3, 3), shape_id="tp1-int8x1"), result(4, 4)]
+    assert steps_of(swapped) == [[1, 2], [3], [4]]
+    below = [result(1, 1), replace(result(2, 2), layers_below_full=1)]
+    assert steps_of(below) == [[1], [2]]
+    two = [result(1, 1), replace(result(7, 1), instance="other@w0"), result(2, 2)]
+    assert steps_of(two) == [[7], [1, 2]], "each instance has its own"
+
+
+def test_a_step_that_begins_a_request_opens_an_entry_and_a_last_token_ends_none() -> None:
+    assert steps_of([result(1, 1), result(2, 0), result(3, 1)]) == [[1], [2, 3]]
+    assert steps_of([result(1, 1), result(2, 2, "length"), result(3, 3)]) == [[1, 2, 3]]
+
+
+def test_one_entry_has_the_tokens_of_all_its_steps_in_order_and_their_acknowledgements() -> None:
+    put: list[Parcel] = []
+    ledger = Ledger()
+    submit = Submit(
+        request_id="a",
+        attempt=1,
+        gateway="g0",
+        epoch=1,
+        prompt_token_ids=[1],
+        sampling=SamplingParams(max_tokens=8, seed=1),
+    )
+    ledger.offer(submit, "toy@w0", "5-0", epoch=1)
+    publisher = OutputPublisher(Names(), "w0", ledger, SimpleNamespace(put=put.append))  # type: ignore[arg-type]
+    publisher.take(1, [result(4, 3), replace(result(5, 4), step_s=0.5), result(6, 5, "length")])
+    (parcel,) = put
+    assert parcel.output and parcel.stream == Names().tokens("g0")
+    deltas = parcel.output.deltas
+    assert [(delta.index, delta.token_ids) for delta in deltas] == [(3, [4]), (4, [5]), (5, [6])]
+    assert (parcel.output.step, parcel.output.step_s) == (4, 0.0), "the first step's"
+    assert parcel.acks == [(Names().requests("toy@w0"), "5-0")]
+    publisher.take(1, [result(7, 6)])
+    assert len(put) == 1, "the request has ended"
