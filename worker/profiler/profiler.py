@@ -19,6 +19,7 @@ import torch
 import kernels
 from bus.deployments import LatencySample, LinkSample, MemorySample, Profile
 from bus.precisions import BITS
+from kernels.cores import on_every_core
 from worker.deploy.kv_sharing import fair_pages, gift, next_lender
 from worker.deploy.model_host import PAGES_AT_ONCE, ModelHost, holder_of
 from worker.engine.core import EngineCore
@@ -195,7 +196,8 @@ def _in_thread(name: str, work: Callable[[], T]) -> Generator[bool, None, T]:
         except BaseException as error:  # noqa: BLE001 raised again in the engine's thread
             result.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    with on_every_core():
+        threading.Thread(target=run, name=name, daemon=True).start()
     while not result.done():
         yield False
     return result.result()

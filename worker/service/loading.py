@@ -17,6 +17,7 @@ from worker.service.membership import Membership
 from worker.service.tasks import end
 
 if TYPE_CHECKING:  # importing torch takes seconds, and CannotServe needs none
+    from kernels.cpu.pinning import PinnedTeam
     from worker.deploy.model_host import ModelHost
     from worker.distributed.transport import Transport
     from worker.engine.engine import Engine
@@ -46,6 +47,7 @@ class Loaded:
     morphs: MorphManager
     model_host: ModelHost | None = None  # None: no model comes or goes
     group_membership: GroupMembership | None = None
+    team: PinnedTeam | None = None  # pinned by the engine's thread
     own_cards: list[InstanceCard] = field(default_factory=list)  # without a model host
 
     @property

@@ -5,10 +5,12 @@ All models are loaded before the first gets its KV cache, so that each starts wi
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -38,6 +40,11 @@ from worker.service.groups import GroupMembership
 from worker.service.loading import CannotServe, Loaded, Progress
 from worker.shape.copier import Copier
 
+if TYPE_CHECKING:
+    from kernels.cpu.pinning import PinnedTeam
+
+log = logging.getLogger("worker")
+
 # Of the time, while the engine is busy: on a CPU loading takes cores and memory from the steps. A swap, which
 # is a matter of some layers, takes less; at its share a load would take minutes.
 LOAD_SHARE = 0.25
@@ -55,7 +62,8 @@ def load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
 def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
     folders = model_folders(settings.models, may_be_empty=settings.may_be_empty)
     device = _device(settings.device)
-    kernels.configure(settings.threads, settings.product_kernel)
+    threads = kernels.configure(settings.threads, settings.product_kernel)
+    team = pinned_team(settings, device, threads)
     pool = make_pool(device, settings.memory_mb * MIB, settings.page_kib * 1024)
     engine = Engine(device)
     # On a CPU copying takes cores and memory from the steps: both kinds of work share the allowance.
@@ -77,7 +85,26 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
     group_membership = GroupMembership(model_host)
     group_membership.update()
     model_host.on_changed = group_membership.update
-    return Loaded(engine, pool.counts, str(device), pool.page_bytes, morphs, model_host, group_membership)
+    return Loaded(
+        engine, pool.counts, str(device), pool.page_bytes, morphs, model_host, group_membership, team
+    )
+
+
+def pinned_team(settings: WorkerSettings, device: torch.device, threads: int) -> PinnedTeam | None:
+    """Return the team of the engine's thread if its threads are to be pinned. Raises CannotServe."""
+    if settings.pin_threads not in ("on", "try"):  # auto: `instar serve` says try, where one worker runs
+        return None
+    try:
+        if device.type != "cpu":
+            raise ValueError(f"the steps run on {device}, not on threads")
+        from kernels.cpu.pinning import PinnedTeam  # numba takes a second, which a GPU does not need
+
+        return PinnedTeam(threads)
+    except ValueError as problem:
+        if settings.pin_threads == "on":
+            raise CannotServe(f"worker.pin_threads is on: {problem}; try pins only where it can") from problem
+        log.info("threads are not pinned: %s", problem)
+        return None
 
 
 def _take_deployments(host: ModelHost) -> None:

@@ -95,7 +95,11 @@ class Serving:
             on_events=self._in_loop(lambda events: self._morph_reports.put(events)),
             on_death=self._in_loop(self._die),
             measuring=runner,
+            team=loaded.team,
         )
+        if loaded.team:
+            unpinned = lambda: self._membership.update(is_pinned=False)  # noqa: E731
+            loaded.team.on_freed = self._in_loop(lambda: self._show(unpinned))
         self._outbox = Outbox(bus, self._thread, membership.may_publish)
         self._dispatch = OutputPublisher(bus.names, worker, self._ledger, self._outbox)
         self._intake = Intake(bus, worker, lambda: membership.epoch, self._ledger, self._thread, self._outbox)
@@ -190,6 +194,7 @@ class Serving:
             device=loaded.device,
             device_kind=kind_of(loaded.device),
             page_bytes=loaded.page_bytes,
+            is_pinned=loaded.team is not None and loaded.team.is_pinned,
             progress="",
         )
         models = ", ".join(card.model for card in loaded.cards) or "no model yet: waiting for deployments"

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 
 import torch
 
+from kernels.cores import on_every_core
 from worker.memory import VirtualRange
 from worker.model.layout import RangePlan
 from worker.model.sources import WeightSource
@@ -123,7 +124,8 @@ class Copier:
     def start(self, job: CopyJob) -> Copy:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="morph-copies", daemon=True)
-            self._thread.start()
+            with on_every_core():
+                self._thread.start()
         copy = Copy(job)
         self._queue.put(copy)
         return copy
