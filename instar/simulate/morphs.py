@@ -2,8 +2,9 @@
 
 A half takes the calibration's time for its new variant, divided by the share of the time that the worker has
 for morphs: all of it while it is idle, else `worker.morph_share`, or more if the reflex says that it is
-urgent. It is installed between two steps. That several halves are in progress at once in the worker changes
-little, since one thread copies them.
+urgent. It is installed between two steps. An urgent morph may spend its share of the step before at once, as
+`worker.shape.copier.Pace` allows it, so that several halves may be installed between the same two steps. That
+several are in progress at once in the worker changes little, since one thread copies them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from worker.memory import OutOfBlocks, plan_moves_below
 from worker.morph.plan import Half, plan_swap
 from worker.morph.resizer import headroom
 from worker.morph.run import NotApplied
+from worker.shape.copier import URGENT_TURN_S
 
 Command = Swap | Resize
 
@@ -27,7 +29,8 @@ Command = Swap | Resize
 class SimulatedMorph:
     """A morph in progress, and why it was ordered.
 
-    due_s: when its next half is ready, None while it waits for blocks. obstacle: why it cannot go on.
+    due_s: when its next half is ready, None while it waits for blocks. spent_s: until when its share of the
+    time is used up. obstacle: why it cannot go on.
     """
 
     command: Command
@@ -39,10 +42,13 @@ class SimulatedMorph:
     towards: dict[Half, Precision] = field(default_factory=dict)
     num_halves: int = 0
     due_s: float | None = None
+    spent_s: float = 0.0
     waiting_since_s: float | None = None
     obstacle: str = ""
 
-    def begin(self, instance: SimulatedInstance, now_s: float, urgency: float) -> MorphReport | None:
+    def begin(
+        self, instance: SimulatedInstance, now_s: float, urgency: float, before_s: float
+    ) -> MorphReport | None:
         """Begin; returns the report if it ends at once."""
         if isinstance(self.command, Resize):
             return self._resize(instance, now_s)
@@ -55,12 +61,15 @@ class SimulatedMorph:
             return self._report(instance, now_s, end.state)
         self.pending.extend(self.towards)
         self.num_halves = len(self.pending)
-        return self.advance(instance, now_s, urgency)
+        return self.advance(instance, now_s, urgency, before_s)
 
-    def advance(self, instance: SimulatedInstance, now_s: float, urgency: float) -> MorphReport | None:
+    def advance(
+        self, instance: SimulatedInstance, now_s: float, urgency: float, before_s: float
+    ) -> MorphReport | None:
         """Carry on between two steps; returns the report at the end.
 
-        urgency: the share of a busy worker's time that morphs may take at least.
+        urgency: the share of a busy worker's time that morphs may take at least. before_s: the time of the
+        boundary before this one.
         """
         if not isinstance(self.command, Swap):
             return self._resize(instance, now_s)
@@ -69,14 +78,20 @@ class SimulatedMorph:
                 if now_s < self.due_s:
                     return None
                 self._install(instance, self.pending.popleft(), now_s)
-                self.due_s = None
+                self.spent_s, self.due_s = self.due_s, None
             if not self.pending:
                 return self._report(instance, now_s, "applied")
-            if not self._prepare(instance, now_s, urgency):
+            since_s = now_s
+            if urgency:
+                since_s = max(self.spent_s, before_s, now_s - URGENT_TURN_S / urgency)
+            if not self._prepare(instance, since_s, urgency):
                 return self._wait(instance, now_s)
 
-    def _prepare(self, instance: SimulatedInstance, now_s: float, urgency: float) -> bool:
-        """Make room for the next half and start its copy. Returns False if KV blocks are in the way."""
+    def _prepare(self, instance: SimulatedInstance, since_s: float, urgency: float) -> bool:
+        """Make room for the next half and start its copy. Returns False if KV blocks are in the way.
+
+        since_s: the time from which on its share of the time counts.
+        """
         half, shape = self.pending[0], instance.shape
         pages = shape.pages_to_take(half, self.towards[half])
         if pages:
@@ -90,7 +105,7 @@ class SimulatedMorph:
         nbytes = shape.half_pages(half, self.towards[half]) * self.page_bytes
         seconds = self.costs.half_s + nbytes * self.costs.byte_s
         share = max(self.costs.share, urgency) if instance.has_work else 1.0
-        self.due_s = now_s + seconds / share
+        self.due_s = since_s + seconds / share
         self.waiting_since_s = None
         return True
 

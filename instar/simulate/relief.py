@@ -97,6 +97,7 @@ class SimulatedMorphs:
         self._target = SimulatedTarget(instance, clock)
         self._ordered: SimulatedMorph | None = None  # begins when the reflex has decided
         self._cancelled: list[MorphReport] = []
+        self._boundary_s = 0.0  # the last one
         self._loop: ReflexLoop | None = None
         self._granted: Envelope | None = None  # without the controller's restrictions
         if policy is not None and policy.mode != "manual":
@@ -156,7 +157,7 @@ class SimulatedMorphs:
             return None
         if found := loop.of(self._instance.name):
             if self._is_at_ease(found, self._instance.blocks.num_used):
-                self.urgency = 0.0
+                self.urgency, self._boundary_s = 0.0, self._clock()
                 return None
             found.granted_s = self._renewed_s()
         loop.act()
@@ -167,12 +168,13 @@ class SimulatedMorphs:
         return reports[0] if reports else None
 
     def _advance(self) -> MorphReport | None:
-        report, now_s = None, self._clock()
+        report, now_s, before_s = None, self._clock(), self._boundary_s
+        self._boundary_s = now_s
         if self._ordered:
             self.running, self._ordered = self._ordered, None
-            report = self.running.begin(self._instance, now_s, self.urgency)
+            report = self.running.begin(self._instance, now_s, self.urgency, before_s)
         elif self.running:
-            report = self.running.advance(self._instance, now_s, self.urgency)
+            report = self.running.advance(self._instance, now_s, self.urgency, before_s)
         if report:
             self.running = None
         return report

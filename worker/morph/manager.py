@@ -176,8 +176,8 @@ class MorphManager:
     def advance(self, is_busy: bool) -> list[MorphReport]:
         """Carry on the morphs for as long as the pace allows; `is_busy`: the engine has steps to run."""
         self._is_busy = is_busy
+        self._pace.begin(is_busy, self.urgency)
         if self._jobs:
-            self._pace.begin(is_busy, self.urgency)
             self._is_hurried = False
             for job in list(self._jobs.values()):
                 self._carry_on(job)
@@ -195,8 +195,6 @@ class MorphManager:
 
         Some move at every boundary, whatever the pace: to preempt and recompute a sequence takes longer.
         """
-        if not self._jobs:
-            self._pace.begin(is_busy=True)
         resized = {job.command.instance for job in self._jobs.values() if job.kind == "resize"}
         while self.share_kv(resized):
             self._pace.spent()
@@ -210,7 +208,7 @@ class MorphManager:
                 job.boundary_s += self._pace.spent()
                 if news := job.news():
                     self._tell(job.report("running", news))
-                if not can_go_on:
+                if not can_go_on and not self._await_copy(job):
                     return
             self._is_hurried = True
         except StopIteration:
@@ -222,6 +220,16 @@ class MorphManager:
         except Exception as error:  # whatever it was, the old shape serves
             log.warning("morph %s failed", job.command.id, exc_info=error)
             self._end(job, "failed", f"{type(error).__name__}: {error}")
+
+    def _await_copy(self, job: Job) -> bool:
+        """Wait for the next copy of an urgent morph, as long as there is time. Return True if one has ended.
+
+        Without a step beside it a copy takes the least time, and the step could take prompts for much longer.
+        """
+        left_s = self._pace.left_s if self._is_busy and job.run.awaits_copies else 0.0
+        has_ended = left_s > 0 and self._copier.wait(left_s)
+        job.boundary_s += self._pace.spent()
+        return has_ended
 
     # ----------------------------------------------------------------------------- beginnings and ends
 

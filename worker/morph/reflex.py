@@ -25,7 +25,8 @@ FIRST_PAUSE_S, FIRST_REGRET_S, LONGEST_PAUSE_S = 0.1, 1.0, 8.0  # after a refusa
 LATE: Final = 0.5  # share of the objective; a prediction above it is acted on
 URGENT: Final = 0.25  # share of the objective; after this wait morphs take all of the time
 HOLD_TIMES: Final = 10  # a return waits for so many times the duration of the last relief
-PRESSED_S: Final = 0.2  # pressure that lasts so long is acted on, however few steps it has been
+RELIEF_SHARE: Final = 0.25  # of the time at least for relief under way: a prompt admitted hides the next
+PRESSED_S: Final = 0.05  # pressure that lasts so long is acted on, however few steps it has been
 BURST_S: Final = 10.0  # what is withheld again within this time belongs to the same burst
 PREEMPTED_S: Final = 1.0  # a preemption counts as pressure for so long
 
@@ -235,13 +236,15 @@ def is_at_rest(precision: Precision, resting: Precision) -> bool:
     return not is_below(precision, resting)
 
 
-def urgency(load: Load, policy: Policy) -> float:
+def urgency(load: Load, policy: Policy, *, is_relieving: bool = False) -> float:
     """Return the share of the time (0..1) that morphs may take: all of it at URGENT of the TTFT objective.
 
-    A queue for compute alone counts for nothing: copies would only hold it up.
+    A queue for compute alone counts for nothing: copies would only hold it up. is_relieving: relief is under
+    way that somebody needs now, and gets RELIEF_SHARE also while what waits has just been admitted.
     """
     compute_s = load.predicted_compute_s if load.misses_blocks else 0.0
-    return min(1.0, max(load.predicted_wait_s, load.wanting_s, compute_s) / (policy.ttft_slo_s * URGENT))
+    wanted = max(load.predicted_wait_s, load.wanting_s, compute_s) / (policy.ttft_slo_s * URGENT)
+    return min(1.0, max(wanted, RELIEF_SHARE if is_relieving else 0.0))
 
 
 # ----------------------------------------------------------------------------- what became of it
@@ -258,8 +261,11 @@ def decided(state: ReflexState, lever: Lever, at_s: float) -> ReflexState:
 
 
 def ended(state: ReflexState, lever: Lever, is_applied: bool, seconds: float, at_s: float) -> ReflexState:
-    """Note the end of an ordered morph, `seconds` after it began."""
-    state = replace(state, pressure=0, ease=0)
+    """Note the end of an ordered morph, `seconds` after it began.
+
+    Pressure that was counted meanwhile stays: if it is there at the next step too, more relief is due.
+    """
+    state = replace(state, ease=0)
     if lever == "swap_down":
         state = replace(state, relieved_s=at_s, relief_took_s=seconds)
     # An applied resize took what it could: the same pages would be asked for again at once.

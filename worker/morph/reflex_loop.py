@@ -102,8 +102,14 @@ class Reflex:
     state: reflex.ReflexState = field(default_factory=reflex.ReflexState)
     morph_id: str = ""
     lever: Lever = "resize"
+    cause: Cause | None = None
     began_s: float = 0.0
     vain_s: dict[Cause, float] = field(default_factory=dict)  # when nothing could be done for it
+
+    @property
+    def is_relieving(self) -> bool:
+        """True while layers lose bits for what runs and waits now."""
+        return bool(self.morph_id) and self.lever == "swap_down" and self.cause != "forecast"
 
 
 class ReflexLoop:
@@ -140,10 +146,11 @@ class ReflexLoop:
         for name, target in self._morphs.targets.items():
             found = self._reflexes.get(name)
             load = self.load(target, found)
-            policy = found.envelope.policy if found else NO_ENVELOPE
-            most_urgent = max(most_urgent, reflex.urgency(load, policy))
             if found:
                 events += self._consider(name, found, target, load)
+            policy = found.envelope.policy if found else NO_ENVELOPE
+            is_relieving = found is not None and found.is_relieving
+            most_urgent = max(most_urgent, reflex.urgency(load, policy, is_relieving=is_relieving))
         self._morphs.urgency = most_urgent
         for name in self._reflexes.keys() - self._morphs.targets.keys():
             del self._reflexes[name]
@@ -217,7 +224,8 @@ class ReflexLoop:
 
     def _begin(self, name: str, found: Reflex, decision: Decision, at_s: float) -> Event:
         morph_id = self._new_id()
-        found.morph_id, found.lever, found.began_s = morph_id, decision.lever, at_s
+        found.morph_id, found.lever, found.cause = morph_id, decision.lever, decision.cause
+        found.began_s = at_s
         found.state = reflex.decided(found.state, decision.lever, at_s)
         self._morphs.begin(self._command(name, morph_id, decision), reason=decision.reason)
         return self._event(

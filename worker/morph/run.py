@@ -28,6 +28,7 @@ class Run:
     The manager makes one of its steps after the other, at step boundaries, for as long as there is time.
     """
 
+    awaits_copies = False  # what it waits for is a copy of this worker's thread alone
     is_beyond_return = False  # goes on to its end even if cancelled: half-way no request could be served
     touches: frozenset[Hashable] = frozenset()  # parts of the instance that no other morph may change now
     already = ""  # the shape, where the morph found what it was to make

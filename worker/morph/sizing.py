@@ -149,6 +149,8 @@ def restore(state: ReflexState, load: Load, shape: Shape, envelope: Envelope, ne
     # A request that is refused a floor waits for all halves, whatever then waits for blocks.
     needed = load.kv_used if is_for_floor else max(load.kv_used, load.kv_needed)
     kept = max(shape.min_blocks, math.ceil(needed / (1.0 if is_for_floor else usage_after)))
+    if load.running and not is_for_floor:  # one more request like those that run would be no pressure
+        kept = max(kept, math.ceil((needed + load.kv_used / load.running) / policy.kv_usage_high))
     spare = max(0.0, load.kv_blocks - kept) * shape.pages_per_block
     choice = choose_return(
         halves,

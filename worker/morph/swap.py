@@ -64,6 +64,10 @@ class SwapRun(Run):
         self._stands = {"stands_seconds": command.stands_s} if command.stands_s else {}
 
     @property
+    def awaits_copies(self) -> bool:  # type: ignore[override]
+        return self._members.num_workers == 1
+
+    @property
     def progress(self) -> str:
         return halves_text(self._num_applied, self._num_halves)
 
@@ -96,14 +100,14 @@ class SwapRun(Run):
                         running.remove(half)
                     if has_advanced is not False:
                         is_advancing = True
-                        yield True
+                        if running or self._pending:  # else it ends here: what comes next need not wait
+                            yield True
                 if self._pending and (kv_pages := self._pages_to_take()) is not None:
                     running.append(self._swap(self._pending.popleft(), kv_pages))
                     next(running[-1])
                     is_advancing = True
                     yield True
-                if not self._blocks_s and self._members.blocks > self._blocks_before:
-                    self._blocks_s = time.monotonic() - self._began_s
+                self._time_blocks()
                 if is_advancing:
                     self._patience.get_on()
                 elif self._in_progress.advancing or not self._members.has_settled:
@@ -149,7 +153,12 @@ class SwapRun(Run):
                 self._pages_mapped += new_pages
                 self._pages_unmapped += old_pages
             members.grow_own()
+            self._time_blocks()
         yield from members.settle()
+
+    def _time_blocks(self) -> None:
+        if not self._blocks_s and self._members.blocks > self._blocks_before:
+            self._blocks_s = time.monotonic() - self._began_s
 
     def _until_released(self, precision: Precision) -> Iterator[bool]:
         """Wait for requests that came meanwhile and must not run in this precision."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Final
 
 import torch
 
@@ -42,6 +43,7 @@ class Copy:
     def __init__(self, job: CopyJob) -> None:
         self.nbytes, self.read_bytes = job.nbytes, job.read_bytes
         self.seconds = 0.0  # spent copying, pauses not counted
+        self.last_s = 0.0  # of these since the last rest
         self._job = job
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -82,7 +84,7 @@ class Copy:
             raise RuntimeError(f"a copy of {self.nbytes} bytes did not stop within {STOP_S} s")
 
     def run(self, share: Callable[[], float]) -> None:
-        """Run in the copying thread, resting after each chunk so that chunks take `share` of the time."""
+        """Run in the copying thread, resting between chunks so that chunks take `share` of the time."""
         with self._lock:
             if self._ended.is_set():
                 return
@@ -93,18 +95,30 @@ class Copy:
             nonlocal began
             took = time.perf_counter() - began
             self.seconds += took
-            rest_s = took * (1 / share() - 1)
-            is_stopping = self._stopping.wait(rest_s) if rest_s > 0 else self._stopping.is_set()
+            rest(took, share, self._stopping)
             began = time.perf_counter()
-            return not is_stopping
+            return not self._stopping.is_set()
 
         try:
             self._job(may_go_on)
-            self.seconds += time.perf_counter() - began
+            self.last_s = time.perf_counter() - began
+            self.seconds += self.last_s
         except BaseException as error:  # noqa: BLE001 the engine's thread raises it
             self._error = error
         finally:
             self._ended.set()
+
+
+REST_S: Final = 0.005  # after so long a rest the share is asked for again: it may have become urgent
+
+
+def rest(took_s: float, share: Callable[[], float], stopping: threading.Event) -> None:
+    """Rest after `took_s` of work for as long as the share says, or until `stopping`."""
+    began = time.perf_counter()
+    while True:
+        left_s = took_s * (1 / share() - 1) - (time.perf_counter() - began)
+        if left_s <= 0 or stopping.wait(min(left_s, REST_S)):
+            return
 
 
 class Copier:
@@ -120,19 +134,33 @@ class Copier:
         self._on_done, self._share = on_done, share
         self._queue: SimpleQueue[Copy | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._num_started = self._num_ended = 0
+        self._end = threading.Condition()
 
     def start(self, job: CopyJob) -> Copy:
         if self._thread is None:
+            self._closing.clear()
             self._thread = threading.Thread(target=self._run, name="morph-copies", daemon=True)
             with on_every_core():
                 self._thread.start()
         copy = Copy(job)
+        self._num_started += 1
         self._queue.put(copy)
         return copy
+
+    def wait(self, within_s: float) -> bool:
+        """Wait for the end of a copy, in the thread that starts them. Return True if one has ended."""
+        with self._end:
+            before = self._num_ended
+            if before == self._num_started:
+                return False
+            return self._end.wait_for(lambda: self._num_ended > before, within_s)
 
     def close(self) -> None:
         """Stop all copies."""
         if self._thread:
+            self._closing.set()
             self._queue.put(None)
             self._thread.join(STOP_S)
             self._thread = None
@@ -142,7 +170,11 @@ class Copier:
             copy.run(self._share)
             if copy.is_whole:
                 self.rate.add(copy.read_bytes, copy.seconds)
+            with self._end:
+                self._num_ended += 1
+                self._end.notify_all()
             self._on_done()
+            rest(copy.last_s, self._share, self._closing)  # only now: the engine need not wait for it
 
 
 # The weight of older work falls by this factor with each piece: after ten of a size a tenth is left.
@@ -170,6 +202,8 @@ class Rate:
 
 # An idle engine can spend all its time on morphs, but must look for new requests now and then.
 IDLE_TURN_S = 0.005
+# However urgent, requests that run wait no longer than this at one boundary.
+URGENT_TURN_S: Final = 0.05
 
 
 class Pace:
@@ -190,17 +224,25 @@ class Pace:
     def begin(self, is_busy: bool, at_least: float = 0.0) -> None:
         """Begin a step boundary. Credit that an idle engine saved or spent is dropped.
 
-        at_least: the share (0..1) since the last boundary, if it is more than that of this pace.
+        at_least: the share (0..1) since the last boundary, if it is more than that of this pace; so much of
+        that time may be spent now, up to URGENT_TURN_S.
         """
         now = self._clock()
-        earned = (now - self._began) * max(self._share, at_least)
-        self._credit_s = min(self._credit_s + earned, 0.0) if is_busy else IDLE_TURN_S
+        passed_s = now - self._began
+        earned = passed_s * max(self._share, at_least)
+        most_s = min(passed_s * at_least, URGENT_TURN_S)
+        self._credit_s = min(self._credit_s + earned, most_s) if is_busy else IDLE_TURN_S
         self._began = self._since = now
 
     @property
     def has_time(self) -> bool:
         """True if another unit may begin."""
         return self._credit_s >= 0
+
+    @property
+    def left_s(self) -> float:
+        """The seconds that are left before `has_time` is False."""
+        return max(0.0, self._credit_s)
 
     def spent(self) -> float:
         """End a unit. Return the seconds since the last call of this or of `begin`."""
@@ -239,11 +281,15 @@ def host_copy(
     chunk_bytes = _CPU_CHUNK_BYTES if device.type == "cpu" else _CUDA_CHUNK_BYTES
 
     def copy(may_go_on: MayGoOn) -> None:
-        for begin, end in spans:
-            for first in range(begin, end, chunk_bytes):
-                pages.put(first, image[first : min(first + chunk_bytes, end)])
-                if not may_go_on():
-                    return
+        chunks = [
+            (first, min(first + chunk_bytes, end))
+            for begin, end in spans
+            for first in range(begin, end, chunk_bytes)
+        ]
+        for number, (first, end) in enumerate(chunks):
+            if number and not may_go_on():
+                return
+            pages.put(first, image[first:end])
 
     nbytes = sum(end - begin for begin, end in spans)
     return CopyJob(nbytes, nbytes, copy)

@@ -194,7 +194,7 @@ def test_an_envelope_that_nobody_renews_allows_no_loss_once_it_is_stale() -> Non
 
 
 def test_bursts_that_swell_are_forecast_by_the_controllers_method() -> None:
-    arrivals = [Arrival(30.0 * n + 2 * (k * 2 / 9) ** 0.5, 120, 60) for n in range(12) for k in range(120)]
+    arrivals = [Arrival(30.0 * n + 6 * (k / 120) ** 0.5, 120, 60) for n in range(12) for k in range(120)]
     found = cluster(mode="performance")
     record = found.run(arrivals, drain_s=60.0)
     (one,) = found.instances.values()

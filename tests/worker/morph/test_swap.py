@@ -16,6 +16,7 @@ from tests.support.engine_toys import Client, continuation, request, run
 from tests.support.morph_toys import PAGE, Rig
 from worker.engine.sequence import Sequence
 from worker.morph.swap import halves_text
+from worker.shape.copier import Pace
 
 LOW = LayerShape(attention="int4", ffn="int4")
 FULL = LayerShape()
@@ -61,6 +62,40 @@ def release(rig: Rig, hog: Sequence) -> None:
 
 
 # ------------------------------------------------------------------------------------- the way down
+
+
+@pytest.mark.parametrize("urgency", [0.0, 1.0], ids=["at leisure", "urgent"])
+def test_an_urgent_swap_waits_for_its_copies_between_two_steps(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, urgency: float
+) -> None:
+    """Else each half would take the time of a step, which prompts make long, while others wait for blocks."""
+    now, copier, blocks = 0.0, rig.executor._copier, rig.cache.num_blocks
+    rig.executor._pace, rig.executor.urgency = Pace(0.02, lambda: now), urgency
+    wait = copier.wait
+
+    def waited(within_s: float) -> bool:
+        rig.variants.hold.set()
+        has_ended = wait(10.0)
+        rig.variants.hold.clear()
+        return has_ended
+
+    monkeypatch.setattr(copier, "wait", waited)
+    rig.variants.hold.clear()  # no copy ends unless somebody waits for it
+    rig.engine.submit("toy@w0", request("r", [1, 2, 3], 20))
+    rig.engine.step()
+    swap(rig, "int4", layers=[0, 1])
+    now += 0.03  # a step
+    reports = rig.advance()
+    if not urgency:
+        assert [one.state for one in reports] == ["running"] and rig.cache.num_blocks == blocks
+        rig.variants.hold.set()
+        ended(rig)
+        return
+    begun, *_, report = reports
+    assert (begun.state, report.state) == ("running", "applied")
+    assert report.numbers["halves_applied"] == 4 and rig.instance.shape == [LOW, LOW]
+    assert rig.cache.num_blocks == report.numbers["blocks_after"] > blocks
+    assert 0 < report.numbers["blocks_seconds"] <= report.numbers["seconds"]
 
 
 def test_a_layer_goes_down_and_its_pages_become_blocks(rig: Rig) -> None:
