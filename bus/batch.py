@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from redis.asyncio import Redis
-
 from bus.codec import encode
+from bus.connection import Command
 from bus.deployments import Deployment, ModelCard, Profile
 from bus.link import RedisLink
 from bus.names import GROUP, Names
@@ -28,43 +24,37 @@ class WriteBatch:
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
-        self._steps: list[Callable[[Redis], Any]] = []
+        self._commands: list[Command] = []
         self._publishes = False
 
     def publish(self, stream: str, message: object) -> None:
         """Add an entry to a stream (XADD), which is trimmed exactly to `Names.limit`."""
-        payload, keep = encode(message), self._link.names.limit(stream)
+        keep = self._link.names.limit(stream)
+        trim = () if keep is None else ("MAXLEN", "=", keep)
         self._publishes = True
-        self._steps.append(lambda pipe: pipe.xadd(stream, {b"m": payload}, maxlen=keep, approximate=False))
+        self._commands.append(("XADD", stream, *trim, "*", b"m", encode(message)))
 
     def write(self, record: Record) -> None:
         """Write a record of the catalogue."""
         names, payload = self._link.names, encode(record)
         key = key_of(names, record)
         self._publishes = True
-        self._steps += [lambda pipe: pipe.set(key, payload), lambda pipe: pipe.sadd(names.catalogue, key)]
+        self._commands += [("SET", key, payload), ("SADD", names.catalogue, key)]
 
     def erase(self, record: Record) -> None:
         """Delete a record of the catalogue."""
         names, key = self._link.names, key_of(self._link.names, record)
         self._publishes = True
-        self._steps += [lambda pipe: pipe.delete(key), lambda pipe: pipe.srem(names.catalogue, key)]
+        self._commands += [("DEL", key), ("SREM", names.catalogue, key)]
 
     def ack(self, stream: str, *ids: str) -> None:
         """Acknowledge and delete entries (XACK, XDEL)."""
         if ids:
-            self._steps += [lambda pipe: pipe.xack(stream, GROUP, *ids), lambda pipe: pipe.xdel(stream, *ids)]
+            self._commands += [("XACK", stream, GROUP, *ids), ("XDEL", stream, *ids)]
 
     async def send(self) -> None:
         """Send all writes. Raises BusUnavailable (some may have been carried out) and BusFull (none was)."""
-        if self._steps:
-            await self._link.run(self._execute)
-
-    async def _execute(self, client: Redis) -> None:
-        if len(self._steps) == 1:  # a pipeline takes twice as long
-            await self._steps[0](client)
-            return
-        async with client.pipeline(transaction=self._publishes) as pipe:
-            for step in self._steps:
-                step(pipe)
-            await pipe.execute()
+        if self._publishes and len(self._commands) > 1:
+            await self._link.write(("MULTI",), *self._commands, ("EXEC",))
+        elif self._commands:
+            await self._link.write(*self._commands)

@@ -18,6 +18,8 @@ from redis.backoff import NoBackoff
 from bus import errors
 from bus.errors import BusFull, BusUnavailable, RedisProblem
 
+Command = tuple[str | bytes | int, ...]
+
 OLDEST_VERSION = (6, 2)  # XAUTOCLAIM, XTRIM MINID, XADD NOMKSTREAM
 CONNECT_TIMEOUT_S = 3.0
 
@@ -84,7 +86,7 @@ class _Pool(BlockingConnectionPool):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._made: list[AbstractConnection] = []  # the most that were in use at once; kept for reuse
-        self._is_closed = False
+        self.is_closed = False
 
     def make_connection(self) -> AbstractConnection:
         connection: AbstractConnection = super().make_connection()  # type: ignore[no-untyped-call]
@@ -92,15 +94,59 @@ class _Pool(BlockingConnectionPool):
         return connection
 
     async def release(self, connection: AbstractConnection) -> None:
-        if self._is_closed:
+        if self.is_closed:
             _drop(connection)
         await super().release(connection)
 
     def close(self) -> None:
         """Abort all connections at once. Commands that wait for an answer get a ConnectionError."""
-        self._is_closed = True
+        self.is_closed = True
         for connection in self._made:
             _drop(connection)
+
+
+class OwnConnection:
+    """A connection that one task at a time uses and keeps open: no pool, no retries.
+
+    redis-py's own commands take a connection out of a pool, count it and put it back, each time, which takes
+    more of a core than the command. The client's pool closes this connection too, and lends it to nobody.
+    """
+
+    def __init__(self, client: Redis) -> None:
+        assert isinstance(client.connection_pool, _Pool)
+        self._pool = client.connection_pool
+        self._connection = self._pool.make_connection()
+
+    async def ask(self, *commands: Command) -> list[Any]:
+        """Send commands together and return the answers as Redis writes them, its refusals among them.
+
+        Raises what redis-py raises if the connection fails, which then opens anew.
+        """
+        connection = self._connection
+        try:
+            if connection.is_connected and await connection.can_read():
+                await connection.disconnect(nowait=True)  # the server closed it, or it is out of step
+            packed = connection.pack_commands(commands)
+            await connection.send_packed_command(packed, check_health=False)
+            return [await self._answer() for _ in commands]
+        finally:
+            if self._pool.is_closed:
+                _drop(connection)
+
+    async def _answer(self) -> Any:
+        try:
+            return await self._connection.read_response()
+        except exceptions.ResponseError as refusal:
+            return refusal
+
+
+def raise_refusal(answers: list[Any]) -> None:
+    """Raise the first refusal among answers, those of a transaction included."""
+    for answer in answers:
+        if isinstance(answer, list):
+            raise_refusal(answer)
+        elif isinstance(answer, exceptions.ResponseError):
+            raise answer
 
 
 def _drop(connection: AbstractConnection) -> None:

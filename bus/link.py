@@ -16,7 +16,16 @@ from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
 from bus.clock import now_ms
-from bus.connection import close, make_client, probe, public_url, translated
+from bus.connection import (
+    Command,
+    OwnConnection,
+    close,
+    make_client,
+    probe,
+    public_url,
+    raise_refusal,
+    translated,
+)
 from bus.errors import BusFull, BusUnavailable, RedisNotThere, RedisProblem
 from bus.messages import Event, Number
 from bus.names import Names
@@ -60,6 +69,7 @@ class RedisLink:
         self.block_ms = settings.block_ms
         self._timeout_s = settings.socket_timeout_s
         self._client = self.client(SHORT_CONNECTIONS)
+        self._writer, self._writing = OwnConnection(self._client), asyncio.Lock()
         self._scripts: dict[str, AsyncScript] = {}
         self._identity: _Identity | None = None
         self._callbacks: list[Callable[[Restart], None]] = []
@@ -148,6 +158,16 @@ class RedisLink:
         except BusUnavailable as error:
             self.failed(error)
             raise
+
+    async def write(self, *commands: Command) -> None:
+        """Send commands in one round trip. Raises as `run` does, for the first that Redis refuses."""
+
+        async def send(_: Redis) -> None:
+            async with self._writing:
+                answers = await self._writer.ask(*commands)
+            raise_refusal(answers)
+
+        await self.run(send)
 
     async def script(self, source: str, keys: list[str], args: list[Any]) -> Any:
         """Run a Lua script, which is atomic in Redis. Raises as `run` does."""

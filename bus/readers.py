@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, Generic, Self, TypeVar
 
 from redis import exceptions
 from redis.asyncio import Redis
 
 from bus.codec import DecodeError, decode
-from bus.connection import close, is_group_missing, translated
+from bus.connection import OwnConnection, close, is_group_missing, translated
 from bus.dead_letters import DeadLetters
 from bus.errors import BusUnavailable
 from bus.link import FIRST_RETRY_S, LONGEST_RETRY_S, RedisLink
@@ -25,10 +25,9 @@ from bus.pending import as_numbers, consumers_of, discard_pending, drop_stranded
 log = logging.getLogger("bus")
 
 M = TypeVar("M")
-T = TypeVar("T")
 Types = tuple[type[Any], ...]
 Batch = list[tuple[str, M]]  # (entry id, message), in stream order
-RawEntry = tuple[bytes, dict[bytes, bytes] | None]
+RawEntry = tuple[bytes, list[bytes] | None]  # id, and names and values of fields by turns; None: deleted
 BATCH_ENTRIES = 128  # most entries of one read
 NEW, OWN_PENDING = ">", "0"  # positions where XREADGROUP reads
 
@@ -43,6 +42,7 @@ class _Reader(Generic[M]):
         self._count = count
         self._block_ms = link.block_ms
         self._client = link.client(max_connections=1)
+        self._connection = OwnConnection(self._client)
         self._dead_letters = DeadLetters(link, stream)
         self._retry_s = FIRST_RETRY_S
 
@@ -69,12 +69,18 @@ class _Reader(Generic[M]):
     async def read(self) -> Batch[M]:
         raise NotImplementedError
 
-    async def _blocking(self, call: Callable[[Redis], Awaitable[T]]) -> T | None:
-        """Return the call's answer; None if the connection failed and the watcher has looked since."""
+    async def _entries(self, *command: str, position: str) -> list[RawEntry] | None:
+        """Return what a blocking command reads from `position` on, [] after `block_ms` without any.
+
+        None: the connection failed, and the watcher has looked since.
+        """
+        limits = ("COUNT", self._count, "BLOCK", self._block_ms, "STREAMS", self.stream, position)
         try:
             with translated():
                 async with asyncio.timeout(self._block_ms / 1000 + 2.0):
-                    answer = await call(self._client)
+                    (answer,) = await self._connection.ask((*command, *limits))
+                if isinstance(answer, Exception):
+                    raise answer
         except BusUnavailable as error:
             log.debug("a reader of %s lost its connection: %s", self.stream, error)
             await asyncio.sleep(self._retry_s)
@@ -82,14 +88,14 @@ class _Reader(Generic[M]):
             await self._link.doubt()
             return None
         self._retry_s = FIRST_RETRY_S
-        return answer
+        return answer[0][1] if answer else []
 
     async def _decoded(self, entries: Iterable[RawEntry]) -> tuple[Batch[M], list[str]]:
         """Return the messages, and the ids of the entries that became dead letters."""
         batch: Batch[M] = []
         dead: list[DeadLetter] = []
         for entry_id, fields in entries:
-            key, payload = entry_id.decode(), (fields or {}).get(b"m", b"")
+            key, payload = entry_id.decode(), fields[1] if fields and fields[0] == b"m" else b""
             try:
                 batch.append((key, decode(payload, *self._types)))
             except DecodeError as error:
@@ -119,12 +125,9 @@ class StreamReader(_Reader[M]):
         except BusUnavailable:
             await self._link.wait_up()
             return []
-        answer: Any = await self._blocking(
-            lambda client: client.xread({self.stream: self.position}, count=self._count, block=self._block_ms)
-        )
-        if not answer:
+        entries = await self._entries("XREAD", position=self.position)
+        if not entries:
             return []
-        entries: list[RawEntry] = answer[0][1]
         self.position = entries[-1][0].decode()
         batch, _ = await self._decoded(entries)
         return batch
@@ -175,20 +178,15 @@ class GroupReader(_Reader[M]):
         """Return the next entries; [] after `block_ms` or an outage. Raises BusFull if it cannot open."""
         position = self._position
         try:
-            answer: Any = await self._blocking(
-                lambda client: client.xreadgroup(
-                    GROUP, self.consumer, {self.stream: position}, count=self._count, block=self._block_ms
-                )
-            )
+            entries = await self._entries("XREADGROUP", "GROUP", GROUP, self.consumer, position=position)
         except exceptions.ResponseError as error:
             if not is_group_missing(error):
                 raise
             await self._recreate()
             return []
-        if answer is None:
+        if entries is None:
             self._position = OWN_PENDING
             return []
-        entries: list[RawEntry] = answer[0][1] if answer else []
         if position != NEW:
             self._position = entries[-1][0].decode() if entries else NEW
         batch, dead = await self._decoded(entries)
