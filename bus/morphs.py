@@ -49,6 +49,7 @@ class Swap:
     parts: list[Part] = field(default_factory=lambda: list(PARTS))
     wait_s: float = 0.0  # how long to wait for free pages before the answer is `deferred`
     stands_s: float = 0.0  # how long no layer goes back by itself; 0: until something has run
+    urgency: float = 0.0  # share of a busy worker's time (0..1) that it may take, if that is more than usual
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from bus.precisions import DEFAULT_SWAP, QUANTIZED, Precision
 Mode = Literal["default", "accuracy", "performance", "manual"]
 
 MAX_DELAY_S: Final = 3600
+URGENT: Final = 0.25  # share of the objective; after this wait morphs may take all of the time
 NEWS_S: Final = 3.0  # what an envelope says of requests holds for so long unless it is repeated
 
 
@@ -238,6 +239,11 @@ class Envelope:
 FIELDS: Final = declared_fields(
     Policy, PolicyField
 )  # all but `revision`, in the order in which people read them
+
+
+def share_for(wait_s: float, ttft_slo_s: float) -> float:
+    """Return the share (0..1) of a busy worker's time that morphs may take for requests that wait so long."""
+    return min(1.0, wait_s / (ttft_slo_s * URGENT))
 
 
 def describe() -> list[dict[str, Any]]:

@@ -39,6 +39,7 @@ class MorphDecision:
     halves: tuple[HalfOrder, ...] = ()
     count: int = 0
     precision: Precision = "full"
+    predicted_s: float = 0.0  # until it is applied
 
     def command(self, morph_id: str) -> Transform | Swap:
         """Return the command for the worker."""
@@ -52,6 +53,7 @@ class MorphDecision:
                 precision=self.precision,
                 wait_s=WAIT_S,
                 stands_s=STANDS_S,
+                urgency=1.0,  # nothing else serves what waits for it
             )
         return Transform(
             id=morph_id,
@@ -81,6 +83,7 @@ def merging(merge: Merge, waiting: Waiting, plan: LeverPlan, policy: Policy, at_
         instances=tuple(name for group in merge.groups for name in group.instances),
         epochs={name: epochs[name] for name in merge.workers},
         tp=merge.tp,
+        predicted_s=plan.wait_s,
         numbers={
             "waiting_tokens": waiting.tokens,
             "waiting": waiting.count,
@@ -113,6 +116,7 @@ def parting(group: Group, plan: LeverPlan, windows: int, policy: Policy) -> Morp
         instances=group.instances,
         epochs=dict(zip(group.workers, group.epochs, strict=True)),
         tp=tp,
+        predicted_s=next(one.duration_s for one in plan.taken),
         numbers={
             "longest_tokens": group.longest_tokens,
             "used_tokens": group.used_tokens,
@@ -135,7 +139,13 @@ def levelling(merge: Merge, common: CommonShape, plan: LeverPlan) -> list[MorphD
         f"become one of degree {merge.tp}; {weighed(plan)}"
     )
     return [
-        _swap(group, "level", reason, costs_of(plan) | {"loss": round(common.loss, 6)}, halves=halves)
+        _swap(
+            group,
+            "level",
+            reason,
+            costs_of(plan) | {"loss": round(common.loss, 6)},
+            halves=halves,
+        )
         for group, halves in zip(merge.groups, common.orders, strict=True)
         if halves
     ]
@@ -148,7 +158,15 @@ def swapping(group: Group, option: LeverOption, plan: LeverPlan, waiting: Waitin
         f"about {option.blocks} KV blocks more ({option.words}); {weighed(plan)}"
     )
     numbers: dict[str, Number] = {"waiting_tokens": waiting.tokens, "loss": option.loss, **costs_of(plan)}
-    return _swap(group, "swap", reason, numbers, count=option.layers, precision=option.precision)
+    return _swap(
+        group,
+        "swap",
+        reason,
+        numbers,
+        count=option.layers,
+        precision=option.precision,
+        predicted_s=option.duration_s,
+    )
 
 
 def _swap(
@@ -160,6 +178,7 @@ def _swap(
     halves: tuple[HalfOrder, ...] = (),
     count: int = 0,
     precision: Precision = "full",
+    predicted_s: float = 0.0,
 ) -> MorphDecision:
     return MorphDecision(
         instance=group.instance,
@@ -175,6 +194,7 @@ def _swap(
         halves=halves,
         count=count,
         precision=precision,
+        predicted_s=predicted_s,
     )
 
 

@@ -24,8 +24,9 @@ from controller.morphing.pressure import MoveDecision, PressureState, relieve_pr
 from controller.morphing.resting import Rests
 from controller.morphing.scaling import hear, scale_down, scale_up, waiting_by_model
 from controller.morphing.track import Freshness, State, observe, sent, unsent
+from controller.morphing.weighing import learn_speeds
 from controller.morphing.what_if import what_if
-from controller.planning.lever_costs import LeverCosts, observe_cost, observe_speed
+from controller.planning.lever_costs import LeverCosts, observe_cost, predict
 
 log = logging.getLogger("controller")
 
@@ -151,9 +152,7 @@ class Morpher:
         for at_s, metrics in windows:
             lag_s, rests = self._clock.now(time.monotonic()) - at_s, self._resting()
             groups = groups_of(metrics, workers, lag_s, rests)
-            for group in groups:
-                if group.waiting >= 1:
-                    self._costs = observe_speed(self._costs, group.tp, group.tokens_per_s)
+            self._costs = learn_speeds(self._costs, groups)
             about = policy, at_s, self._freshness, self._costs
             self._state, parting = scale_down(self._state, groups, *about)
             await self._send(parting, at_s)
@@ -209,4 +208,6 @@ class Morpher:
             except BusFull:
                 self._state = unsent(self._state, morph_id)
                 raise
+            if decision.predicted_s:
+                self._costs = predict(self._costs, morph_id, decision.predicted_s)
             log.info("%s of %s: %s", morph_id, decision.instance, decision.reason, extra=decision.numbers)

@@ -20,7 +20,7 @@ from controller.morphing.groups import Group
 from controller.morphing.parallelism import Merge, degrees_below
 from controller.morphing.track import (
     REGRET_S,
-    SWAP_SEEN_S,
+    REPORT_S,
     Freshness,
     Lever,
     RetryPause,
@@ -71,7 +71,9 @@ def scale_up(
         if not now.is_due(of_model, model, waiting):
             continue
         free = [group for group in of_model if now.is_free(group, "scale_up")]
-        waited_s, may_swap = at_s - waiting.since_s, not now.has_swapped(model, waiting)
+        waited_s = at_s - waiting.since_s
+        is_held = any(group.max_tokens >= waiting.tokens for group in of_model)
+        may_swap = not (is_held and now.has_swapped(model, waiting))
         plan, offers = weigh_long(of_model, free, waiting, rules, waited_s, costs, may_swap=may_swap)
         made = _for_long(plan, offers, now, of_model, waiting)
         for one in made:
@@ -92,7 +94,9 @@ def _for_long(
         group = next(one for one in groups if one.instance == swap.targets[0])
         return [swapping(group, swap, plan, waiting)] if now.may_swap([group]) else []
     found = taken_merge(plan, offers)
-    if found is None or not now.leaves_room_for_short(found.merge, groups, waiting):
+    if found is None or waiting.times < now.rules.windows:  # a group costs more than a swap: be sure
+        return []
+    if not now.leaves_room_for_short(found.merge, groups, waiting):
         return []
     if isinstance(found.common, CommonShape):
         is_due = now.may_swap(found.merge.groups)
@@ -163,9 +167,7 @@ class _Moment:
     at_s: float
 
     def is_due(self, groups: Sequence[Group], model: str, waiting: Waiting) -> bool:
-        """Return True if what waits for `model` has been reported for long enough."""
-        if waiting.times < self.rules.windows:
-            return False
+        """Return True if what waits for `model` may get an instance now."""
         is_held = any(group.max_tokens >= waiting.tokens for group in groups)
         if is_held and self.at_s < waiting.since_s + self.rules.long_patience_s:
             return False
@@ -203,12 +205,12 @@ class _Moment:
 
     def may_swap(self, groups: Iterable[Group]) -> bool:
         """Return True if metrics show the layers as they are, and no swap for a group was refused lately."""
-        tracks = (self.state.tracks.get(name) for group in groups for name in group.instances)
+        tracks = ((group, self.state.tracks.get(name)) for group in groups for name in group.instances)
         cooldown_s = self.rules.cooldown_s
         return not any(
-            self.at_s < track.swapped_s + SWAP_SEEN_S
+            self.at_s - group.age_s < track.swapped_s + REPORT_S
             or any(track.is_paused(lever, self.at_s, cooldown_s) for lever in ("level", "swap"))
-            for track in tracks
+            for group, track in tracks
             if track
         )
 

@@ -17,6 +17,7 @@ SILENT_S = 60.0  # a morph without a report for so long blocks nothing any more
 FORGET_S = 600.0  # the time after which an instance that is not seen is forgotten
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 SWAP_SEEN_S = 2.0  # after so long metrics show a swap
+REPORT_S = 0.2  # a report that a worker made so long after a swap shows it
 REGRET_S = 30.0  # a group that is made again within this time parted too early
 
 

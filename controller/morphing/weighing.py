@@ -15,7 +15,7 @@ from bus.shapes import CommonShape, common_shape, half_of, loss_of, whole_loss
 from controller.morphing.groups import Group
 from controller.morphing.parallelism import Merge, merges_for
 from controller.morphing.track import Waiting
-from controller.planning.lever_costs import LeverCosts
+from controller.planning.lever_costs import LeverCosts, observe_speed
 from controller.planning.levers import weigh
 from controller.planning.situation import (
     LeverSituation,
@@ -113,6 +113,14 @@ def weigh_pressure(groups: Sequence[Group], policy: Policy, costs: LeverCosts = 
     )
 
 
+def learn_speeds(costs: LeverCosts, groups: Iterable[Group]) -> LeverCosts:
+    """Take note of the throughput of the instances in which requests wait."""
+    for group in groups:
+        if group.waiting >= 1:
+            costs = observe_speed(costs, group.tp, group.tokens_per_s)
+    return costs
+
+
 def objectives(policy: Policy) -> Objectives:
     return Objectives(
         ttft_slo_s=policy.ttft_slo_s, loss_budget=policy.most_loss, kv_usage_high=policy.kv_usage_high
@@ -184,14 +192,18 @@ def _rungs(group: Group, wished: Precision) -> list[SwapRung]:
     for precision in PRECISIONS[PRECISIONS.index(rest.precision) + 1 : lowest + 1]:
         above = [one for layer in group.layers for one in (layer.attention, layer.ffn)]
         halves = sum(is_below(precision, one) for one in above)
+        whole = sum(
+            is_below(precision, one.attention) and is_below(precision, one.ffn) for one in group.layers
+        )
         blocks = _saved(group, precision) - _saved(group, rest.precision)
-        if halves < 2 or blocks <= 0:
+        if not whole or blocks <= 0:
             continue
         loss = whole_loss(precision, group.losses) - whole_loss(rest.precision, group.losses)
         found.append(
             SwapRung(
                 precision=precision,
-                layers=halves // 2,
+                layers=halves - whole,
+                begun=halves - 2 * whole,
                 blocks=blocks,
                 loss=max(0.0, loss) / num_layers,
                 nbytes=group.layer_bytes.get(precision, 0),
@@ -212,7 +224,7 @@ def _offer(one: WeighedMerge) -> MergeOffer:
         load=sum(group.load for group in merge.groups),
         blocks=(min(group.kv_at(merge.tp) for group in merge.groups) - kv_tokens) // tokens,
         are_neighbours=merge.are_neighbours,
-        halves=change.num_halves if change else 0,
+        halves=max(map(len, change.orders)) if change else 0,
         loss=change.loss if change else 0.0,
         refusal=common if isinstance(common, str) else "",
     )

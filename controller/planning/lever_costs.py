@@ -1,4 +1,8 @@
-"""The costs of levers on these devices: means over the reports of morphs, else assumptions. Pure."""
+"""The costs of levers on these devices: means over the reports of morphs, else assumptions. Pure.
+
+What is predicted for an ordered morph is compared with what came. The mean error is added to later
+predictions of its kind.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +22,19 @@ ALONE: Final = 448.0  # tokens/s of one worker, all of whose requests are short 
 GROUP_SPEED: Final[Mapping[int, float]] = {1: 1.0, 2: 670 / ALONE, 4: 767 / ALONE, 8: 1.8}
 HOLD_S: Final = 30.0  # that a group is kept, until groups have parted here
 CONNECT_S: Final = 2.0  # until workers that are no neighbours have a communicator (NCCL on one host)
+LEAST_SHARE: Final = 0.04  # of a busy worker's time for morphs (the default of `worker.morph_share`)
+LEAST_S: Final = 0.1  # errors are relative to this at least: a prediction of 10 ms is not wrong at 20
+MOST_MISSED: Final = 3.0  # one morph that hangs says no more than this
+MOST_PREDICTED: Final = 100  # predictions that are kept for morphs whose end was never reported
 MOVE_S: Final = 0.1  # until a queued request is at another instance: a poll of the gateway and two messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindCost:
-    """The cost of a morph, or of a half of a swap: seconds until it is applied, and of pauses."""
+    """The cost of a morph, or of a half of a swap: seconds until it is applied, and of pauses.
+
+    A half takes so long if all of the worker's time is given to it.
+    """
 
     duration_s: float
     stalled_s: float
@@ -41,12 +52,26 @@ ASSUMED_COSTS: Final[Mapping[Kind, KindCost]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeverCosts:
-    """Exponentially weighted means. `speeds`: tokens per second of busy instances by degree."""
+    """Exponentially weighted means.
+
+    speeds: tokens per second of busy instances by degree. missed: by kind, the relative error of predictions.
+    predicted: durations of morphs under way, by id.
+    """
 
     kinds: Mapping[Kind, KindCost] = field(default_factory=lambda: dict(ASSUMED_COSTS))
     speeds: Mapping[int, float] = field(default_factory=dict)
     hold_s: float = HOLD_S
     merged_s: Mapping[str, float] = field(default_factory=dict)  # groups by leader: when they were made
+    missed: Mapping[Kind, float] = field(default_factory=dict)
+    predicted: Mapping[str, float] = field(default_factory=dict)
+
+    def seconds(self, kind: Kind, units: float = 1.0, share: float = 1.0) -> float:
+        """Return the predicted duration, with the usual error on top.
+
+        units: halves of a swap. share: of the worker's time that the morph gets.
+        """
+        certain_s = self.kinds[kind].duration_s * units / max(share, LEAST_SHARE)
+        return certain_s * (1 + self.missed.get(kind, 0.0))
 
     def speed(self, tp: int) -> tuple[float, CostBasis]:
         """Return the throughput of a group against one worker, measured if both were busy here."""
@@ -62,10 +87,19 @@ class LeverCosts:
         return self.speeds.get(1, ALONE) * self.speed(tp)[0], "assumed"
 
 
+def predict(costs: LeverCosts, morph_id: str, seconds: float) -> LeverCosts:
+    """Remember what was predicted for a morph that is ordered now."""
+    kept = list(costs.predicted.items())[1 - MOST_PREDICTED :]
+    return replace(costs, predicted={**dict(kept), morph_id: seconds})
+
+
 def observe_cost(costs: LeverCosts, report: MorphReport) -> LeverCosts:
     """Take note of a morph that was applied and changed something."""
     kind = _kind_of(report)
-    if report.state != "applied" or report.ended_ms is None or kind is None:
+    if report.state == "running" or report.ended_ms is None:
+        return costs
+    costs = _compared(costs, report, kind)
+    if report.state != "applied" or kind is None:
         return costs
     numbers, units = report.numbers, 1.0
     if kind == "swap":
@@ -74,7 +108,9 @@ def observe_cost(costs: LeverCosts, report: MorphReport) -> LeverCosts:
         units = 0.0
     if units <= 0:
         return costs
-    duration_s = max(0.0, (report.ended_ms - report.started_ms) / 1000 - numbers.get("wait_seconds", 0.0))
+    duration_s = _took_s(report)
+    if kind == "swap":  # what it worked: how long that takes depends on the share of the time
+        duration_s = float(numbers.get("copy_seconds", 0.0)) + float(numbers.get("boundary_seconds", 0.0))
     stalled_s = float(numbers.get("boundary_seconds", 0.0)) + float(numbers.get("moving_seconds", 0.0))
     nbytes = float(numbers.get("bytes_copied", 0) or numbers.get("bytes_exchanged", 0))
     seen = KindCost(
@@ -85,6 +121,26 @@ def observe_cost(costs: LeverCosts, report: MorphReport) -> LeverCosts:
     )
     kinds = {**costs.kinds, kind: _mean(costs.kinds[kind], seen, units if kind == "swap" else None)}
     return _held(replace(costs, kinds=kinds), report, kind)
+
+
+def _compared(costs: LeverCosts, report: MorphReport, kind: Kind | None) -> LeverCosts:
+    """Compare a morph that ended with what was predicted for it."""
+    if report.id not in costs.predicted:
+        return costs
+    left = {name: one for name, one in costs.predicted.items() if name != report.id}
+    missed = costs.missed
+    if kind and report.state == "applied":
+        expected_s = costs.predicted[report.id]
+        error = min(MOST_MISSED, abs(_took_s(report) - expected_s) / max(LEAST_S, expected_s))
+        before = missed.get(kind, 0.0)
+        missed = {**missed, kind: before + WEIGHT * (error - before)}
+    return replace(costs, predicted=left, missed=missed)
+
+
+def _took_s(report: MorphReport) -> float:
+    """Return the duration of a morph without its waits for pages."""
+    took_s = ((report.ended_ms or report.started_ms) - report.started_ms) / 1000
+    return max(0.0, took_s - report.numbers.get("wait_seconds", 0.0))
 
 
 def observe_speed(costs: LeverCosts, tp: int, tokens_per_s: float) -> LeverCosts:

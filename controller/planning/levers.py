@@ -12,9 +12,11 @@ from itertools import product
 from typing import Final
 
 from bus.levers import NEVER_S, LeverName, LeverOption, LeverPlan
+from bus.policy import share_for
 from controller.planning.options import merge, move, part, resize, room, stay, swap, swap_for_long
 from controller.planning.situation import LeverSituation, LongNeed, PartOffer, ServingInstance
 
+MARGIN: Final = 0.25  # a lever must gain so much more than its price: predictions err
 NO_COPIES: Final = "a copy of a model is deployed by order only (`instar deploy`)"
 ONLY_FOR_LONG: Final = "groups are made for long requests only"
 
@@ -51,7 +53,10 @@ def _for_long(situation: LeverSituation, long: LongNeed) -> LeverPlan:
     def is_late(option: LeverOption) -> bool:
         return long.waited_s + option.duration_s > situation.objectives.ttft_slo_s
 
-    best = min((one for one in options if not one.refusal), key=lambda one: (is_late(one), one.cost_s))
+    best = min(
+        (one for one in options if not one.refusal),
+        key=lambda one: (is_late(one), one.cost_s + MARGIN * one.price_s),
+    )
     several = f"{long.count} requests of up to {long.tokens} tokens wait"
     return _plan(
         situation.model,
@@ -77,10 +82,11 @@ def _for_pressure(situation: LeverSituation, one: ServingInstance, free: Mapping
 
     def key(chosen: list[LeverOption]) -> tuple[bool, float, int]:
         wait_s, cost_s = _outcome(one, chosen)
-        return one.oldest_wait_s + wait_s > situation.objectives.ttft_slo_s, cost_s, len(chosen)
+        margin_s = MARGIN * sum(option.price_s for option in chosen)
+        return one.oldest_wait_s + wait_s > situation.objectives.ttft_slo_s, cost_s + margin_s, len(chosen)
 
     taken = min(sets, key=key)
-    is_late, cost_s, _ = key(taken)
+    is_late, (_, cost_s) = key(taken)[0], _outcome(one, taken)
     alone = [replace(each[0], cost_s=_outcome(one, each)[1]) for each in sets if len(each) == 1]
     taken = [replace(each, cost_s=_outcome(one, [each])[1]) for each in taken]
     refused = [_refused("merge", ONLY_FOR_LONG), _refused("more", NO_COPIES)]
@@ -108,7 +114,9 @@ def _sets(
         left = one.missing - sum(option.blocks for option in chosen)
         if chosen:
             yield chosen
-        if left > 0 and (swapped := swap(situation, one, left)):
+        wait_s = max(one.oldest_wait_s, one.queue_s(one.missing))
+        share = share_for(wait_s, situation.objectives.ttft_slo_s) if one.load else 1.0
+        if left > 0 and (swapped := swap(situation, one, left, share)):
             yield [*chosen, swapped]
 
 

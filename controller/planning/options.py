@@ -33,7 +33,7 @@ def swap_for_long(situation: LeverSituation, long: LongNeed) -> LeverOption | No
         missing = max(one.needed, one.used) + math.ceil(long.tokens / one.block_tokens) - one.blocks
         if (one.max_model_len and long.tokens > one.max_model_len) or missing <= 0:
             continue
-        option = swap(situation, one, missing)
+        option = swap(situation, one, missing, 1.0)
         if option and option.blocks >= missing:
             found.append(option)
     return min(found, key=lambda option: option.price_s, default=None)
@@ -44,14 +44,14 @@ def merge(situation: LeverSituation, offer: MergeOffer) -> LeverOption:
     costs, shape = situation.costs, list(offer.instances)
     if offer.refusal:
         return LeverOption(lever="merge", targets=shape, refusal=offer.refusal)
-    kind, half = costs.kinds["merge"], costs.kinds["swap"]
+    kind, half, undo = costs.kinds["merge"], costs.kinds["swap"], costs.kinds["part"]
     speed, basis = costs.speed(offer.tp)
     alone = costs.speed(offer.tp_before)[0] * len(offer.instances)
     connect_s = 0.0 if offer.are_neighbours else CONNECT_S
     stalled_s = kind.stalled_s + offer.halves * half.stalled_s
     worker = costs.speeds.get(1, 0.0)
     price_s = (
-        stalled_s * offer.load
+        (stalled_s + undo.stalled_s) * offer.load
         + lost(situation, alone - speed)
         + _price_of_loss(offer.loss, offer.load, situation.objectives)
     )
@@ -64,7 +64,7 @@ def merge(situation: LeverSituation, offer: MergeOffer) -> LeverOption:
         loss=offer.loss,
         stalled_s=stalled_s,
         nbytes=round(kind.nbytes + offer.halves * half.nbytes),
-        duration_s=kind.duration_s + connect_s + offer.halves * half.duration_s,
+        duration_s=costs.seconds("merge") + connect_s + costs.seconds("swap", offer.halves),
         price_s=price_s,
         basis=_weaker(kind.basis, basis),
     )
@@ -79,20 +79,23 @@ def resize(situation: LeverSituation, one: ServingInstance) -> list[LeverOption]
         targets=[one.name],
         blocks=one.spare_blocks,
         stalled_s=kind.stalled_s,
-        duration_s=kind.duration_s,
+        duration_s=situation.costs.seconds("resize"),
         price_s=kind.stalled_s * one.running,
         basis=kind.basis,
     )
     return [option]
 
 
-def swap(situation: LeverSituation, one: ServingInstance, missing: float) -> LeverOption | None:
-    """Return the swap of one precision that loses least for what is missing, or brings most of it."""
+def swap(situation: LeverSituation, one: ServingInstance, missing: float, share: float) -> LeverOption | None:
+    """Return the swap of one precision that loses least for what is missing, or brings most of it.
+
+    share: of its time that the worker gives to it.
+    """
     kind, found = situation.costs.kinds["swap"], []
     for rung in one.rungs:
         allowed = rung.layers if rung.loss <= 0 else math.floor((one.loss_left + RESERVE) / rung.loss)
-        layers = min(rung.layers, allowed, math.ceil(missing / rung.blocks))
-        if layers <= 0:
+        layers = min(rung.layers, allowed, rung.begun + math.ceil(missing / rung.blocks))
+        if layers <= rung.begun:
             continue
         halves, loss = 2 * layers, layers * rung.loss
         price_s = kind.stalled_s * halves * one.running
@@ -101,11 +104,11 @@ def swap(situation: LeverSituation, one: ServingInstance, missing: float) -> Lev
             targets=[one.name],
             layers=layers,
             precision=rung.precision,
-            blocks=int(layers * rung.blocks),
+            blocks=int((layers - rung.begun) * rung.blocks),
             loss=loss,
             stalled_s=kind.stalled_s * halves,
             nbytes=round(layers * rung.nbytes),
-            duration_s=kind.duration_s * halves,
+            duration_s=situation.costs.seconds("swap", halves, share),
             price_s=price_s + _price_of_loss(loss, one.load, situation.objectives),
             basis=kind.basis,
         )
@@ -114,13 +117,25 @@ def swap(situation: LeverSituation, one: ServingInstance, missing: float) -> Lev
 
 
 def move(one: ServingInstance, free: Mapping[str, int]) -> list[LeverOption]:
-    """Return moves of what waits, to the instances with most room first."""
+    """Return moves of what waits, to the instances with most room first.
+
+    Each request loses its place in the queue, and comes last elsewhere: that is as far as it goes.
+    """
     left, found = one.missing, []
     for name, blocks in sorted(free.items(), key=lambda each: (-each[1], each[0])):
         if name == one.name or blocks <= 0 or left <= 0 or not one.is_movable:
             continue
         taken = min(left, blocks)
-        found.append(LeverOption(lever="move", targets=[one.name, name], blocks=taken, duration_s=MOVE_S))
+        moved = one.waiting * taken / one.missing
+        found.append(
+            LeverOption(
+                lever="move",
+                targets=[one.name, name],
+                blocks=taken,
+                duration_s=MOVE_S,
+                price_s=MOVE_S * moved,
+            )
+        )
         left -= taken
     return found
 
@@ -143,7 +158,7 @@ def part(situation: LeverSituation, offer: PartOffer) -> LeverOption:
         tokens_per_s=round((speed - together) * costs.speeds.get(1, 0.0), 1),
         stalled_s=kind.stalled_s,
         nbytes=round(kind.nbytes),
-        duration_s=kind.duration_s,
+        duration_s=costs.seconds("part"),
         price_s=kind.stalled_s * offer.load + lost(situation, best - speed),
         basis=_weaker(kind.basis, basis),
     )

@@ -16,6 +16,7 @@ class SwapRung:
 
     precision: Precision
     layers: int  # that can still go
+    begun: int = 0  # those of them of which a half is there already: counted on for nothing
     blocks: float
     loss: float
     nbytes: float
@@ -72,7 +73,7 @@ class MergeOffer:
     load: float
     blocks: int = 0  # gained
     are_neighbours: bool = True
-    halves: int = 0  # to swap before, so that all layers are alike
+    halves: int = 0  # that a member swaps before, at most, so that all layers are alike
     loss: float = 0.0  # by that
     refusal: str = ""
 

@@ -223,7 +223,7 @@ class GroupedCluster(SimulatedCluster):
             of.is_changing for of in groups
         ), "a change of degree concerns whole groups that do not change"
         layers = self._calibration.num_layers
-        transition = DegreeChange(morph_id, tp, self.now_s, layers)
+        transition = DegreeChange(morph_id, groups[0].tp, tp, self.now_s, layers)
         if tp < groups[0].tp:
             self._part(groups[0], transition)
             return
@@ -293,7 +293,13 @@ class GroupedCluster(SimulatedCluster):
             epoch=1,
             state=state,
             reason=reason,
-            numbers={"tp": transition.tp},
+            numbers={
+                "tp_before": transition.tp_before,
+                "tp_after": transition.tp,
+                "layers": self._calibration.num_layers,
+                "layers_done": self._calibration.num_layers - transition.layers_left,
+                "moving_seconds": transition.moving_s,
+            },
             started_ms=round(transition.began_s * 1000),
             ended_ms=round(self.now_s * 1000),
             workers=[one.morphs.worker for one in group.members],

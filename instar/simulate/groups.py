@@ -25,12 +25,14 @@ LOANS_IN_A_ROW: Final = 8  # while nothing runs: a step without work lends again
 
 @dataclass(slots=True)
 class DegreeChange:
-    """A change of degree under way. tp: afterwards."""
+    """A change of degree under way. tp: afterwards. moving_s: by which it made steps longer."""
 
     morph_id: str
+    tp_before: int
     tp: int
     began_s: float
     layers_left: int
+    moving_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -172,8 +174,11 @@ class SimulatedGroup:
         if self.transition:
             tp, slowdown, least_s = max(tp, self.transition.tp), costs.slowdown, costs.layer_s
             count = 1
-        speed = costs.degrees[tp].speed / slowdown
-        ends = self.leader.instance.model.ends(now_s, prompt, decodes, kv_tokens, count, speed, least_s)
+        speed, model = costs.degrees[tp].speed, self.leader.instance.model
+        ends = model.ends(now_s, prompt, decodes, kv_tokens, count, speed / slowdown, least_s)
+        if self.transition:
+            plain_s = model.ends(now_s, prompt, decodes, kv_tokens, 1, speed)[0]
+            self.transition.moving_s += ends[0] - plain_s
         for one, work in zip(self.instances, works, strict=True):
             one.begin(now_s, work, list(ends))
 

@@ -44,6 +44,7 @@ class SimulatedMorph:
     due_s: float | None = None
     spent_s: float = 0.0
     waiting_since_s: float | None = None
+    copy_s: float = 0.0  # pauses not counted
     obstacle: str = ""
 
     def begin(
@@ -73,6 +74,7 @@ class SimulatedMorph:
         """
         if not isinstance(self.command, Swap):
             return self._resize(instance, now_s)
+        urgency = max(urgency, self.command.urgency)
         while True:
             if self.due_s is not None:
                 if now_s < self.due_s:
@@ -105,6 +107,7 @@ class SimulatedMorph:
         nbytes = shape.half_pages(half, self.towards[half]) * self.page_bytes
         seconds = self.costs.half_s + nbytes * self.costs.byte_s
         share = max(self.costs.share, urgency) if instance.has_work else 1.0
+        self.copy_s += seconds
         self.due_s = since_s + seconds / share
         self.waiting_since_s = None
         return True
@@ -162,6 +165,7 @@ class SimulatedMorph:
             numbers={
                 "halves": self.num_halves,
                 "halves_applied": done,
+                "copy_seconds": self.copy_s,
                 "blocks_after": instance.blocks.capacity,
                 "stands_seconds": self.command.stands_s if isinstance(self.command, Swap) else 0.0,
             },

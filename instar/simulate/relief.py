@@ -213,6 +213,7 @@ class SimulatedMorphs:
         instance, scheduler, state = self._instance, self._instance.scheduler, found.state
         return not (
             self.running
+            or self._ordered
             or instance.shape.num_below
             or scheduler.waiting
             or state.pressure

@@ -14,7 +14,8 @@ from controller.morphing.groups import Group
 from controller.morphing.pressure import PressureState, relieve_pressure
 from controller.morphing.scaling import hear, scale_down, scale_up
 from controller.morphing.track import Freshness, State, observe, sent
-from controller.planning.lever_costs import LeverCosts, observe_cost
+from controller.morphing.weighing import learn_speeds
+from controller.planning.lever_costs import LeverCosts, observe_cost, predict
 
 FRESHNESS: Final = Freshness(stale_s=5.0, gap_s=7.0)
 
@@ -52,6 +53,7 @@ class SimulatedController:
 
     def window(self, cluster: Transforms, model: str, waiting: Iterable[int]) -> None:
         """Judge a window. waiting: tokens of the requests that no instance holds."""
+        self._costs = learn_speeds(self._costs, cluster.groups_seen())
         now = self._policy, cluster.now_s, FRESHNESS, self._costs
         self._state, parting = scale_down(self._state, cluster.groups_seen(), *now)
         self._send(cluster, parting)
@@ -76,4 +78,6 @@ class SimulatedController:
             morph_id = f"morph-{next(self._numbers)}"
             for name in one.instances:
                 self._state = sent(self._state, name, one.lever, morph_id, cluster.now_s)
+            if one.predicted_s:
+                self._costs = predict(self._costs, morph_id, one.predicted_s)
             cluster.transform(one, morph_id)

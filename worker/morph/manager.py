@@ -67,8 +67,9 @@ class MorphManager:
         self._pace = Pace(step_share)
         self._copiers: list[Copier] = []
         self._is_busy = False
-        self.urgency = 0.0  # share of the time (0..1) that morphs may take at least
-        self._copier = self._add_copier(lambda: max(copy_share, self.urgency))
+        self.urgency = 0.0  # share of the time (0..1) that morphs may take at least, for requests here
+        self._share_wanted = 0.0  # and for those that swaps were ordered for
+        self._copier = self._add_copier(lambda: max(copy_share, self._share_wanted))
         self._in_progress = HalvesInProgress()
         self._jobs: dict[str, Job] = {}
         self._known: deque[str] = deque(maxlen=MAX_REMEMBERED)
@@ -176,7 +177,9 @@ class MorphManager:
     def advance(self, is_busy: bool) -> list[MorphReport]:
         """Carry on the morphs for as long as the pace allows; `is_busy`: the engine has steps to run."""
         self._is_busy = is_busy
-        self._pace.begin(is_busy, self.urgency)
+        ordered = [one.command.urgency for one in self._jobs.values() if isinstance(one.command, Swap)]
+        self._share_wanted = max([self.urgency, *ordered])
+        self._pace.begin(is_busy, self._share_wanted)
         if self._jobs:
             self._is_hurried = False
             for job in list(self._jobs.values()):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from bus.morphs import Cause
-from bus.policy import Envelope, Policy
+from bus.policy import Envelope, Policy, share_for
 from bus.precisions import LOWEST, Precision, is_below
 
 Lever = Literal["resize", "swap_down", "swap_up"]
@@ -23,7 +23,6 @@ Lever = Literal["resize", "swap_down", "swap_up"]
 REGRET_S: Final = 30.0  # layers that are swapped again within this time went back too early
 FIRST_PAUSE_S, FIRST_REGRET_S, LONGEST_PAUSE_S = 0.1, 1.0, 8.0  # after a refusal, a regret; doubled each time
 LATE: Final = 0.5  # share of the objective; a prediction above it is acted on
-URGENT: Final = 0.25  # share of the objective; after this wait morphs take all of the time
 HOLD_TIMES: Final = 10  # a return waits for so many times the duration of the last relief
 RELIEF_SHARE: Final = 0.25  # of the time at least for relief under way: a prompt admitted hides the next
 PRESSED_S: Final = 0.05  # pressure that lasts so long is acted on, however few steps it has been
@@ -237,14 +236,14 @@ def is_at_rest(precision: Precision, resting: Precision) -> bool:
 
 
 def urgency(load: Load, policy: Policy, *, is_relieving: bool = False) -> float:
-    """Return the share of the time (0..1) that morphs may take: all of it at URGENT of the TTFT objective.
+    """Return the share of the time (0..1) that morphs may take.
 
     A queue for compute alone counts for nothing: copies would only hold it up. is_relieving: relief is under
     way that somebody needs now, and gets RELIEF_SHARE also while what waits has just been admitted.
     """
     compute_s = load.predicted_compute_s if load.misses_blocks else 0.0
-    wanted = max(load.predicted_wait_s, load.wanting_s, compute_s) / (policy.ttft_slo_s * URGENT)
-    return min(1.0, max(wanted, RELIEF_SHARE if is_relieving else 0.0))
+    wanted = share_for(max(load.predicted_wait_s, load.wanting_s, compute_s), policy.ttft_slo_s)
+    return max(wanted, RELIEF_SHARE if is_relieving else 0.0)
 
 
 # ----------------------------------------------------------------------------- what became of it

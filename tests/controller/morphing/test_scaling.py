@@ -214,13 +214,14 @@ def test_members_of_different_layers_are_made_alike_and_then_become_one() -> Non
     assert down is not None and down.lever == "level"
     halves = [HalfOrder(layer=0, part=part, precision="full") for part in PARTS]
     assert down.command("s1") == Swap(
-        id="s1", epoch=1, instance="m@w1", halves=halves, wait_s=1.0, stands_s=STANDS_S
+        id="s1", epoch=1, instance="m@w1", halves=halves, wait_s=1.0, stands_s=STANDS_S, urgency=1.0
     )
     assert "w0, w1 get equal layers (2 halves to full, 0.00% more loss)" in down.reason
     assert hand.state.reshaping(hand.at_s) == {"m@w0", "m@w1"}  # also the one whose layers stay
     assert hand.demand(350, times=4) is None  # under way
     hand.answer("applied", kind="swap")
-    assert hand.demand(350) is None  # metrics may be older
+    hand.groups = [replace(one, age_s=0.5) for one in hand.groups]
+    assert hand.demand(350) is None  # the report is older than the swap
     hand.groups = [kv_of(0, FULL), kv_of(1, FULL)]
     hand.pass_s(1.0)
     up = hand.demand(350, times=3)
@@ -251,7 +252,14 @@ def test_a_request_that_a_swap_makes_room_for_needs_no_group() -> None:
     found = hand.demand(130, times=3)
     assert found is not None and (found.lever, found.instance) == ("swap", "m@w0")
     assert found.command("s1") == Swap(
-        id="s1", epoch=1, instance="m@w0", count=1, precision="int8", wait_s=1.0, stands_s=STANDS_S
+        id="s1",
+        epoch=1,
+        instance="m@w0",
+        count=1,
+        precision="int8",
+        wait_s=1.0,
+        stands_s=STANDS_S,
+        urgency=1.0,
     )
     assert found.numbers["swap_cost_s"] < found.numbers["merge_cost_s"] < found.numbers["queue_cost_s"]
     costly = Hand(kv_of(0, FULL), kv_of(1, FULL), loss_budget=0.0005).demand(130, times=3)
@@ -264,8 +272,26 @@ def test_a_swap_whose_room_others_took_is_followed_by_a_group() -> None:
     assert found is not None and found.lever == "swap"
     assert hand.demand(130, times=9) is None  # under way
     hand.answer("applied", kind="swap")
+    hand.groups[0] = kv_of(0, LOW, max_tokens=140, used_tokens=60)
+    assert hand.demand(130, times=40) is None  # it holds the request, and gets time to empty
+    found = hand.demand(130, times=30)
+    assert found is not None and found.lever != "swap"
+
+
+def test_a_swap_that_was_too_small_is_followed_by_another() -> None:
+    hand = Hand(kv_of(0, FULL), kv_of(1, FULL), loss_budget=0.01)
+    first = hand.demand(130)  # one telling is enough: a swap is cheap
+    assert first is not None and (first.lever, first.count) == ("swap", 1)
+    hand.answer("applied", kind="swap")
+    hand.groups[0] = kv_of(0, LOW, max_tokens=120)
     found = hand.demand(130)
-    assert found is not None and found.lever == "scale_up"
+    assert found is not None and (found.lever, found.instance) == ("swap", "m@w0")
+
+
+def test_a_layer_of_which_a_half_is_swapped_is_not_counted_on() -> None:
+    half = (LayerShape(attention="int8"), LayerShape(), LayerShape())
+    found = Hand(kv_of(0, half), kv_of(1, half), loss_budget=0.01).demand(170)
+    assert found is not None and (found.lever, found.count) == ("swap", 3)
 
 
 def test_a_swap_that_was_refused_is_not_ordered_again_at_once() -> None:

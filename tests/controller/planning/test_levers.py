@@ -98,6 +98,21 @@ def test_an_instance_is_filled_once_however_many_move_there() -> None:
     assert sum(one.blocks for one in moved) == 40  # 85 may be used, 45 are
 
 
+def test_nothing_moves_for_a_gain_within_the_error_of_its_prediction() -> None:
+    """The queue would be over in 0.3 s: a move gains 0.05 of these for each request."""
+    there = instance("m@w1", used=10, needed=10)
+    assert taken(plan(pressed(tokens_per_s=1600.0, rungs=()), there))[0][0] == "queue"
+    assert taken(plan(pressed(tokens_per_s=400.0, rungs=()), there))[0][0] == "move"
+
+
+def test_a_busy_worker_is_expected_to_swap_by_the_share_that_the_wait_gives_it() -> None:
+    def swapped(**changes: Any) -> float:
+        found = plan(pressed(**changes))
+        return next(one.duration_s for one in found.options if one.lever == "swap")
+
+    assert swapped(tokens_per_s=4800.0, oldest_wait_s=0.0) == pytest.approx(5 * swapped(oldest_wait_s=9.0))
+
+
 def test_a_queue_that_is_soon_over_is_left_alone() -> None:
     found = plan(pressed(needed=101, waiting=1.0, tokens_per_s=16_000.0))
     assert taken(found) == [("queue", ["m@w0"], 0)] and found.meets

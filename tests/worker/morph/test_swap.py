@@ -15,6 +15,7 @@ from bus.precisions import Precision
 from tests.support.engine_toys import Client, continuation, request, run
 from tests.support.morph_toys import PAGE, Rig
 from worker.engine.sequence import Sequence
+from worker.morph.manager import MorphManager
 from worker.morph.swap import halves_text
 from worker.shape.copier import Pace
 
@@ -59,6 +60,22 @@ def fill(rig: Rig, num_free: int = 0) -> Sequence:
 
 def release(rig: Rig, hog: Sequence) -> None:
     rig.engine.cancel([hog.request.request_id])
+
+
+# ------------------------------------------------------------------------------------- the time it takes
+
+
+def test_a_busy_worker_takes_its_time_unless_something_waits_for_the_swap(rig: Rig) -> None:
+    for urgency, goes_on in ((0.0, False), (1.0, True)):
+        hurried = Rig()
+        hurried.executor = MorphManager("w0", {"toy@w0": hurried.target}, step_share=1e-9, copy_share=1e-9)
+        swap(hurried, "int4", layers=[1], urgency=urgency)
+        deadline = time.monotonic() + (5.0 if goes_on else 0.3)
+        while hurried.executor.num_running and time.monotonic() < deadline:
+            hurried.executor.advance(is_busy=True)
+            time.sleep(0.001)
+        assert bool(hurried.executor.num_running) != goes_on
+        hurried.close()
 
 
 # ------------------------------------------------------------------------------------- the way down
