@@ -159,7 +159,8 @@ class Loops:
             self._gateway.morphs.worker_gone(event.subject, int(epoch), how)
         if event.kind == "move_decided" and epoch is not None:
             place = InstanceAddress(event.subject, event.subject.rpartition("@")[2], int(epoch))
-            self._delivery.attempts.move(place, int(event.numbers.get("tokens", 0)))
+            tokens, queued = (int(event.numbers.get(name, 0)) for name in ("tokens", "queued_tokens"))
+            self._delivery.attempts.move(place, tokens, queued)
             self._delivery.flush()
         if event.kind.startswith(("worker_", "epoch_", "policy_", "model_", "deployment_")):
             self._poll_now.set()

@@ -27,7 +27,10 @@ Levers = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveDecision:
-    """Queued requests that gateways take back from an instance, with so many tokens of prompts in all."""
+    """Queued requests that gateways take back from an instance, each its share.
+
+    Of the tokens of prompts that queue there (`queued_tokens`), `tokens` go.
+    """
 
     instance: str
     epoch: int
@@ -60,8 +63,7 @@ def relieve_pressure(
     for group in groups:
         if group.age_s <= freshness.stale_s:
             by_model[group.model].append(group)
-    epochs = {group.instance: group.epochs[0] for there in by_model.values() for group in there}
-    block_tokens = {group.instance: group.block_tokens for there in by_model.values() for group in there}
+    by_name = {group.instance: group for there in by_model.values() for group in there}
     plans = [plan for there in by_model.values() for plan in weigh_pressure(there, rules, costs)]
     moved_s = {name: when for name, when in state.moved_s.items() if at_s < when + MOVE_AGAIN_S}
     moves, taken, withheld = [], dict[str, Levers](), set[str]()
@@ -72,15 +74,16 @@ def relieve_pressure(
             withheld.add(name)
         if "move" in levers and name not in moved_s:
             moved_s[name] = at_s
-            moves.append(_move(plan, epochs[name], block_tokens[name]))
+            moves.append(_move(plan, by_name[name]))
     news = [plan for plan in plans if state.taken.get(plan.subject) != taken[plan.subject]]
     return PressureState(taken=taken, moved_s=moved_s, withheld=frozenset(withheld)), moves, news
 
 
-def _move(plan: LeverPlan, epoch: int, block_tokens: int) -> MoveDecision:
+def _move(plan: LeverPlan, group: Group) -> MoveDecision:
     moved = [one for one in plan.taken if one.lever == "move"]
-    tokens = sum(one.blocks for one in moved) * block_tokens
+    tokens, epoch = sum(one.blocks for one in moved) * group.block_tokens, group.epochs[0]
     to = ", ".join(one.targets[1] for one in moved)
-    numbers: dict[str, Number] = {"epoch": epoch, "tokens": tokens, **costs_of(plan)}
+    numbers: dict[str, Number] = {"epoch": epoch, "tokens": tokens, "queued_tokens": group.queued_tokens}
+    numbers |= costs_of(plan)
     reason = f"{plan.need}: prompts of {tokens} tokens go to {to}; {weighed(plan)}"
     return MoveDecision(instance=plan.subject, epoch=epoch, reason=reason, numbers=numbers)

@@ -67,9 +67,9 @@ class Attempts:
             else:
                 self._place(state)
 
-    def move(self, place: InstanceAddress, num_tokens: int) -> None:
+    def move(self, place: InstanceAddress, num_tokens: int, queued_tokens: int = 0) -> None:
         """Take requests back from the queue of an instance, and place them again where there is room."""
-        for state in self._placement.to_move(place, num_tokens):
+        for state in self._placement.to_move(place, num_tokens, queued_tokens):
             self._recall(state)
         self.place_waiting()
 

@@ -65,14 +65,16 @@ class Placement:
             found += queued[len(queued) - count :]
         return found
 
-    def to_move(self, place: InstanceAddress, num_tokens: int) -> list[RequestState]:
-        """Return the latest short requests queued at an instance, with prompts of about so many tokens.
+    def to_move(self, place: InstanceAddress, num_tokens: int, queued_tokens: int) -> list[RequestState]:
+        """Return this gateway's share of the requests to move: the latest short ones queued at an instance.
 
-        None comes back twice.
+        num_tokens: of prompts, in all. queued_tokens: of all prompts that queue there, also those of other
+        gateways. No request comes back twice.
         """
         queued = [one for one in self._table.at(place) if one.is_sent and not one.is_running]
         candidates = self.candidates(queued[0].request.model) if queued else []
-        found, left = [], num_tokens
+        own_tokens = sum(len(one.request.prompt_token_ids) for one in queued)
+        found, left = list[RequestState](), num_tokens * own_tokens / max(own_tokens, queued_tokens, 1)
         for one in sorted(queued, key=lambda state: -state.request.arrived):
             if left <= 0:
                 break

@@ -679,7 +679,7 @@ def test_the_latest_that_queue_at_an_instance_are_moved_to_another_once() -> Non
     core.look()
     target = states[0].target
     assert target is not None and workers_of(states) == ["w0"] * 6
-    core.delivery.attempts.move(target, 40)
+    core.delivery.attempts.move(target, 80, queued_tokens=160)  # half of them are another gateway's
     assert workers_of(states) == ["w0"] * 4 + ["w1"] * 2
     assert [state.strikes for state in states] == [0] * 6
     for state in states[4:]:

@@ -44,6 +44,7 @@ def judged(
 def test_what_waits_goes_to_an_instance_with_room_and_no_loss_is_taken_meanwhile() -> None:
     state, (move,), (plan,) = judged(worker("w0", 95, 30), worker("w1", 10))
     assert (move.instance, move.epoch, move.numbers["tokens"]) == ("m@w0", 1, 250)
+    assert move.numbers["queued_tokens"] == 300
     assert move.reason.startswith(
         "4 requests wait for 25 KV blocks: prompts of 250 tokens go to m@w1; weighed"
     )
