@@ -13,6 +13,7 @@ from worker.model.layout import ModelPlan, plan_model
 from worker.model.model import DTYPES, Model
 from worker.model.sources import CheckpointWeights, RandomWeights, WeightSource
 from worker.model.weights import ModelWeights, OnProgress, check_budget, reserve_weights, view_mapped
+from worker.profiler.fingerprint import CutPlan, Fingerprint
 
 LoadFormat = Literal["safetensors", "dummy"]
 
@@ -49,6 +50,19 @@ def load_model(
     source: WeightSource = RandomWeights(seed) if load_format == "dummy" else CheckpointWeights(config.folder)
     weights = _load_weights(config, plan, pool, source, progress)
     return Model(config, plan, weights, source)
+
+
+def load_fingerprint(plan: CutPlan, pool: PagePool) -> Fingerprint:
+    """Load a fingerprint. Raises as its methods do, and then frees all its pages."""
+    fingerprint = Fingerprint(plan, pool)
+    try:
+        assert all(fingerprint.map())
+        fingerprint.fill()
+        fingerprint.build()
+    except BaseException:
+        fingerprint.release()
+        raise
+    return fingerprint
 
 
 def _load_weights(

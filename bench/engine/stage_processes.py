@@ -43,7 +43,7 @@ from worker.pipeline.stage_runner import LoadedStage
 from worker.profiler.device_memory import peak_memory
 from worker.profiler.fingerprint import CutPlan
 from worker.profiler.links import ProbeResponder
-from worker.shape.host_images import at_once, writing_half
+from worker.shape.host_images import write_half
 from worker.shape.ranges import VariantRanges
 
 PIPELINE, TIMEOUT_S, START_S = "bench@w0", 60.0, 180.0
@@ -107,7 +107,7 @@ class LocalStage:
             memory.map(0, memory.num_pages)
             tensors = tensors_of(memory, self._plan.quantized[part, precision])
             full = weights.attention if part == "attention" else weights.feed_forward
-            at_once(writing_half(tensors, self._plan.matrices[precision], index, full.tensors))
+            write_half(tensors, self._plan.matrices[precision], index, full.tensors)
         attention, feed_forward = (self._ranges.half((index, part, precision), Shard()) for part in PARTS)
         assert isinstance(attention, Attention) and isinstance(feed_forward, FeedForward)
         return Layer(attention, feed_forward, Shard())

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from bench.common.engines import EngineShape, greedy
+from bench.common.loading import load_fingerprint
 from bus.deployments import Configuration, Intent
 from bus.precisions import Precision
 from worker.engine.core import EngineCore
 from worker.engine.sequence import Limits
 from worker.memory import KVCache, PagePool
 from worker.profiler.device_memory import peak_memory
-from worker.profiler.fingerprint import CutPlan, Fingerprint, load_cut
-from worker.shape.host_images import at_once
+from worker.profiler.fingerprint import CutPlan, Fingerprint
 
 Case = tuple[Configuration, Intent]
 Prompts = Sequence[list[int]]
@@ -137,9 +137,7 @@ class OneDevice:
         """Load the model; `plan` has all its layers, and `intents` are the requests to run."""
         self._plan, self._pool, self._clock = plan, pool, clock
         self._num_layers = plan.config.num_layers
-        self._fingerprint: Fingerprint = at_once(load_cut(plan, pool))
-        for precision in plan.precisions:
-            at_once(self._fingerprint.quantise(precision))
+        self._fingerprint: Fingerprint = load_fingerprint(plan, pool)
         limits = limits_for(intents, shape)
         blocks = limits.max_num_seqs * (1 + -(-limits.max_model_len // limits.block_tokens))
         self._cache = self._make_cache(blocks, limits.block_tokens)

@@ -28,7 +28,7 @@ from worker.memory import CpuBackend, KVCache, MappingFailed, PagePool, VirtualR
 from worker.morph.manager import MorphManager
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
-from worker.shape.copier import CopyJob, MayGoOn
+from worker.shape.copier import CopyJob, Pause
 
 PAGE = 4096
 BLOCK_TOKENS = 4
@@ -74,17 +74,15 @@ class ToyVariants:
         nbytes = self.pages(layer, part, precision) * PAGE
         return CopyJob(nbytes, nbytes, partial(self._copy, (layer, part, precision)))
 
-    def _copy(self, key: Key, may_go_on: MayGoOn) -> None:
+    def _copy(self, key: Key, pause: Pause) -> None:
         view = self.view(key)
         for start in range(0, len(view), PAGE):
             if start + PAGE >= len(view):
                 self._may_fail("copy")
                 while not self.hold.wait(0.002):
-                    if not may_go_on():
-                        return
+                    pause()
             view[start : start + PAGE] = self.image(key)
-            if not may_go_on():
-                return
+            pause()
 
     def check(self, layer: int, part: Part, precision: Precision) -> None:
         self._may_fail("check")

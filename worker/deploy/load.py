@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 from bus.messages import InstanceCard, Number
 from bus.morphs import Deploy, MorphOutcome
 from worker.deploy.kv_sharing import KVHolder, Move, fair_pages, next_lender
-from worker.deploy.loader import GivenUp, MayGoOn, ModelLoader
+from worker.deploy.loader import ModelLoader
 from worker.deploy.model_host import PAGES_AT_ONCE, Claim, HostedModel, ModelHost, holder_of, max_blocks
 from worker.engine.build import MIB, cache_text, canary_steps
 from worker.memory import OutOfBlocks
@@ -22,19 +22,9 @@ from worker.morph.losses import whole_losses
 from worker.morph.run import NotApplied, Run, Steps
 from worker.morph.target import Target
 from worker.morph.variants import layer_pages
-from worker.shape.copier import Copier, Copy, CopyJob
+from worker.shape.copier import Copier, CopyJob, Pause, until_done
 
 log = logging.getLogger("worker")
-
-
-def loading_job(work: Callable[[MayGoOn], None]) -> CopyJob:
-    """Return a job of unknown length for the loading thread, which touches no page of the pool."""
-
-    def run(may_go_on: MayGoOn) -> None:
-        with suppress(GivenUp):
-            work(may_go_on)
-
-    return CopyJob(0, 0, run)
 
 
 class LoadRun(Run):
@@ -143,7 +133,7 @@ class LoadRun(Run):
             yield from self._do(loader.make_images, "images")
         self._total_bytes = sum(piece.nbytes for piece in loader.pieces)
         for piece in loader.pieces:
-            yield from self._copy(self._copier.start(piece.job()))
+            yield from self._fill(piece.job())
             self._stage = self._share_done()
         yield from self._do(loader.check_unchanged, "reading the model's folder")
         for piece in loader.pieces:
@@ -151,25 +141,15 @@ class LoadRun(Run):
             yield True
         yield from self._do(loader.compile, "compiling kernels")
 
-    def _do(self, work: Callable[[MayGoOn], None], stage: str) -> Steps:
+    def _do(self, work: Callable[[Pause], None], stage: str) -> Steps:
+        """Do work of unknown length in the loading thread, which touches no page of the pool."""
         self._stage = stage
-        running = self._copier.start(loading_job(work))
-        try:
-            while not running.is_done:
-                yield False
-        except GeneratorExit:
-            running.abandon()
-            raise
-        running.raise_error()
+        running = self._copier.start(CopyJob(0, 0, work))
+        yield from until_done(running, running.abandon)
 
-    def _copy(self, copy: Copy) -> Steps:
-        try:
-            while not copy.is_done:
-                yield False
-        except GeneratorExit:
-            copy.stop()  # the copy's pages will be unmapped
-            raise
-        copy.raise_error()
+    def _fill(self, job: CopyJob) -> Steps:
+        copy = self._copier.start(job)
+        yield from until_done(copy, copy.stop)  # the copy's pages will be unmapped
         self._bytes += copy.nbytes
         self._copy_s += copy.seconds
 

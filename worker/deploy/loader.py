@@ -39,21 +39,15 @@ from worker.morph.run import NotApplied
 from worker.morph.target import Target
 from worker.morph.variants import NoVariants, Variants, reserve_pages
 from worker.pipeline.split import check_degree, own_part, own_shard
-from worker.shape.copier import CopyJob, source_copy
-from worker.shape.host_images import find_matrices
+from worker.shape.copier import CopyJob, Pause, source_copy
+from worker.shape.host_images import MatrixSource, find_matrices
 from worker.shape.layer_order import half_losses_or_why, load_order
 from worker.shape.ranges import PageMask, build_half, products_of, spans_of
 from worker.shape.variants import LayerVariants
 
-MayGoOn = Callable[[], bool]
-
 log = logging.getLogger(__name__)
 
 MAP_AT_ONCE = 256  # pages: a millisecond on a CPU
-
-
-class GivenUp(Exception):
-    """Raised in the loading thread when it may not go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +76,7 @@ class ModelLoader:
 
     # ----------------------------------------------------------------------------- in the loading thread
 
-    def read(self, may_go_on: MayGoOn) -> None:
+    def read(self, pause: Pause) -> None:
         """Read the folder, but for its weights."""
         command, settings = self.command, self.settings
         if command.precision != "full" and command.precision not in settings.variants:
@@ -117,9 +111,9 @@ class ModelLoader:
             for name, why in self.losses_assumed.items():
                 log.warning("the loss of %s is assumed: %s", name, why)
         self.digest = command.digest or _digest(self.folder)
-        self.check_unchanged(may_go_on)
+        self.check_unchanged(pause)
 
-    def check_unchanged(self, may_go_on: MayGoOn) -> None:
+    def check_unchanged(self, pause: Pause) -> None:
         """Compare the digest again: files replaced meanwhile would make a model of two checkpoints."""
         if (found := _digest(self.folder)) != self.digest:
             raise NotApplied(
@@ -128,29 +122,27 @@ class ModelLoader:
                 f" {self.digest[:12]}; register it again",
             )
 
-    def find_matrices(self, may_go_on: MayGoOn) -> None:
+    def find_matrices(self, pause: Pause) -> None:
         """Find the matrices of the variants below full precision."""
-        wanted = [name for name in PRECISIONS if name in self.settings.variants]
-        self._matrices = {
-            name: find_matrices(self.model.config, self.model.source, name, self.settings.quantization)
-            for name in wanted
-            if may_go_on()
-        }
+        self._matrices: dict[Precision, MatrixSource] = {}
+        model, method = self.model, self.settings.quantization
+        for name in (one for one in PRECISIONS if one in self.settings.variants):
+            self._matrices[name] = find_matrices(model.config, model.source, name, method)
+            pause()
 
-    def make_images(self, may_go_on: MayGoOn) -> None:
+    def make_images(self, pause: Pause) -> None:
         """Make the host's images of all variants, if no worker of the host has made them yet."""
 
         def tell(done: int, total: int) -> None:
             self.images_progress = (
                 f"variants in host memory: {10 * done // total * 10} % of {total / MIB:.0f} MiB"
             )
-            if not may_go_on():
-                raise GivenUp
+            pause()
 
         assert isinstance(self.variants, LayerVariants)
         self.variants.open(Path(self.settings.host_dir), tell)
 
-    def compile(self, may_go_on: MayGoOn) -> None:
+    def compile(self, pause: Pause) -> None:
         bits = [BITS[precision] for precision in self.variants.precisions if precision != "full"]
         compile_kernels(self.model, self.limits, self.pool.backend.device, bits=bits)
         if self.pool.backend.device.type == "cpu":

@@ -132,15 +132,11 @@ class Member:
         self.reshaped(1)
 
     def _fill_all_weights(self) -> None:
-        def goes_on() -> bool:
-            self.on_progress()
-            return True
-
         weights = self.local.weights
         for layer in range(self.local.num_layers):
             if weights.shard(layer) != ALONE:
                 weights.map(layer, ALONE)
-                weights.fill(layer, ALONE)(goes_on)
+                weights.fill(layer, ALONE)(self.on_progress)
                 weights.widen(layer, ALONE)
                 self.on_progress()
 

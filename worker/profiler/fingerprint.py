@@ -6,7 +6,7 @@ device's caches from step to step, so as many are loaded as the caches hold, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,16 +17,16 @@ from kernels import AttentionPlan
 from worker.memory import KVCache, PagePool
 from worker.model import Model, ModelConfig, Segment
 from worker.model.layer import Attention, FeedForward, Layer
-from worker.model.layout import CheckpointTensor, RangePlan, degrees, plan_model
+from worker.model.layout import RangePlan, degrees, plan_model
 from worker.model.shard import Shard
 from worker.model.sources import CheckpointWeights, RandomWeights, WeightSource
-from worker.model.weights import reserve_weights, tensors_of, view_mapped
-from worker.shape.host_images import MatrixSource, Pieces, find_matrices, plan_variants, writing_half
-from worker.shape.ranges import VariantRanges
+from worker.model.weights import LoadedRange, reserve_weights, tensors_of, view_mapped
+from worker.shape.copier import Pause
+from worker.shape.host_images import MatrixSource, find_matrices, plan_variants, write_half
+from worker.shape.ranges import VariantKey, VariantRanges
 
 DEPTHS = (1, 2)
 SHARES = (2,)  # degrees of which one rank's share is measured
-COPY_BYTES = 8 << 20  # bytes of a tensor at a time: some milliseconds
 
 
 class CutPlan:
@@ -118,17 +118,70 @@ class CutPlan:
 
 
 class Fingerprint:
-    """The loaded layers of a `CutPlan`. `use` selects those that run, alone or as rank 0 of a group."""
+    """The layers of a `CutPlan`: `map`, `fill`, `build`; then `use` selects those that run."""
 
-    def __init__(self, plan: CutPlan, model: Model, pool: PagePool) -> None:
-        """Build over the cut `model`, in full precision. Raises MappingFailed."""
-        self.plan, self.model = plan, model
-        self._ranges = VariantRanges(model, pool, plan.quantized)
+    def __init__(self, plan: CutPlan, pool: PagePool) -> None:
+        """Reserve addresses. Raises ModelError and MappingFailed."""
+        plan.source.check([tensor for part in plan.model.ranges() for tensor in part.sources])
+        weights, turns = reserve_weights("fingerprint", plan.model, pool), plan.turns["full"]
+        # A layer that takes turns in fewer bits only shares the full pages of another.
+        for index in range(turns, len(weights.layers)):
+            weights.layers[index].attention.memory.release()
+            weights.layers[index].feed_forward.memory.release()
+            weights.layers[index] = weights.layers[index % turns]
+        self.plan, self.model = plan, Model(plan.config, plan.model, weights, plan.source)
+        try:
+            self._ranges = VariantRanges(self.model, pool, plan.quantized)
+        except BaseException:
+            self.model.release()
+            raise
+        full = dict[int, tuple[LoadedRange, RangePlan]]()
+        for loaded, part in zip(weights.ranges(), plan.model.ranges(), strict=True):
+            full.setdefault(id(loaded), (loaded, part))
+        self._full = list(full.values())
         self._group: SilentGroup | None = None
         self._layers: dict[tuple[Precision, int], list[Layer]] = {}
-        self._take("full")
-        self._used: tuple[list[Layer], int] = self._layers["full", 1], plan.depths[-1]
+        self._used: tuple[list[Layer], int] = [], 0
         self._next = 0
+
+    def map(self) -> Iterator[bool]:
+        """Map all pages, a range at a time, in the engine's thread. Raises OutOfPages and MappingFailed."""
+        for loaded, part in self._full:
+            loaded.memory.map(0, loaded.memory.num_pages)
+            view_mapped(loaded, part)
+            yield True
+        for variant in self._below_full():
+            memory = self._ranges.memory(variant)
+            memory.map(0, memory.num_pages)
+            yield True
+
+    def fill(self, say: Callable[[str], None] = lambda progress: None, pause: Pause = lambda: None) -> None:
+        """Fill the pages, in any thread. Reads only the tensors of these layers. Raises ModelError."""
+        plan = self.plan
+        say("loading")
+        for loaded, part in self._full:
+            for tensor in part.sources:
+                plan.source.fill(tensor.target(loaded.tensors), tensor)
+                pause()
+        for variant in self._below_full():
+            index, part_name, precision = variant
+            say(f"making {precision}")
+            weights = self.model.weights[index]
+            tensors = tensors_of(self._ranges.memory(variant), plan.quantized[part_name, precision])
+            full = weights.attention if part_name == "attention" else weights.feed_forward
+            write_half(tensors, plan.matrices[precision], index, full.tensors, pause)
+
+    def build(self) -> None:
+        """Build the layers over their pages, once these are filled."""
+        self.model.complete()
+        for precision in self.plan.turns:
+            self._take(precision)
+        self.use(self.plan.depths[-1], "full")
+
+    def _below_full(self) -> Iterator[VariantKey]:
+        for precision in self.plan.precisions:
+            for index in range(self.plan.turns[precision]):
+                yield from ((index, part, precision) for part in PARTS)
 
     def use(self, num_layers: int, precision: Precision, tp: int = 1) -> None:
         """Select the layers of the next steps. tp above 1 (`CutPlan.shares`) selects rank 0's share."""
@@ -154,20 +207,8 @@ class Fingerprint:
     def shape(self) -> list[LayerShape]:
         return self.model.shape()
 
-    def quantise(self, precision: Precision) -> Pieces[None]:
-        """Make the layers' halves of one precision. Raises OutOfPages, MappingFailed, ModelError."""
-        for index in range(self.plan.turns[precision]):
-            weights = self.model.weights[index]
-            for part in PARTS:
-                memory = self._ranges.memory((index, part, precision))
-                memory.map(0, memory.num_pages)
-                tensors = tensors_of(memory, self.plan.quantized[part, precision])
-                full = weights.attention if part == "attention" else weights.feed_forward
-                yield from writing_half(tensors, self.plan.matrices[precision], index, full.tensors)
-        self._take(precision)
-
     def _take(self, precision: Precision) -> None:
-        """Build the layers over what is mapped now.
+        """Build the layers of one precision.
 
         A rank's are other views of the same pages. The parts of all ranks take turns as rank 0's: its own
         alone would stay in the caches.
@@ -191,46 +232,6 @@ class Fingerprint:
         """Free every page."""
         self._ranges.release()
         self.model.release()
-
-
-def load_cut(plan: CutPlan, pool: PagePool) -> Pieces[Fingerprint]:
-    """Load a fingerprint in full precision, reading only the tensors of its layers, embedding and head.
-
-    Frees all pages if it fails or is closed. Raises ModelError, OutOfPages, MappingFailed.
-    """
-    plan.source.check([tensor for part in plan.model.ranges() for tensor in part.sources])
-    weights, turns = reserve_weights("fingerprint", plan.model, pool), plan.turns["full"]
-    try:
-        # A layer that takes turns in fewer bits only shares the full pages of another.
-        for index in range(turns, len(weights.layers)):
-            weights.layers[index].attention.memory.release()
-            weights.layers[index].feed_forward.memory.release()
-            weights.layers[index] = weights.layers[index % turns]
-        for loaded, part in zip(weights.ranges(), plan.model.ranges(), strict=True):
-            if loaded.memory.num_mapped:
-                continue
-            loaded.memory.map(0, loaded.memory.num_pages)
-            view_mapped(loaded, part)
-            for tensor in part.sources:
-                yield from _fill(tensor.target(loaded.tensors), tensor, plan.source)
-        return Fingerprint(plan, Model(plan.config, plan.model, weights, plan.source), pool)
-    except BaseException:
-        weights.release()
-        raise
-
-
-def _fill(target: torch.Tensor, source: CheckpointTensor, weights: WeightSource) -> Pieces[None]:
-    """Fill the target as `weights.fill` does, a checkpoint's some rows at a time."""
-    if not isinstance(weights, CheckpointWeights):
-        weights.fill(target, source)
-        yield
-        return
-    stored = weights.read(source.tensor)
-    rows = max(1, COPY_BYTES * stored.shape[0] // max(1, stored.nbytes))
-    into = target.T if source.is_transposed else target
-    for first in range(0, stored.shape[0], rows):
-        into[first : first + rows].copy_(stored[first : first + rows])
-        yield
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from worker.profiler.fingerprint import CutPlan
 from worker.profiler.grid import MAX_ROUNDS, ROUNDS, Grid, Point
 from worker.profiler.links import kinds_with, measure_links
 from worker.profiler.profiler import LentPages, Profiler
+from worker.shape.copier import Copier
 from worker.shape.layer_order import losses
 
 log = logging.getLogger("worker")
@@ -57,6 +58,7 @@ class Measurer:
     pool: PagePool
     settings: WorkerSettings
     lent: LentPages | None = None  # beside the free pages
+    copier: Copier = field(default_factory=lambda: Copier(lambda: None))
     max_rounds: int = MAX_ROUNDS
 
     @property
@@ -93,7 +95,9 @@ class Measurer:
         config = read_config(Path(command.path))
         plan, grid = self._plan(command, config), self._grid(command, config)
         max_pages, probe = command.max_bytes // self.pool.page_bytes, self._probe(command, plan)
-        return Profiler(plan, grid, self.pool, lent=self.lent, max_pages=max_pages, probe=probe)
+        return Profiler(
+            plan, grid, self.pool, copier=self.copier, lent=self.lent, max_pages=max_pages, probe=probe
+        )
 
     def _probe(self, command: Measure, plan: CutPlan) -> Callable[[], list[LinkSample]] | None:
         """Return the function that measures links, or None without a peer."""
@@ -189,7 +193,9 @@ class Measurer:
 
 def measurer_of(model_host: ModelHost) -> Measurer:
     """Return the measurer of a worker that serves."""
-    return Measurer(model_host.pool, model_host.settings, LentPages(model_host))
+    settings = model_host.settings
+    copier = model_host.morphs.make_copier(settings.morph_share)
+    return Measurer(model_host.pool, settings, LentPages(model_host), copier)
 
 
 def _points(command: Measure) -> list[Point]:

@@ -6,30 +6,26 @@ communication apart (`links`).
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TypeVar
+from functools import partial
 
 import torch
 
 import kernels
 from bus.deployments import LatencySample, LinkSample, MemorySample, Profile
 from bus.precisions import BITS
-from kernels.cores import on_every_core
 from worker.deploy.kv_sharing import fair_pages, gift, next_lender
 from worker.deploy.model_host import PAGES_AT_ONCE, ModelHost, holder_of
 from worker.engine.core import EngineCore
 from worker.memory import KVCache, PagePool
-from worker.profiler.fingerprint import CutPlan, load_cut
+from worker.profiler.fingerprint import CutPlan, Fingerprint
 from worker.profiler.grid import Grid
 from worker.profiler.requests import Requests
-from worker.shape.host_images import Pieces
+from worker.shape.copier import Copier, CopyJob, Pause, until_done
 
-T = TypeVar("T")
 ProfileSteps = Generator[bool, None, None]  # the type of `Run.steps`: False waits for another thread
 
 
@@ -41,6 +37,7 @@ class Profiler:
     grid: Grid
     pool: PagePool
     _: KW_ONLY
+    copier: Copier = field(default_factory=lambda: Copier(lambda: None))  # works beside the steps
     lent: LentPages | None = None  # beside the free pages
     max_pages: int = 0  # the most to take; 0: what is available
     probe: Callable[[], list[LinkSample]] | None = None  # measures links in a thread (`links.measure_links`)
@@ -109,18 +106,19 @@ class Profiler:
                 f" {available * mib:.1f} ({available}) are available"
             )
         self._say("compiling kernels")
-        yield from _in_thread("fingerprint-warm-up", self._warm_up)
+        yield from self._do(self._warm_up)
         with ExitStack() as undo:
             if self.lent:
                 undo.callback(self.lent.give_back)
                 self._say("making room")
                 yield from self.lent.make(self.num_pages)
-            self._say("loading")
-            fingerprint = yield from _paced(load_cut(plan, pool))
+            fingerprint = Fingerprint(plan, pool)
             undo.callback(fingerprint.release)
-            for precision in plan.precisions:
-                self._say(f"making {precision}")
-                yield from _paced(fingerprint.quantise(precision))
+            yield from fingerprint.map()
+            filling = self.copier.start(CopyJob(0, 0, partial(fingerprint.fill, self._say)))
+            yield from until_done(filling, filling.stop)
+            self.seconds += filling.seconds
+            fingerprint.build()
             config = plan.config
             cache = KVCache(
                 pool,
@@ -146,10 +144,19 @@ class Profiler:
         if self.probe:
             self._say("links between workers")
             began = self.clock()
-            self.links = yield from _in_thread("links", self.probe)
+            yield from self._do(self._measure_links)
             self.seconds += 2 * (self.clock() - began)  # two devices
 
-    def _warm_up(self) -> None:
+    def _do(self, work: Callable[[Pause], None]) -> ProfileSteps:
+        """Do work that touches no page in the copying thread."""
+        running = self.copier.start(CopyJob(0, 0, work))
+        yield from until_done(running, running.abandon)
+
+    def _measure_links(self, pause: Pause) -> None:
+        assert self.probe
+        self.links = self.probe()
+
+    def _warm_up(self, pause: Pause) -> None:
         """Compile the kernels for the fingerprint's shapes; it can take a minute."""
         config = self.plan.config
         if self.pool.backend.device.type == "cuda":
@@ -184,34 +191,6 @@ class Profiler:
     def _kv_pages(self) -> int:
         """The KV pages of one layer."""
         return self.pool.pages_for(self.grid.num_blocks * self._block_bytes)
-
-
-def _in_thread(name: str, work: Callable[[], T]) -> Generator[bool, None, T]:
-    """Run `work` in a thread, and yield False until it ends. Return or raise what it does."""
-    result = Future[T]()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:  # noqa: BLE001 raised again in the engine's thread
-            result.set_exception(error)
-
-    with on_every_core():
-        threading.Thread(target=run, name=name, daemon=True).start()
-    while not result.done():
-        yield False
-    return result.result()
-
-
-def _paced(pieces: Pieces[T]) -> Generator[bool, None, T]:
-    """Yield True after each piece: another may follow at once."""
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as end:
-            made: T = end.value
-            return made
-        yield True
 
 
 class NotEnoughPages(Exception):

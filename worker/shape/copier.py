@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -22,7 +22,11 @@ from worker.shape.checks import CheckedPages, row_sums
 STOP_S = 10.0  # a chunk takes milliseconds: a copy that needs longer to stop is stuck
 
 
-MayGoOn = Callable[[], bool]
+Pause = Callable[[], object]  # called after each chunk of milliseconds; raises GivenUp if no other may follow
+
+
+class GivenUp(Exception):
+    """Raised within a job that is stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +35,10 @@ class CopyJob:
 
     nbytes: int
     read_bytes: int  # bytes read in order to write `nbytes`: the measure of its time
-    copy: Callable[[MayGoOn], None]  # copies in chunks of milliseconds, while `may_go_on`
+    copy: Callable[[Pause], None]  # copies in chunks of milliseconds
 
-    def __call__(self, may_go_on: MayGoOn) -> None:
-        self.copy(may_go_on)
+    def __call__(self, pause: Pause) -> None:
+        self.copy(pause)
 
 
 class Copy:
@@ -91,16 +95,18 @@ class Copy:
             self._is_running = True
         began = time.perf_counter()
 
-        def may_go_on() -> bool:
+        def pause() -> None:
             nonlocal began
             took = time.perf_counter() - began
             self.seconds += took
             rest(took, share, self._stopping)
             began = time.perf_counter()
-            return not self._stopping.is_set()
+            if self._stopping.is_set():
+                raise GivenUp
 
         try:
-            self._job(may_go_on)
+            with suppress(GivenUp):
+                self._job(pause)
             self.last_s = time.perf_counter() - began
             self.seconds += self.last_s
         except BaseException as error:  # noqa: BLE001 the engine's thread raises it
@@ -119,6 +125,17 @@ def rest(took_s: float, share: Callable[[], float], stopping: threading.Event) -
         left_s = took_s * (1 / share() - 1) - (time.perf_counter() - began)
         if left_s <= 0 or stopping.wait(min(left_s, REST_S)):
             return
+
+
+def until_done(copy: Copy, leave: Callable[[], None]) -> Generator[bool, None, None]:
+    """Yield False until the copy is done, and raise its error. `leave`: called if this is closed before."""
+    try:
+        while not copy.is_done:
+            yield False
+    except GeneratorExit:
+        leave()
+        raise
+    copy.raise_error()
 
 
 class Copier:
@@ -174,7 +191,8 @@ class Copier:
                 self._num_ended += 1
                 self._end.notify_all()
             self._on_done()
-            rest(copy.last_s, self._share, self._closing)  # only now: the engine need not wait for it
+            if copy.nbytes:  # else it rests in its pauses alone: a compiler can take a minute
+                rest(copy.last_s, self._share, self._closing)  # only now: the engine need not wait for it
 
 
 # The weight of older work falls by this factor with each piece: after ten of a size a tenth is left.
@@ -280,15 +298,15 @@ def host_copy(
     pages = CheckedPages(what, target, image.numel(), sums, _ADVICE)
     chunk_bytes = _CPU_CHUNK_BYTES if device.type == "cpu" else _CUDA_CHUNK_BYTES
 
-    def copy(may_go_on: MayGoOn) -> None:
+    def copy(pause: Pause) -> None:
         chunks = [
             (first, min(first + chunk_bytes, end))
             for begin, end in spans
             for first in range(begin, end, chunk_bytes)
         ]
         for number, (first, end) in enumerate(chunks):
-            if number and not may_go_on():
-                return
+            if number:
+                pause()
             pages.put(first, image[first:end])
 
     nbytes = sum(end - begin for begin, end in spans)
@@ -305,30 +323,24 @@ def source_copy(
 ) -> CopyJob:
     """Return a job that lays out a half from the checkpoint and copies `spans` as `host_copy` does.
 
-    It asks after each tensor, some tens of MiB, too, and also raises ModelError.
+    It pauses after each tensor, some tens of MiB, too, and also raises ModelError.
     """
 
-    def copy(may_go_on: MayGoOn) -> None:
+    def copy(pause: Pause) -> None:
         where = device if source.depends_on_device else torch.device("cpu")
-        with suppress(_CopyStopped):
-            image = lay_out(plan, source, where, may_go_on).cpu()
-            host_copy(what, image, row_sums(image), target, device, spans)(may_go_on)
+        image = lay_out(plan, source, where, pause).cpu()
+        host_copy(what, image, row_sums(image), target, device, spans)(pause)
 
     return CopyJob(sum(end - begin for begin, end in spans), plan.nbytes, copy)
 
 
-class _CopyStopped(Exception):
-    """The copy may not go on."""
-
-
 def lay_out(
-    plan: RangePlan, source: WeightSource, device: torch.device, may_go_on: MayGoOn = lambda: True
+    plan: RangePlan, source: WeightSource, device: torch.device, pause: Pause = lambda: None
 ) -> torch.Tensor:
     """Return uint8 [plan.nbytes] in full precision, as it lies in a model's pages."""
     laid_out = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device)
     tensors = tensors_in(laid_out, plan)
     for each in plan.sources:
         source.fill(each.target(tensors), each)
-        if not may_go_on():
-            raise _CopyStopped
+        pause()
     return laid_out

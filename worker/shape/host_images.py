@@ -8,8 +8,8 @@ Full precision is copied out of the loaded ranges. A quantised half is arranged 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -32,13 +32,11 @@ from worker.model.quantized_sets import (
 )
 from worker.model.sources import CheckpointWeights, WeightSource, checkpoint_digest
 from worker.model.weights import Tensors
+from worker.shape.copier import Pause
 
 # Elements that are rounded at a time: temporaries then stay in caches (measured on two cores: 8 ns an
 # element; with 2^24 at a time 20).
 _ROUNDED_ELEMENTS = 1 << 20
-
-T = TypeVar("T")
-Pieces = Generator[None, None, T]  # yields between pieces of work of some milliseconds, returns the result
 
 
 class MatrixSource(Protocol):
@@ -49,7 +47,7 @@ class MatrixSource(Protocol):
     group: int
     has_input_scale: bool
 
-    def read(self, layer: int, product: str, full: Tensors) -> Pieces[list[QuantizedMatrix]]:
+    def read(self, layer: int, product: str, full: Tensors, pause: Pause) -> list[QuantizedMatrix]:
         """Read the matrices of one of `INPUTS`, in its order. full: the half's tensors in full precision."""
 
 
@@ -65,12 +63,12 @@ class SetMatrices:
         self.method, self.group = stored.info.method, stored.info.group
         self.name = f"{stored.path.name} {hashlib.sha256(repr(contents).encode()).hexdigest()}"
 
-    def read(self, layer: int, product: str, full: Tensors) -> Pieces[list[QuantizedMatrix]]:
+    def read(self, layer: int, product: str, full: Tensors, pause: Pause) -> list[QuantizedMatrix]:
         shapes, made = matrix_shapes(self._config), []
         for name in INPUTS[product]:
             stored = matrix_name(self._config.first_layer + layer, name)
             made.append(self._stored.matrix(stored, shapes[name]))
-            yield
+            pause()
         return made
 
 
@@ -82,18 +80,15 @@ class RoundedMatrices:
         self.method, self.group, self.has_input_scale = "rtn", ENTRIES[precision].group, False
         self.name = f"rounded to {self._bits} bits in groups of {self.group}"
 
-    def read(self, layer: int, product: str, full: Tensors) -> Pieces[list[QuantizedMatrix]]:
-        made = []
-        for matrix in dense_matrices(self._config, product, full):
-            made.append((yield from self._round(matrix)))
-        return made
+    def read(self, layer: int, product: str, full: Tensors, pause: Pause) -> list[QuantizedMatrix]:
+        return [self._round(matrix, pause) for matrix in dense_matrices(self._config, product, full)]
 
-    def _round(self, matrix: torch.Tensor) -> Pieces[QuantizedMatrix]:
+    def _round(self, matrix: torch.Tensor, pause: Pause) -> QuantizedMatrix:
         rows = max(1, _ROUNDED_ELEMENTS // matrix.shape[1])
         made = []
         for part in matrix.split(rows):
             made.append(round_to_nearest(part, self._bits, self.group))
-            yield
+            pause()
         return QuantizedMatrix(
             codes=torch.cat([part.codes for part in made]),
             scales=torch.cat([part.scales for part in made]),
@@ -155,31 +150,17 @@ def plan_variants(
     return made
 
 
-def write_half(target: Tensors, matrices: MatrixSource, layer: int, full: Tensors) -> None:
+def write_half(
+    target: Tensors, matrices: MatrixSource, layer: int, full: Tensors, pause: Pause = lambda: None
+) -> None:
     """Fill the views of a quantised half, which hold zeros."""
-    at_once(writing_half(target, matrices, layer, full))
-
-
-def writing_half(target: Tensors, matrices: MatrixSource, layer: int, full: Tensors) -> Pieces[None]:
-    """Fill a half as `write_half` does, in pieces between the steps of an engine."""
     products = [product for product in INPUTS if f"{product}.codes" in target]
     for product in products:
-        made = yield from matrices.read(layer, product, full)
-        _write_product(target, product, made)
-        yield
+        _write_product(target, product, matrices.read(layer, product, full, pause))
+        pause()
     for name, kept in target.items():
         if name.partition(".")[0] not in products:
             kept.copy_(full[name])
-
-
-def at_once(pieces: Pieces[T]) -> T:
-    """Run all pieces and return their result."""
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as end:
-            made: T = end.value
-            return made
 
 
 def _write_product(target: Tensors, product: str, matrices: Sequence[QuantizedMatrix]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from worker.shape.copier import IDLE_TURN_S, URGENT_TURN_S, Copier, CopyJob, MayGoOn, Pace
+from worker.shape.copier import IDLE_TURN_S, URGENT_TURN_S, Copier, CopyJob, Pace, Pause
 
 
 def test_the_rest_after_a_copy_delays_the_next_one_alone_and_ends_when_it_becomes_urgent() -> None:
     share, done = 1e-9, list[str]()
 
     def job(name: str) -> CopyJob:
-        def copy(may_go_on: MayGoOn) -> None:
+        def copy(pause: Pause) -> None:
             done.append(name)
 
         return CopyJob(1, 1, copy)

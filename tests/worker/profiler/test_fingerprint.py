@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.common.loading import load_model
+from bench.common.loading import load_fingerprint, load_model
 from bench.common.oracles import make_oracle
 from bus.deployments import LinkSample, MemorySample
 from bus.messages import PARTS
@@ -24,11 +24,10 @@ from worker.model import read_config
 from worker.model.shard import Shard
 from worker.model.sources import CheckpointWeights
 from worker.profiler.device_memory import peak_memory
-from worker.profiler.fingerprint import CutPlan, load_cut
+from worker.profiler.fingerprint import CutPlan
 from worker.profiler.grid import Grid, Point, is_settled
 from worker.profiler.measurer import with_shapes
 from worker.profiler.profiler import NotEnoughPages, Profiler
-from worker.shape.host_images import at_once
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +68,7 @@ def test_of_the_checkpoint_only_tensors_of_the_first_layers_are_read(
 
     monkeypatch.setattr(CheckpointWeights, "read", seen)
     pool = make_pool()
-    fingerprint = at_once(load_cut(plan_of(folder, ["full"]), pool))
+    fingerprint = load_fingerprint(plan_of(folder, ["full"]), pool)
     layers = {name.split(".")[2] for name in names if name.startswith("model.layers.")}
     assert layers == {"0", "1"}
     assert len(names) == len(set(names)) == 2 * 9 + 3
@@ -81,7 +80,7 @@ def test_of_the_checkpoint_only_tensors_of_the_first_layers_are_read(
 @pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
 def test_one_and_two_layers_compute_what_those_layers_of_the_model_do(folder: Path, load_format: Any) -> None:
     pool = make_pool()
-    fingerprint = at_once(load_cut(plan_of(folder, load_format=load_format), pool))
+    fingerprint = load_fingerprint(plan_of(folder, load_format=load_format), pool)
     for num_layers in (2, 1):
         runner = Runner(folder, load_format=load_format, layers=(0, num_layers))
         tokens = {0: [5, 9, 200, 7]}
@@ -98,10 +97,9 @@ def test_one_and_two_layers_compute_what_those_layers_of_the_model_do(folder: Pa
 
 def test_halves_of_fewer_bits_are_those_that_a_swap_would_bring(folder: Path, tmp_path: Path) -> None:
     pool = make_pool()
-    fingerprint = at_once(load_cut(plan_of(folder), pool))
+    fingerprint = load_fingerprint(plan_of(folder), pool)
     swapped = Morphing(folder, tmp_path)
     for precision in QUANTIZED:
-        at_once(fingerprint.quantise(precision))
         for layer, part in itertools.product((0, 1), PARTS):
             swapped.variants.map(layer, part, precision)
             swapped.variants.copy_job(layer, part, precision)(lambda: True)
@@ -121,8 +119,7 @@ def test_layers_that_caches_would_hold_take_turns(folder: Path) -> None:
     plan = plan_of(folder, ("full", "int4"), cache_bytes=3 * of_layer)
     assert plan.turns == {"full": 3, "int4": 5}
     pool = make_pool()
-    fingerprint = at_once(load_cut(plan, pool))
-    at_once(fingerprint.quantise("int4"))
+    fingerprint = load_fingerprint(plan, pool)
     assert pool.num_pages - pool.num_free == plan.num_pages
     for precision, turns in plan.turns.items():
         fingerprint.use(1, precision)
@@ -239,8 +236,7 @@ def test_two_ranks_have_more_activations_than_one_worker_and_less_each(folder: P
 @pytest.mark.parametrize("precision", ["full", "int4"])
 def test_what_ranks_make_adds_up_to_what_the_layers_do(folder: Path, precision: Precision) -> None:
     pool = make_pool()
-    fingerprint = at_once(load_cut(plan_of(folder, max_tp=2), pool))
-    at_once(fingerprint.quantise(precision)) if precision != "full" else None
+    fingerprint = load_fingerprint(plan_of(folder, max_tp=2), pool)
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
     fingerprint.use(2, precision)
     whole = [layer.feed_forward(x) for layer in fingerprint.model.layers]

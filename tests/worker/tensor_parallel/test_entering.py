@@ -21,6 +21,7 @@ from worker.morph.run import NotApplied
 from worker.parallel.grouping import Grouping
 from worker.parallel.proposal import Proposal
 from worker.parallel.transform import TransformRun
+from worker.shape.copier import Pause
 
 model, folder = model_fixtures(num_hidden_layers=2)
 
@@ -169,12 +170,12 @@ def test_taking_all_weights_back_is_no_hang_however_long_it_takes(folder: Path) 
         thread, weights = each[0].thread, each[0].grouping.local.weights
         fill, since_progress, busy = weights.fill, list[float](), list[float]()
 
-        def slow(layer: int, shard: Shard) -> Callable[[Callable[[], bool]], None]:
-            def job(may_go_on: Callable[[], bool]) -> None:
-                fill(layer, shard)(may_go_on)
+        def slow(layer: int, shard: Shard) -> Callable[[Pause], None]:
+            def job(pause: Pause) -> None:
+                fill(layer, shard)(pause)
                 for _ in range(4):
                     time.sleep(0.1)
-                    may_go_on()
+                    pause()
                     since_progress.append(thread.step_seconds())
                     busy.append(thread.busy_seconds())
 
