@@ -17,19 +17,18 @@ import numpy as np
 import torch
 
 from kernels import calls
-from kernels.cpu.attention_call import FEW, LAYOUT, ROWS, SPAN, aligned, unpack
+from kernels.cpu.attention_call import FEW, LAYOUT, ROWS, SPAN, AttentionCall, aligned
 from kernels.cpu.attention_few import attend_few
 from kernels.cpu.attention_many import attend_many
-from kernels.cpu.simd import KINDS, LANES, address_of, read_i32
+from kernels.cpu.simd import KINDS, LANES, read_i32, words
 from kernels.cpu.team import Kernel, next_item
 from kernels.plan import AttentionPlan
 
 
 def _attend(kind):
-    params = address_of(kind)
-    a = unpack(params)
+    a = AttentionCall(*words(kind, LAYOUT))
     buffer, scratch = aligned(a.head_dim * ROWS * 2 + (SPAN + 4) * ROWS)
-    item = next_item(params)
+    item = next_item(kind)
     while item >= 0:
         entry = a.items + item // a.num_kv_heads * 8
         seq, first_row = read_i32(entry), read_i32(entry + 4)
@@ -38,7 +37,7 @@ def _attend(kind):
             attend_few(a, kind, seq, item % a.num_kv_heads, scratch)
         else:
             attend_many(a, kind, seq, item % a.num_kv_heads, first_row, scratch)
-        item = next_item(params)
+        item = next_item(kind)
     buffer[0] = 0  # keeps the buffer alive to here
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kernels.cpu.compiled import compiled
-from kernels.cpu.simd import LANES, read_f64, read_i32, read_i64
+from kernels.cpu.simd import LANES, read_i32
 
 FEW = 8  # rows; more than this and transposing the queries pays
 ROWS = 48  # rows of a prefill item: three vectors, so that an 8 x 3 tile of scores fills 24 registers
@@ -49,18 +49,6 @@ class AttentionCall(NamedTuple):
 
 
 LAYOUT = "q" * (len(AttentionCall._fields) - 1) + "d"
-
-
-@compiled
-def unpack(params):
-    w = params + 16
-    return AttentionCall(
-        read_i64(w), read_i64(w + 8), read_i64(w + 16), read_i64(w + 24), read_i64(w + 32),
-        read_i64(w + 40), read_i64(w + 48), read_i64(w + 56), read_i64(w + 64), read_i64(w + 72),
-        read_i64(w + 80), read_i64(w + 88), read_i64(w + 96), read_i64(w + 104), read_i64(w + 112),
-        read_i64(w + 120), read_i64(w + 128), read_i64(w + 136), read_i64(w + 144), read_i64(w + 152),
-        read_i64(w + 160), read_i64(w + 168), read_f64(w + 176),
-    )  # fmt: skip
 
 
 @compiled

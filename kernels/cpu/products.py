@@ -22,7 +22,7 @@ from kernels.cpu.attention_call import aligned
 from kernels.cpu.choice import TABLE, Form, KernelName
 from kernels.cpu.compiled import compiled
 from kernels.cpu.products_few import can_multiply, few, few_t
-from kernels.cpu.simd import KINDS, LANES, address_of, read_i64, vsplat, vstore
+from kernels.cpu.simd import KINDS, LANES, vsplat, vstore, words
 from kernels.cpu.team import Kernel, next_item
 from kernels.cpu.tile import tile, transpose
 
@@ -33,6 +33,7 @@ MOST_LANES = 64  # tokens at once with weights [N, K]: four vectors
 PANEL = 4 * LANES  # outputs of one work item with weights [K, N]
 MOST_TOKENS = 96  # of such an item
 DEPTH = 128  # inputs at a time: with the panel they stay in the first-level cache
+LAYOUT = "q" * 10  # of the words of either kernel
 
 
 @compiled
@@ -95,14 +96,10 @@ def _multiply(kind):
     Words: x and its row stride, w, its row stride and that of its matrices, out and its row stride, tokens,
     inputs, outputs of a matrix.
     """
-    p = address_of(kind)
-    x, x_row = read_i64(p + 16), read_i64(p + 24)
-    w, w_row, w_matrix = read_i64(p + 32), read_i64(p + 40), read_i64(p + 48)
-    out, out_row, tokens = read_i64(p + 56), read_i64(p + 64), read_i64(p + 72)
-    inputs, outputs = read_i64(p + 80), read_i64(p + 88)
+    x, x_row, w, w_row, w_matrix, out, out_row, tokens, inputs, outputs = words(kind, LAYOUT)
     items = (outputs + ITEM_OUTPUTS - 1) // ITEM_OUTPUTS  # work items of a matrix
     lanes = (tokens + LANES - 1) // LANES * LANES
-    item = next_item(p)
+    item = next_item(kind)
     if item < 0:
         return
     buffer, turned = aligned((inputs + ITEM_OUTPUTS) * lanes)
@@ -115,7 +112,7 @@ def _multiply(kind):
         clear(sums, rows * lanes)
         multiply_rows(rows, inputs, w + matrix * w_matrix + first * w_row, w_row, turned, lanes, sums)
         turn_back(sums, lanes, rows, tokens, out + (matrix * outputs + first) * 4, out_row)
-        item = next_item(p)
+        item = next_item(kind)
     buffer[0] = 0  # keeps the buffer alive to here
 
 
@@ -147,12 +144,9 @@ def _multiply_t(kind):
     Words: x and its row stride, w and its row stride, out and its row stride, tokens, tokens of an item,
     inputs, outputs.
     """
-    p = address_of(kind)
-    x, x_row, w, w_row = read_i64(p + 16), read_i64(p + 24), read_i64(p + 32), read_i64(p + 40)
-    out, out_row, tokens, block = read_i64(p + 48), read_i64(p + 56), read_i64(p + 64), read_i64(p + 72)
-    inputs, outputs = read_i64(p + 80), read_i64(p + 88)
+    x, x_row, w, w_row, out, out_row, tokens, block, inputs, outputs = words(kind, LAYOUT)
     panels = (outputs + PANEL - 1) // PANEL
-    item = next_item(p)
+    item = next_item(kind)
     while item >= 0:
         first, n = item // panels * block, item % panels * PANEL
         present, width = min(block, tokens - first), min(PANEL, outputs - n)
@@ -162,11 +156,11 @@ def _multiply_t(kind):
         for k in range(0, inputs, DEPTH):
             a, b = x + first * x_row + k * 4, w + k * w_row + n * 4
             _panel(width // LANES, present, min(DEPTH, inputs - k), a, x_row, b, w_row, c, out_row)
-        item = next_item(p)
+        item = next_item(kind)
 
 
-MULTIPLY = Kernel(_multiply, "q" * 10)
-MULTIPLY_T = Kernel(_multiply_t, "q" * 10)
+MULTIPLY = Kernel(_multiply, LAYOUT)
+MULTIPLY_T = Kernel(_multiply_t, LAYOUT)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

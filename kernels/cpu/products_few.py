@@ -20,7 +20,7 @@ from kernels.cpu.attention_call import aligned
 from kernels.cpu.choice import MOST_FEW
 from kernels.cpu.compiled import compiled
 from kernels.cpu.few_tile import columns, dots
-from kernels.cpu.simd import KINDS, LANES, address_of, read_i64, vload, vsplat, vstore
+from kernels.cpu.simd import KINDS, LANES, vload, vsplat, vstore, words
 from kernels.cpu.team import Kernel, next_item
 
 F32 = np.float32
@@ -31,6 +31,7 @@ LEAST_BYTES = 32768  # weights of such an item
 RUN = 128  # inputs of an item with weights [K, N], at least
 RUNS = 64  # items with weights [K, N], at most: each adds a row of sums for each token
 REDUCED = 512  # outputs of an item of the second kernel
+DOTS, SUMS, REDUCTION = "q" * 15, "q" * 10, "q" * 8  # layouts of words
 
 
 @compiled
@@ -90,14 +91,12 @@ def _dot_items(kind, x_kind, widens):
     Words: x and its row stride; w, its row stride and that of its matrices; bias and its step; out and its
     row stride; tokens, inputs, outputs of a matrix, rows of an item, bytes of an element, 1 if by row.
     """
-    p = address_of(kind)
-    x, x_row = read_i64(p + 16), read_i64(p + 24)
-    w, w_row, w_matrix = read_i64(p + 32), read_i64(p + 40), read_i64(p + 48)
-    bias, bias_step, out, out_row = read_i64(p + 56), read_i64(p + 64), read_i64(p + 72), read_i64(p + 80)
-    tokens, inputs, outputs = read_i64(p + 88), read_i64(p + 96), read_i64(p + 104)
-    step, size, by_row = read_i64(p + 112), read_i64(p + 120), read_i64(p + 128)
+    (
+        x, x_row, w, w_row, w_matrix, bias, bias_step, out, out_row, tokens, inputs, outputs, step, size,
+        by_row
+    ) = words(kind, DOTS)  # fmt: skip
     items = (outputs + step - 1) // step  # work items of a matrix
-    item = next_item(p)
+    item = next_item(kind)
     if item < 0:
         return
     is_widened = widens and size != 4
@@ -120,7 +119,7 @@ def _dot_items(kind, x_kind, widens):
             else:
                 _one_row(kind, x_kind, tokens, inputs, a, w_row, x, x_row, b, bias_step, c, out_row)
                 n += 1
-        item = next_item(p)
+        item = next_item(kind)
     buffer[0] = 0  # keeps the buffer alive to here
 
 
@@ -176,12 +175,9 @@ def _add_up(kind):
     Words: x and its row stride, w and its row stride, sums, tokens, inputs, outputs, inputs of a run, bytes
     of an element.
     """
-    p = address_of(kind)
-    x, x_row, w, w_row = read_i64(p + 16), read_i64(p + 24), read_i64(p + 32), read_i64(p + 40)
-    sums, tokens, inputs, outputs = read_i64(p + 48), read_i64(p + 56), read_i64(p + 64), read_i64(p + 72)
-    run, size = read_i64(p + 80), read_i64(p + 88)
+    x, x_row, w, w_row, sums, tokens, inputs, outputs, run, size = words(kind, SUMS)
     follows = tokens > 1 and w_row == outputs * size
-    item = next_item(p)
+    item = next_item(kind)
     while item >= 0:
         k, end = item * run, min(inputs, item * run + run)
         place = sums + item * tokens * outputs * 4
@@ -195,7 +191,7 @@ def _add_up(kind):
             else:
                 _one_input(kind, tokens, outputs, a, w_row, b, x_row, place)
                 k += 1
-        item = next_item(p)
+        item = next_item(kind)
 
 
 def _reduce(kind):
@@ -203,11 +199,9 @@ def _reduce(kind):
 
     Words: sums, runs, out and its row stride, tokens, outputs, outputs of an item, bytes of an element.
     """
-    p = address_of(kind)
-    sums, runs, out, out_row = read_i64(p + 16), read_i64(p + 24), read_i64(p + 32), read_i64(p + 40)
-    tokens, outputs, step, size = read_i64(p + 48), read_i64(p + 56), read_i64(p + 64), read_i64(p + 72)
+    sums, runs, out, out_row, tokens, outputs, step, size = words(kind, REDUCTION)
     items = (outputs + step - 1) // step  # work items of a token
-    item = next_item(p)
+    item = next_item(kind)
     while item >= 0:
         t = item // items
         first = (item - t * items) * step
@@ -216,13 +210,13 @@ def _reduce(kind):
             for i in range(runs):
                 total = total + vload(F32, sums + ((i * tokens + t) * outputs + n) * 4)
             vstore(kind, out + t * out_row + n * size, total)
-        item = next_item(p)
+        item = next_item(kind)
 
 
-DOT = Kernel(_dot, "q" * 15)
-DOT_PAIRS = Kernel(_dot_pairs, "q" * 15)
-ADD_UP = Kernel(_add_up, "q" * 10)
-REDUCE = Kernel(_reduce, "q" * 8)
+DOT = Kernel(_dot, DOTS)
+DOT_PAIRS = Kernel(_dot_pairs, DOTS)
+ADD_UP = Kernel(_add_up, SUMS)
+REDUCE = Kernel(_reduce, REDUCTION)
 _NO_BIAS = np.zeros(1, F32)  # zero in every dtype
 
 

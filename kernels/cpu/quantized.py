@@ -25,9 +25,9 @@ from kernels.cpu.codes import make_levels
 from kernels.cpu.compiled import compiled
 from kernels.cpu.products import ITEM_OUTPUTS, clear, multiply_rows, turn_back, turn_in
 from kernels.cpu.quantized_bytes import can_multiply, few_bytes
-from kernels.cpu.quantized_call import BYTES, LAYOUT, levels_row, read_weight, words_of
+from kernels.cpu.quantized_call import WORDS, Weight, levels_row, words_of
 from kernels.cpu.quantized_tile import decode, dots
-from kernels.cpu.simd import LANES, address_of, read_i64
+from kernels.cpu.simd import LANES, words
 from kernels.cpu.team import Kernel, next_item
 from kernels.packing import TILE
 from kernels.quantized import QuantizedWeight
@@ -37,6 +37,7 @@ ROWS = 4  # outputs worked on together: with 4 tokens their sums fill half the r
 ITEM_WEIGHTS = 65536  # behind one item of few tokens: some 6 us for each four of them
 PIECE_TILES = 16  # 48 outputs by 1024 inputs in float32 and 64 tokens of these fit half a second-level cache
 BLOCK_TOKENS = 64
+FEW_LAYOUT, MANY_LAYOUT = "q" * (WORDS + 6), "q" * (WORDS + 5)
 
 
 @compiled
@@ -80,14 +81,12 @@ def _multiply_few(kind):
     are not a multiple of ROWS, its last ROWS rows overlap the ones before. One item has all of them, since
     only one thread may add to a sum.
     """
-    p = address_of(kind)
-    w = read_weight(p + 16)
-    q = p + 16 + BYTES
-    x, x_row, out, out_row = read_i64(q), read_i64(q + 8), read_i64(q + 16), read_i64(q + 24)
-    tokens, step = read_i64(q + 32), read_i64(q + 40)
+    found = words(kind, FEW_LAYOUT)
+    w = Weight(*found[:WORDS])
+    x, x_row, out, out_row, tokens, step = found[WORDS:]
     items = (w.rows - ROWS) // step + 1  # work items of a unit
     buffer, levels = aligned(ROWS * levels_row(w) // 4)
-    item = next_item(p)
+    item = next_item(kind)
     while item >= 0:
         unit, part = item // items, item % items
         end = w.rows if part == items - 1 else (part + 1) * step
@@ -95,7 +94,7 @@ def _multiply_few(kind):
             row = min(begin, w.rows - ROWS)
             place = out + (unit * w.rows + row) * 4
             _dots_of_rows(w, unit, row, levels, x, x_row, tokens, place, out_row)
-        item = next_item(p)
+        item = next_item(kind)
     buffer[0] = 0  # keeps the buffer alive to here
 
 
@@ -131,12 +130,10 @@ def _multiply_many(kind):
 
     Words: those of _multiply_few without the rows of an item.
     """
-    p = address_of(kind)
-    w = read_weight(p + 16)
-    q = p + 16 + BYTES
-    x, x_row, out, out_row = read_i64(q), read_i64(q + 8), read_i64(q + 16), read_i64(q + 24)
-    tokens = read_i64(q + 32)
-    item = next_item(p)
+    found = words(kind, MANY_LAYOUT)
+    w = Weight(*found[:WORDS])
+    x, x_row, out, out_row, tokens = found[WORDS:]
+    item = next_item(kind)
     if item < 0:
         return
     inputs = w.in_units * w.tiles * TILE
@@ -160,14 +157,14 @@ def _multiply_many(kind):
         _multiply_rows(w, unit, row, count, turned, lanes, sums, levels, weights)
         place = out + block * BLOCK_TOKENS * out_row + (unit * w.rows + row) * 4
         turn_back(sums, lanes, count, present, place, out_row)
-        item = next_item(p)
+        item = next_item(kind)
     buffer[0] = 0  # keeps the buffer alive to here
 
 
 # --------------------------------------------------------------------------- the call
 
-FEW_TOKENS = Kernel(_multiply_few, LAYOUT + "q" * 6)
-MANY_TOKENS = Kernel(_multiply_many, LAYOUT + "q" * 5)
+FEW_TOKENS = Kernel(_multiply_few, FEW_LAYOUT)
+MANY_TOKENS = Kernel(_multiply_many, MANY_LAYOUT)
 
 
 def quantized_linear(

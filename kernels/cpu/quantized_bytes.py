@@ -40,19 +40,18 @@ from kernels.cpu.bytes_tile import (
     write_digits,
 )
 from kernels.cpu.compiled import compiled
-from kernels.cpu.quantized_call import BYTES, LAYOUT, read_weight, words_of
+from kernels.cpu.quantized_call import WORDS, Weight, words_of
 from kernels.cpu.simd import (
     LANES,
-    address_of,
     hmax,
     hsum,
     prefetch,
     read,
-    read_i64,
     vfma,
     vload,
     vsplat,
     vstore,
+    words,
     write_f32,
 )
 from kernels.cpu.team import Kernel, next_item
@@ -65,6 +64,7 @@ DIGITS = 3
 LARGEST = F32(127 * 2**16)  # three digits hold 127 * (1 + 2^8 + 2^16)
 AT_ONCE = 4  # columns of digits whose sums of four rows stay in registers
 LEAST_PREPARED = 64  # tiles of tokens: fewer are not worth a second thread
+DIGITS_LAYOUT, BYTES_LAYOUT = "q" * 11, "q" * (WORDS + 10)
 ITEMS_OF_THREAD = 2  # a thread reads long streams, and may take over from a busy one
 
 
@@ -119,13 +119,10 @@ def _prepare(kind):
     (with a width of FOUR) or `add_tiles` (16) reads them, and the scales [tokens]; tokens, inputs, bytes of
     an element of x, tiles of an item, width. A thread has whole lines of the digits for itself.
     """
-    p = address_of(kind)
-    x, x_row, factors, digits = read_i64(p + 16), read_i64(p + 24), read_i64(p + 32), read_i64(p + 40)
-    sums, scales, tokens, inputs = read_i64(p + 48), read_i64(p + 56), read_i64(p + 64), read_i64(p + 72)
-    size, step, width = read_i64(p + 80), read_i64(p + 88), read_i64(p + 96)
+    x, x_row, factors, digits, sums, scales, tokens, inputs, size, step, width = words(kind, DIGITS_LAYOUT)
     columns = _columns(tokens, width)
     tile_bytes = columns * width * TILE
-    item = next_item(p)
+    item = next_item(kind)
     if item < 0:
         return
     buffer, own_scales = aligned(MOST_FEW + TILE)
@@ -152,7 +149,7 @@ def _prepare(kind):
             # Leftovers may make sums of denormal numbers, which are slow.
             for i in range(tokens * DIGITS * LANES // width, columns * LANES):
                 write_f32(total + i * 4, F32(0.0))
-        item = next_item(p)
+        item = next_item(kind)
     buffer[0] = 0  # keeps the buffer alive to here
 
 
@@ -263,15 +260,12 @@ def _multiply_bytes(kind):
     stride, tokens, rows of an item, bytes of an element of out and bias, width. If a unit's rows are not a
     multiple of ROWS, its last ROWS rows overlap the ones before.
     """
-    p = address_of(kind)
-    w = read_weight(p + 16)
-    q = p + 16 + BYTES
-    digits, sums, scales, bias = read_i64(q), read_i64(q + 8), read_i64(q + 16), read_i64(q + 24)
-    out, out_row, tokens = read_i64(q + 32), read_i64(q + 40), read_i64(q + 48)
-    step, size, width = read_i64(q + 56), read_i64(q + 64), read_i64(q + 72)
+    found = words(kind, BYTES_LAYOUT)
+    w = Weight(*found[:WORDS])
+    digits, sums, scales, bias, out, out_row, tokens, step, size, width = found[WORDS:]
     items = (w.rows + step - 1) // step  # work items of a unit
     columns = _columns(tokens, width)
-    item = next_item(p)
+    item = next_item(kind)
     if item < 0:
         return
     bytes_spread = 0 if w.bits == 8 else w.tiles * TILE_BYTES
@@ -295,7 +289,7 @@ def _multiply_bytes(kind):
             n = unit * w.rows + row
             added = bias + n * size if bias != 0 else 0
             _write_rows(kind, totals, columns, width, tokens, scales, added, out + n * size, out_row)
-        item = next_item(p)
+        item = next_item(kind)
     if width == LANES:
         amx.release()
     buffer[0] = 0  # keeps the buffer alive to here
@@ -303,8 +297,8 @@ def _multiply_bytes(kind):
 
 # --------------------------------------------------------------------------- the call
 
-PREPARE = Kernel(_prepare, "q" * 11)
-MULTIPLY = Kernel(_multiply_bytes, LAYOUT + "q" * 10)
+PREPARE = Kernel(_prepare, DIGITS_LAYOUT)
+MULTIPLY = Kernel(_multiply_bytes, BYTES_LAYOUT)
 
 
 def can_multiply(x: torch.Tensor, weight: QuantizedWeight) -> bool:

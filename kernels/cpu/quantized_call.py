@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kernels.cpu.compiled import compiled
-from kernels.cpu.simd import LANES, read_i64
+from kernels.cpu.simd import LANES
 from kernels.packing import TILE
 from kernels.quantized import GROUP_STEP, QuantizedWeight
 
@@ -38,8 +38,7 @@ class Weight(NamedTuple):
     is_halved: int  # groups may end inside a tile
 
 
-LAYOUT = "q" * len(Weight._fields)
-BYTES = 8 * len(Weight._fields)
+WORDS = len(Weight._fields)
 
 
 def words_of(weight: QuantizedWeight) -> Weight:
@@ -60,16 +59,6 @@ def _words_of(weight: QuantizedWeight) -> Weight:
         *(weight.unit_outputs, weight.unit_inputs // TILE, scales.shape[2]),
         *(weight.group // GROUP_STEP, weight.bits, int(weight.group % TILE != 0)),
     )
-
-
-@compiled
-def read_weight(p):
-    return Weight(
-        read_i64(p), read_i64(p + 8), read_i64(p + 16), read_i64(p + 24), read_i64(p + 32), read_i64(p + 40),
-        read_i64(p + 48), read_i64(p + 56), read_i64(p + 64), read_i64(p + 72), read_i64(p + 80),
-        read_i64(p + 88), read_i64(p + 96), read_i64(p + 104), read_i64(p + 112), read_i64(p + 120),
-        read_i64(p + 128),
-    )  # fmt: skip
 
 
 @compiled

@@ -19,19 +19,20 @@ from kernels.cpu.compiled import compiled
 from kernels.cpu.simd import (
     KINDS,
     LANES,
-    address_of,
     hsum,
-    read_f64,
     read_i64,
     vexp2,
     vfma,
     vload,
     vsplat,
     vstore,
+    words,
 )
 from kernels.cpu.team import Kernel, next_item
 
 F32 = np.float32
+# Layouts of words.
+NORM, ROTATION, GATING, STORING = "q" * 12 + "d", "q" * 15, "q" * 9, "q" * 18
 ITEM_ELEMENTS = 16384  # elements of a work item: some 4 us, twice the cost of waking a team
 
 
@@ -74,73 +75,49 @@ def _normed_row(kind, source, weight, target, vectors, width, eps):
 
 
 def _rms_norm(kind):
-    """Normalise rows.
+    """Normalise rows, or the sums of these and the residual, which stay in the residual.
 
-    Words: x and its two row strides, rows within the second, weight, out, rows, rows of an item, vectors,
-    bytes of a vector, eps.
+    Words: x and its two row strides, rows within the second, residual and its row stride or zeros, weight,
+    out, rows, rows of an item, vectors, bytes of a vector, eps.
     """
-    p = address_of(kind)
-    x, outer, inner, inner_rows = read_i64(p + 16), read_i64(p + 24), read_i64(p + 32), read_i64(p + 40)
-    weight, out, rows, step = read_i64(p + 48), read_i64(p + 56), read_i64(p + 64), read_i64(p + 72)
-    vectors, width, eps = read_i64(p + 80), read_i64(p + 88), read_f64(p + 96)
-    item = next_item(p)
+    x, outer, inner, depth, sums, sums_row, weight, out, rows, step, vectors, width, eps = words(kind, NORM)
+    item = next_item(kind)
     while item >= 0:
         for row in range(item * step, min(rows, item * step + step)):
-            source = x + row // inner_rows * outer + row % inner_rows * inner
+            source = x + row // depth * outer + row % depth * inner
+            if sums != 0:
+                total = sums + row * sums_row
+                for v in range(0, vectors * width, width):
+                    vstore(kind, total + v, vload(kind, total + v) + vload(kind, source + v))
+                source = total
             _normed_row(kind, source, weight, out + row * vectors * width, vectors, width, eps)
-        item = next_item(p)
+        item = next_item(kind)
 
 
-def _add_rms_norm(kind):
-    """Add rows to the residual and normalise the sums.
-
-    Words: x and its row stride, residual and its row stride, weight, out, rows, rows of an item, vectors,
-    bytes of a vector, eps.
-    """
-    p = address_of(kind)
-    x, x_row, residual, residual_row = read_i64(p + 16), read_i64(p + 24), read_i64(p + 32), read_i64(p + 40)
-    weight, out, rows, step = read_i64(p + 48), read_i64(p + 56), read_i64(p + 64), read_i64(p + 72)
-    vectors, width, eps = read_i64(p + 80), read_i64(p + 88), read_f64(p + 96)
-    item = next_item(p)
-    while item >= 0:
-        for row in range(item * step, min(rows, item * step + step)):
-            total = residual + row * residual_row
-            for v in range(0, vectors * width, width):
-                vstore(kind, total + v, vload(kind, total + v) + vload(kind, x + row * x_row + v))
-            _normed_row(kind, total, weight, out + row * vectors * width, vectors, width, eps)
-        item = next_item(p)
-
-
-RMS_NORM = Kernel(_rms_norm, "q" * 10 + "d")
-ADD_RMS_NORM = Kernel(_add_rms_norm, "q" * 10 + "d")
+RMS_NORM = Kernel(_rms_norm, NORM)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    width = x.shape[-1]
-    if x.dim() > 3 or x.dim() < 2 or not _is_vectors(width, x, weight):
+    if x.dim() > 3 or x.dim() < 2 or not _is_vectors(x.shape[-1], x, weight):
         return calls.rms_norm.reference(x, weight, eps)
-    out = _new(x)
-    rows, size, step = x.numel() // width, x.element_size(), _rows_per_item(width)
+    return _normed(x, None, weight, eps)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if x.dim() != 2 or not _is_vectors(x.shape[-1], x, residual, weight):
+        return calls.add_rms_norm.reference(x, residual, weight, eps)
+    return _normed(x, residual, weight, eps)
+
+
+def _normed(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    out, width, size = _new(x), x.shape[-1], x.element_size()
+    rows, step = x.numel() // width, _rows_per_item(width)
     inner_rows, inner = (x.shape[1], x.stride(1) * size) if x.dim() == 3 else (1, 0)
     RMS_NORM(
         x.dtype,
         -(-rows // step),
-        *(x.data_ptr(), x.stride(0) * size, inner, inner_rows, weight.data_ptr(), out.data_ptr()),
-        *(rows, step, width // LANES, LANES * size, eps),
-    )
-    return out
-
-
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    width = x.shape[-1]
-    if x.dim() != 2 or not _is_vectors(width, x, residual, weight):
-        return calls.add_rms_norm.reference(x, residual, weight, eps)
-    out = _new(x)
-    rows, size, step = x.shape[0], x.element_size(), _rows_per_item(width)
-    ADD_RMS_NORM(
-        x.dtype,
-        -(-rows // step),
-        *(x.data_ptr(), x.stride(0) * size, residual.data_ptr(), residual.stride(0) * size),
+        *(x.data_ptr(), x.stride(0) * size, inner, inner_rows),
+        *((0, 0) if residual is None else (residual.data_ptr(), residual.stride(0) * size)),
         *(weight.data_ptr(), out.data_ptr(), rows, step, width // LANES, LANES * size, eps),
     )
     return out
@@ -168,21 +145,20 @@ def _rotary(kind):
     Words: q, its strides and heads; k, its strides and heads; positions, cos_sin, its row stride, tokens,
     tokens of an item, half of head_dim, bytes of an element.
     """
-    p = address_of(kind)
-    q, q_token, q_head, q_heads = read_i64(p + 16), read_i64(p + 24), read_i64(p + 32), read_i64(p + 40)
-    k, k_token, k_head, k_heads = read_i64(p + 48), read_i64(p + 56), read_i64(p + 64), read_i64(p + 72)
-    positions, table, table_row = read_i64(p + 80), read_i64(p + 88), read_i64(p + 96)
-    tokens, step, half, element = read_i64(p + 104), read_i64(p + 112), read_i64(p + 120), read_i64(p + 128)
-    item = next_item(p)
+    (
+        q, q_token, q_head, q_heads, k, k_token, k_head, k_heads, positions, table, table_row, tokens, step,
+        half, element
+    ) = words(kind, ROTATION)  # fmt: skip
+    item = next_item(kind)
     while item >= 0:
         for t in range(item * step, min(tokens, item * step + step)):
             angles = table + read_i64(positions + t * 8) * table_row
             _rotate_heads(kind, q + t * q_token, q_heads, q_head, angles, half, element)
             _rotate_heads(kind, k + t * k_token, k_heads, k_head, angles, half, element)
-        item = next_item(p)
+        item = next_item(kind)
 
 
-ROTARY = Kernel(_rotary, "q" * 15)
+ROTARY = Kernel(_rotary, ROTATION)
 
 
 def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
@@ -208,12 +184,9 @@ def _silu_mul(kind):
 
     Words: gate, up and their row strides, out, rows, rows of an item, vectors, bytes of a vector.
     """
-    p = address_of(kind)
-    gate, gate_row, up, up_row = read_i64(p + 16), read_i64(p + 24), read_i64(p + 32), read_i64(p + 40)
-    out, rows, step = read_i64(p + 48), read_i64(p + 56), read_i64(p + 64)
-    vectors, width = read_i64(p + 72), read_i64(p + 80)
+    gate, gate_row, up, up_row, out, rows, step, vectors, width = words(kind, GATING)
     one, minus_log2e = vsplat(F32(1.0)), vsplat(F32(-math.log2(math.e)))
-    item = next_item(p)
+    item = next_item(kind)
     while item >= 0:
         for row in range(item * step, min(rows, item * step + step)):
             target = out + row * vectors * width
@@ -221,10 +194,10 @@ def _silu_mul(kind):
                 g = vload(kind, gate + row * gate_row + v)
                 sigmoid = one / (one + vexp2(g * minus_log2e))
                 vstore(kind, target + v, g * sigmoid * vload(kind, up + row * up_row + v))
-        item = next_item(p)
+        item = next_item(kind)
 
 
-SILU_MUL = Kernel(_silu_mul, "q" * 9)
+SILU_MUL = Kernel(_silu_mul, GATING)
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -257,14 +230,11 @@ def _store_kv(kind):
     Words: k, v and their strides; cache and its strides; slots, tokens, tokens of an item, heads, tokens of a
     block, vectors, bytes of a vector.
     """
-    p = address_of(kind)
-    k, k_token, k_head = read_i64(p + 16), read_i64(p + 24), read_i64(p + 32)
-    v, v_token, v_head = read_i64(p + 40), read_i64(p + 48), read_i64(p + 56)
-    kv, kv_block, kv_head = read_i64(p + 64), read_i64(p + 72), read_i64(p + 80)
-    kv_value, kv_token, slots = read_i64(p + 88), read_i64(p + 96), read_i64(p + 104)
-    tokens, step, heads = read_i64(p + 112), read_i64(p + 120), read_i64(p + 128)
-    block_tokens, vectors, width = read_i64(p + 136), read_i64(p + 144), read_i64(p + 152)
-    item = next_item(p)
+    (
+        k, k_token, k_head, v, v_token, v_head, kv, kv_block, kv_head, kv_value, kv_token, slots, tokens,
+        step, heads, block_tokens, vectors, width
+    ) = words(kind, STORING)  # fmt: skip
+    item = next_item(kind)
     while item >= 0:
         for t in range(item * step, min(tokens, item * step + step)):
             slot = read_i64(slots + t * 8)
@@ -272,10 +242,10 @@ def _store_kv(kind):
             for h in range(heads):
                 _copy_row(kind, k + t * k_token + h * k_head, place + h * kv_head, vectors, width)
                 _copy_row(kind, v + t * v_token + h * v_head, place + h * kv_head + kv_value, vectors, width)
-        item = next_item(p)
+        item = next_item(kind)
 
 
-STORE_KV = Kernel(_store_kv, "q" * 18)
+STORE_KV = Kernel(_store_kv, STORING)
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: torch.Tensor) -> None:

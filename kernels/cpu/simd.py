@@ -33,6 +33,7 @@ from numba.extending import intrinsic, models, overload, register_model
 
 LANES = 16
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
+OWN_WORDS = 16  # the first byte of a kernel's own words (`kernels.cpu.team`)
 KINDS = {torch.float32: types.float32, torch.float16: types.int16, torch.bfloat16: types.uint16}
 
 F32, F64, F16 = ir.FloatType(), ir.DoubleType(), ir.HalfType()
@@ -57,7 +58,6 @@ class _VecModel(models.PrimitiveModel):  # type: ignore[misc]
 
 Int = Annotated[Any, types.int64]
 Float = Annotated[Any, types.float32]
-Double = Annotated[Any, types.float64]
 Vec = Annotated[Any, VecType()]
 Value = Annotated[Any, "value"]  # of any other type
 Kind = Annotated[Any, "kind"]  # no value: the type of an element
@@ -315,9 +315,19 @@ def read_i32(builder: Any, address: Int) -> Int:
     return builder.sext(load_as(builder, I32, address, 4), I64)
 
 
-@intrinsic_of
-def read_f64(builder: Any, address: Int) -> Double:
-    return load_as(builder, F64, address, 8)
+@intrinsic  # type: ignore[untyped-decorator]  # numba is untyped
+def words(typingctx: Any, kind: Any, layout: Any) -> Any:
+    """Return a kernel's own words as a tuple: an int64 for each q of its layout, a float64 for each d."""
+    if not isinstance(layout, types.StringLiteral):
+        return None  # numba asks a second time with the literals
+    forms = [(I64, types.int64) if letter == "q" else (F64, types.float64) for letter in layout.literal_value]
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        first = plus(builder, builder.ptrtoint(args[0], I64), OWN_WORDS)
+        found = [load_as(builder, form, plus(builder, first, 8 * i), 8) for i, (form, _) in enumerate(forms)]
+        return context.make_tuple(builder, signature.return_type, found)
+
+    return types.BaseTuple.from_types([one for _, one in forms])(kind, layout), emit
 
 
 @intrinsic_of

@@ -27,7 +27,7 @@ import torch
 from numba import types
 
 from kernels.cpu.compiled import c_function, compiled
-from kernels.cpu.simd import KINDS, fetch_add, read_i64
+from kernels.cpu.simd import KINDS, address_of, fetch_add, read_i64
 
 _OPENMP = re.compile(r"/lib(gomp|iomp5|omp)[-.][^/]*$")
 
@@ -35,9 +35,10 @@ Launch = Callable[..., None]
 
 
 @compiled
-def next_item(params: int) -> int:
+def next_item(kind: Any) -> int:
     """Return the index of a work item that no other thread has; -1 when all are taken."""
-    item = fetch_add(params, 1)
+    params: int = address_of(kind)
+    item: int = fetch_add(params, 1)
     return item if item < read_i64(params + 8) else -1
 
 
