@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from bus.groups import parted
@@ -71,32 +71,30 @@ def merging(merge: Merge, waiting: Waiting, plan: LeverPlan, policy: Policy, at_
     epochs = dict(chain(*(zip(one.workers, one.epochs, strict=True) for one in merge.groups)))
     first = merge.groups[0]
     of_all = f" (the longest of {waiting.count})" if waiting.count > 1 else ""
-    return MorphDecision(
-        instance=first.instance,
-        worker=first.leader,
-        epoch=first.epochs[0],
-        lever="scale_up",
-        reason=f"a request of {waiting.tokens} tokens waits{of_all} and no instance has room for it: "
+    reason = (
+        f"a request of {waiting.tokens} tokens waits{of_all} and no instance has room for it: "
         f"{', '.join(merge.workers)} at degree {first.tp} become one of degree {merge.tp}, "
-        f"which holds {merge.tokens_after}; {weighed(plan)}",
-        cause="long_request",
+        f"which holds {merge.tokens_after}; {weighed(plan)}"
+    )
+    numbers: dict[str, Number] = {
+        "waiting_tokens": waiting.tokens,
+        "waiting": waiting.count,
+        "waited_s": round(at_s - waiting.since_s, 3),
+        "tp_before": first.tp,
+        "tp_after": merge.tp,
+        "tokens_after": merge.tokens_after,
+        "used_tokens": merge.used_tokens,
+        "load": round(sum(group.load for group in merge.groups), 2),
+        "windows": waiting.times,
+        "policy_revision": policy.revision,
+        **costs_of(plan),
+    }
+    return replace(
+        _decision(first, "scale_up", reason, numbers),
         instances=tuple(name for group in merge.groups for name in group.instances),
         epochs={name: epochs[name] for name in merge.workers},
         tp=merge.tp,
         predicted_s=plan.wait_s,
-        numbers={
-            "waiting_tokens": waiting.tokens,
-            "waiting": waiting.count,
-            "waited_s": round(at_s - waiting.since_s, 3),
-            "tp_before": first.tp,
-            "tp_after": merge.tp,
-            "tokens_after": merge.tokens_after,
-            "used_tokens": merge.used_tokens,
-            "load": round(sum(group.load for group in merge.groups), 2),
-            "windows": waiting.times,
-            "policy_revision": policy.revision,
-            **costs_of(plan),
-        },
     )
 
 
@@ -104,32 +102,25 @@ def parting(group: Group, plan: LeverPlan, windows: int, policy: Policy) -> Morp
     """Return the decision to part a group."""
     tp = next(one.tp for one in plan.taken)
     parts = "; ".join(", ".join(part) for part in parted(group.workers, tp))
-    return MorphDecision(
-        instance=group.instance,
-        worker=group.leader,
-        epoch=group.epochs[0],
-        lever="scale_down",
-        reason=f"no long request is left and {1 - group.usage:.2f} of the KV is free, "
-        f"{policy.scale_down_free:g} suffices: degree {group.tp} parts into degree {tp} ({parts}); "
-        f"{weighed(plan)}",
-        cause="no_long_request",
-        instances=group.instances,
-        epochs=dict(zip(group.workers, group.epochs, strict=True)),
-        tp=tp,
-        predicted_s=next(one.duration_s for one in plan.taken),
-        numbers={
-            "longest_tokens": group.longest_tokens,
-            "used_tokens": group.used_tokens,
-            "kv_usage": round(group.usage, 4),
-            "tp_before": group.tp,
-            "tp_after": tp,
-            "tokens_after": group.tokens_at[tp],
-            "load": round(group.load, 2),
-            "windows": windows,
-            "policy_revision": policy.revision,
-            **costs_of(plan),
-        },
+    reason = (
+        f"no long request is left and {1 - group.usage:.2f} of the KV is free, {policy.scale_down_free:g} "
+        f"suffices: degree {group.tp} parts into degree {tp} ({parts}); {weighed(plan)}"
     )
+    numbers: dict[str, Number] = {
+        "longest_tokens": group.longest_tokens,
+        "used_tokens": group.used_tokens,
+        "kv_usage": round(group.usage, 4),
+        "tp_before": group.tp,
+        "tp_after": tp,
+        "tokens_after": group.tokens_at[tp],
+        "load": round(group.load, 2),
+        "windows": windows,
+        "policy_revision": policy.revision,
+        **costs_of(plan),
+    }
+    predicted_s = next(one.duration_s for one in plan.taken)
+    decision = _decision(group, "scale_down", reason, numbers)
+    return replace(decision, cause="no_long_request", tp=tp, predicted_s=predicted_s)
 
 
 def levelling(merge: Merge, common: CommonShape, plan: LeverPlan) -> list[MorphDecision]:
@@ -138,14 +129,9 @@ def levelling(merge: Merge, common: CommonShape, plan: LeverPlan) -> list[MorphD
         f"{', '.join(merge.workers)} get equal layers ({common.words}, {common.loss:.2%} more loss), then "
         f"become one of degree {merge.tp}; {weighed(plan)}"
     )
+    numbers: dict[str, Number] = costs_of(plan) | {"loss": round(common.loss, 6)}
     return [
-        _swap(
-            group,
-            "level",
-            reason,
-            costs_of(plan) | {"loss": round(common.loss, 6)},
-            halves=halves,
-        )
+        replace(_decision(group, "level", reason, numbers), halves=halves)
         for group, halves in zip(merge.groups, common.orders, strict=True)
         if halves
     ]
@@ -158,28 +144,16 @@ def swapping(group: Group, option: LeverOption, plan: LeverPlan, waiting: Waitin
         f"about {option.blocks} KV blocks more ({option.words}); {weighed(plan)}"
     )
     numbers: dict[str, Number] = {"waiting_tokens": waiting.tokens, "loss": option.loss, **costs_of(plan)}
-    return _swap(
-        group,
-        "swap",
-        reason,
-        numbers,
+    return replace(
+        _decision(group, "swap", reason, numbers),
         count=option.layers,
         precision=option.precision,
         predicted_s=option.duration_s,
     )
 
 
-def _swap(
-    group: Group,
-    lever: Lever,
-    reason: str,
-    numbers: dict[str, Number],
-    *,
-    halves: tuple[HalfOrder, ...] = (),
-    count: int = 0,
-    precision: Precision = "full",
-    predicted_s: float = 0.0,
-) -> MorphDecision:
+def _decision(group: Group, lever: Lever, reason: str, numbers: dict[str, Number]) -> MorphDecision:
+    """Return a decision that changes one group, for a long request."""
     return MorphDecision(
         instance=group.instance,
         worker=group.leader,
@@ -191,10 +165,6 @@ def _swap(
         tp=group.tp,
         epochs=dict(zip(group.workers, group.epochs, strict=True)),
         instances=group.instances,
-        halves=halves,
-        count=count,
-        precision=precision,
-        predicted_s=predicted_s,
     )
 
 
