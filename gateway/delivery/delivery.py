@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from bus.clock import now_ms
 from bus.messages import Delta, Demand, StepOutput
 from bus.precisions import PRECISIONS
 from gateway import errors
@@ -63,7 +64,7 @@ class Delivery:
 
     def demands(self, gateway: str) -> list[Demand]:
         """Return, for each model, what waits for a group of workers or for layers in more bits."""
-        at_ms, found, table = time.time_ns() // 1_000_000, [], self.table
+        at_ms, found, table = now_ms(), [], self.table
         for model in sorted({*table.for_room.models, *table.for_precision.models}):
             tokens = [state.request.num_tokens for state in table.for_room.of(model)]
             floors = [

@@ -33,12 +33,15 @@ _LENGTHS: Final[Mapping[str, Callable[[Any, Mapping[str, Any]], str]]] = {
 _UNION_TAGS: Final = frozenset(["str", "int", "float", "[key]"])
 
 
-def first_problem(error: ValidationError) -> ApiError:
-    """Return the deepest problem: of a union's branches, the one that matched the most."""
+def first_problem(error: ValidationError, within: str = "") -> ApiError:
+    """Return the deepest problem: of a union's branches, the one that matched the most.
+
+    `within`: what stands before the path of the field at fault.
+    """
     problem = max(
         error.errors(include_url=False), key=lambda one: (len(one["loc"]), one["type"] == "too_long")
     )
-    param = _path(problem["loc"])
+    param = within + _path(problem["loc"])
     if problem["type"] == "missing":
         return invalid(f"{param} is missing", param, "missing_parameter")
     if problem["type"] == "extra_forbidden":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, get_args
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import Field, ValidationError
+from pydantic import Field
 from starlette.responses import Response
 
 from bus.catalogue import Contents
@@ -28,7 +28,7 @@ from bus.deployments import (
 from bus.errors import meant
 from gateway.errors import ApiError, invalid, not_found
 from gateway.openai.params import MAX_COUNT, Body, between
-from gateway.openai.problems import first_problem, shown
+from gateway.openai.problems import shown
 from gateway.operations import answers, orders
 from gateway.operations.answers import Here, allowed, body_of, json_answer, new_id
 from gateway.operations.bodies import body_type
@@ -187,7 +187,6 @@ async def _answer(gateway: Here, found: Deployment, wait: bool, states: tuple[st
 
 # The body of an intent. The controller checks whether its fields go together.
 IntentBody = body_type("IntentBody", INTENT_FIELDS, takes_null=False)
-_WITHIN: Any = body_type("WithIntent", (), intent=(IntentBody, ...))  # errors name `intent.FIELD`
 
 
 def intent_of(value: Any) -> Intent:
@@ -199,30 +198,13 @@ def intent_of(value: Any) -> Intent:
     if not isinstance(value, dict):
         either = f"it must be an object, or one of {', '.join(OBJECTIVES)}"
         raise invalid(f"intent is {shown(value)}; {either}", "intent")
-    _refuse_unknown(value, "intent.")
-    try:
-        body = _WITHIN.model_validate({"intent": value}).intent
-    except ValidationError as error:
-        raise first_problem(error) from None
-    return Intent(**body.model_dump())
+    return Intent(**orders.checked(IntentBody, value, "intent.").model_dump())
 
 
 def intent_in_query(query: Mapping[str, str]) -> Intent:
     """Return the intent of a query's parameters. Raises ApiError 400."""
-    _refuse_unknown(query, "")
-    try:
-        body = IntentBody.model_validate({name: _number_or_text(text) for name, text in query.items()})
-    except ValidationError as error:
-        raise first_problem(error) from None
-    return Intent(**body.model_dump())
-
-
-def _refuse_unknown(fields: Mapping[str, Any], within: str) -> None:
-    for name in fields:
-        if name not in IntentBody.model_fields:
-            path = within + name[:200]
-            known = meant(name, IntentBody.model_fields)
-            raise invalid(f"unknown field {path}; {known}", path, "unknown_field")
+    given = {name: _number_or_text(text) for name, text in query.items()}
+    return Intent(**orders.checked(IntentBody, given).model_dump())
 
 
 def _number_or_text(text: str) -> Any:

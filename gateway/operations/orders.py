@@ -47,16 +47,16 @@ def parse(kind: type[B], data: bytes) -> B:
     return checked(kind, json_object(data))
 
 
-def checked(kind: type[B], fields: Mapping[str, Any]) -> B:
-    """Validate fields. Raises ApiError 400 for an unknown name and a wrong value."""
+def checked(kind: type[B], fields: Mapping[str, Any], within: str = "") -> B:
+    """Validate fields, which errors name behind `within`. Raises ApiError 400 for a wrong name or value."""
     for name in fields:
         if name not in kind.model_fields:
-            message = f"unknown field {name[:200]!r}; {meant(name, kind.model_fields)}"
-            raise invalid(message, name[:200], "unknown_field")
+            path = within + name[:200]
+            raise invalid(f"unknown field {path!r}; {meant(name, kind.model_fields)}", path, "unknown_field")
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise first_problem(error) from None
+        raise first_problem(error, within) from None
 
 
 def parse_order(kind: type[OrderT], data: bytes) -> OrderT:

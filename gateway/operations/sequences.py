@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Final
 
 from bus.client import BusFull, BusUnavailable
+from bus.clock import now_ms
 from bus.messages import Event
 from bus.morphs import Morph, MorphOutcome, MorphReport, TransformOrder, in_words
 from gateway.errors import ApiError
@@ -42,7 +43,7 @@ async def _publish_decided(
         source="gateway",
         subject=entry.target,
         reason=entry.decided,
-        at_ms=_now_ms(),
+        at_ms=now_ms(),
         morph_id=entry.id,
         cause=ORDER,
     )
@@ -88,7 +89,7 @@ class Sequences:
             epoch=leader.worker.epoch,
             state="running",
             reason=f"step 1 of {len(steps)}: {steps[0]}",
-            started_ms=_now_ms(),
+            started_ms=now_ms(),
             numbers={"steps": len(steps), "steps_done": 0},
             workers=sorted({name for step in steps for name in step.workers}),
             steps=[new_id() for _ in steps],
@@ -137,7 +138,7 @@ class Sequences:
         finally:
             self._cancelled.discard(report.id)
         numbers = report.numbers | {"steps_done": num_done}
-        end = replace(report, state=state, reason=reason, numbers=numbers, ended_ms=_now_ms())
+        end = replace(report, state=state, reason=reason, numbers=numbers, ended_ms=now_ms())
         await self._publish(end)
 
     async def _step(
@@ -173,7 +174,3 @@ class Sequences:
                 await bus.wait_up()
             except BusFull:
                 await asyncio.sleep(SILENT_S / 4)
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -118,7 +118,7 @@ async def test_what_is_wrong_with_an_order_is_named_with_what_is_allowed(cluster
             "/admin/deployments",
             {"model": "m", "intent": {"max_latencys": 1}},
             400,
-            "unknown field intent.max_latencys; did you mean 'max_latency_s'?",
+            "unknown field 'intent.max_latencys'; did you mean 'max_latency_s'?",
         ),
         (
             "/admin/deployments",
