@@ -6,7 +6,7 @@ import argparse
 
 from instar.client import admin_client, admin_path, get_json
 from instar.output.deployments import in_words, table
-from instar.output.tables import print_line, trimmed, write_found, write_json, write_text
+from instar.output.tables import write_found, write_parts, write_text
 from instar.parser import CommandParser, add_client_flags
 
 DESCRIPTION = """\
@@ -31,14 +31,8 @@ def run(args: argparse.Namespace) -> int:
             return write_found(args, get_json(client, admin_path("deployments", args.deployment)), in_words)
         found = get_json(client, "/admin/deployments", "deployments")["deployments"]
     shown = [one for one in found if args.all or one["state"] != "retired"]
-    if args.json:
-        return write_json(shown)
-    if not shown:
+    if not shown and not args.json:
         retired = f" ({len(found)} retired: --all)" if found else ""
         return write_text(f"nothing is deployed{retired}; `instar deploy MODEL` deploys a model\n")
-    with trimmed() as console:
-        console.print(table(shown))
-        for one in shown:
-            if one["reason"]:
-                print_line(console, f"{one['id']}: {one['reason']}")
-    return 0
+    reasons = (f"{one['id']}: {one['reason']}" for one in shown if one["reason"])
+    return write_parts(args, shown, [table(shown), *reasons])

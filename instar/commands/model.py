@@ -9,7 +9,7 @@ from typing import Any, Final
 import httpx
 
 from instar.client import admin_client, admin_path, ask_json, follow, get_json
-from instar.output.tables import MIB, make_table, trimmed, with_reason, write_found, write_json, write_text
+from instar.output.tables import MIB, make_table, with_reason, write_found, write_parts, write_text
 from instar.parser import CommandParser, subcommands
 
 MEASURED: Final = ("profiled", "failed")
@@ -58,17 +58,13 @@ def until_measured(client: httpx.Client, card: dict[str, Any], hint: str = "") -
 def _list(args: argparse.Namespace) -> int:
     with admin_client(args) as client:
         models = get_json(client, "/admin/models", "models")["models"]
-    if args.json:
-        return write_json(models)
-    if not models:
+    if not models and not args.json:
         return write_text("no model is registered; `instar model add DIR` registers one\n")
     table = make_table(["model", "layers", "state", "reason or progress", "folder"])
     for card in models:
         reason = card["progress"] or card["reason"]
         table.add_row(card["name"], str(card["num_layers"]), card["state"], reason, card["path"])
-    with trimmed() as console:
-        console.print(table)
-    return 0
+    return write_parts(args, models, [table])
 
 
 def _show(args: argparse.Namespace) -> int:

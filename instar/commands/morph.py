@@ -17,7 +17,7 @@ from bus.policy import FIELDS
 from bus.precisions import PRECISIONS
 from instar.client import admin_client, ask_json, get_json
 from instar.errors import InputError, ServerError
-from instar.output.morph_numbers import numbers_text
+from instar.output.morph_numbers import heading, numbers_text
 from instar.output.progress import progress_line
 from instar.output.tables import write_json, write_text
 from instar.parser import (
@@ -270,14 +270,8 @@ def _degree_text(numbers: dict[str, Any]) -> str:
 
 def in_words(morph: dict[str, Any], page_bytes: int | None = None) -> str:
     """Return up to three lines: what it was and how it ended, the reason, numbers beyond the reason's."""
-    took = f" in {morph['ended'] - morph['started']:.2f} s" if morph["ended"] else ""
-    lines = [f"{morph['kind']} {morph['id']} of {morph['target']}: {morph['state']}{took}"]
-    lines += [
-        f"  {text}"
-        for text in (morph["reason"], numbers_text(morph["numbers"], page_bytes, morph["reason"]))
-        if text
-    ]
-    return "".join(f"{line}\n" for line in lines)
+    numbers = numbers_text(morph["numbers"], page_bytes, morph["reason"])
+    return "\n  ".join(filter(None, (heading(morph), morph["reason"], numbers))) + "\n"
 
 
 # --------------------------------------------------------------------------- the policy

@@ -15,7 +15,7 @@ from instar.commands.model import until_measured
 from instar.errors import InputError
 from instar.output.lever_table import what_if_parts
 from instar.output.plan_table import Estimate, render, shape_of
-from instar.output.tables import MIB, print_line, trimmed, write_json
+from instar.output.tables import MIB, write_parts
 from instar.parser import CommandParser, add_client_flags, at_least_one
 from instar.replay import plots
 
@@ -65,12 +65,7 @@ def run(args: argparse.Namespace) -> int:
         plan = get_json(client, f"{path}/plan?{urlencode(intent(args))}", "estimates", "intent", "unmet")
     if args.plot:
         draw(plan["estimates"], f"{args.model}: every configuration", args.plot)
-    if args.json:
-        return write_json(plan, is_good=not plan["unmet"])
-    with trimmed() as console:
-        for part in render(plan, card, shows_all=args.all):
-            print_line(console, part)
-    return int(bool(plan["unmet"]))
+    return write_parts(args, plan, render(plan, card, shows_all=args.all), is_good=not plan["unmet"])
 
 
 def _what_if(args: argparse.Namespace) -> int:
@@ -80,12 +75,7 @@ def _what_if(args: argparse.Namespace) -> int:
     with admin_client(args) as client:
         found = get_json(client, f"/admin/plan?{urlencode(query)}", "plans", "note")
     is_met = all(plan["meets"] for plan in found["plans"])
-    if args.json:
-        return write_json(found, is_good=is_met)
-    with trimmed() as console:
-        for part in what_if_parts(found):
-            print_line(console, part)
-    return int(not is_met)
+    return write_parts(args, found, what_if_parts(found), is_good=is_met)
 
 
 def draw(estimates: Sequence[Estimate], title: str, path: Path) -> None:

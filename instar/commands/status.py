@@ -12,6 +12,7 @@ from rich.table import Table
 
 from instar.client import admin_client, get_json
 from instar.output.deployments import deployment_line
+from instar.output.morph_numbers import heading
 from instar.output.tables import ABSENT, MIB, make_table, print_line, trimmed, write_json
 from instar.parser import CommandParser, add_client_flags
 
@@ -54,8 +55,8 @@ def show(state: dict[str, Any], console: Console, *, is_verbose: bool = False) -
         lines += product_lines(instances) + pinning_lines(state["workers"])
     lines += map(deployment_line, deployments)
     for morph in shown_morphs(state.get("morphs") or []):
-        heading, *reasons = morph_lines(morph)
-        lines += [heading, *(Padding(reason, (0, 0, 0, 2), expand=False) for reason in reasons)]
+        first, *reasons = morph_lines(morph)
+        lines += [first, *(Padding(reason, (0, 0, 0, 2), expand=False) for reason in reasons)]
     lines += [policy_text(state.get("policy") or {}), as_of_text(state.get("metrics") or {})]
     with trimmed(console):
         for table in (workers_table(state["workers"]), instances_table(instances)):
@@ -195,12 +196,9 @@ def shown_morphs(morphs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def morph_lines(morph: dict[str, Any]) -> list[str]:
-    """Return how a morph ended and why. The time of a running one is left out: clocks differ."""
-    ended = morph.get("ended")
-    took = "" if ended is None else f" in {ended - morph['started']:.2f} s"
-    reasons = "; ".join(text for text in (morph.get("decided"), morph.get("reason")) if text)
-    heading = f"{morph['kind']} {morph['id']} of {morph['target']}: {morph['state']}{took}"
-    return [heading, reasons] if reasons else [heading]
+    """Return how a morph ended and why."""
+    reasons = "; ".join(filter(None, (morph.get("decided"), morph.get("reason"))))
+    return [heading(morph), reasons] if reasons else [heading(morph)]
 
 
 def policy_text(policy: dict[str, Any]) -> str:

@@ -31,6 +31,12 @@ WORDS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
 LEFT_OUT: Final = ("seconds",)  # the heading has it
 
 
+def heading(morph: Numbers) -> str:
+    """Return what a morph was and how it ended. The time of a running one is left out: clocks differ."""
+    took = f" in {morph['ended'] - morph['started']:.2f} s" if morph.get("ended") else ""
+    return f"{morph['kind']} {morph['id']} of {morph['target']}: {morph['state']}{took}"
+
+
 def numbers_text(numbers: Numbers, page_bytes: int | None = None, in_reason: str = "") -> str:
     """Return `4 of 4 halves of layers, 3.1 MiB copied in 0.5 s, ...`.
 

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -61,6 +61,16 @@ def write_found(args: Namespace, found: Any, words: Callable[[Any], str], *, is_
     if args.json:
         return write_json(found, is_good=is_good)
     write_text(words(found))
+    return int(not is_good)
+
+
+def write_parts(args: Namespace, found: Any, parts: Iterable[Any], *, is_good: bool = True) -> int:
+    """Write `found` as JSON with --json, else print tables and lines. Returns the exit status."""
+    if args.json:
+        return write_json(found, is_good=is_good)
+    with trimmed() as console:
+        for part in parts:
+            print_line(console, part)
     return int(not is_good)
 
 
