@@ -2,7 +2,7 @@
 
 A half takes the calibration's time for its new variant, divided by the share of the time that the worker has
 for morphs: all of it while it is idle, else `worker.morph_share`, or more if the reflex says that it is
-urgent. It is installed between two steps. An urgent morph may spend its share of the step before at once, as
+urgent. It is installed between two steps. An urgent morph may spend its share of URGENT_TURN_S ahead, as
 `worker.shape.copier.Pace` allows it, so that several halves may be installed between the same two steps. That
 several are in progress at once in the worker changes little, since one thread copies them.
 """
@@ -47,9 +47,7 @@ class SimulatedMorph:
     copy_s: float = 0.0  # pauses not counted
     obstacle: str = ""
 
-    def begin(
-        self, instance: SimulatedInstance, now_s: float, urgency: float, before_s: float
-    ) -> MorphReport | None:
+    def begin(self, instance: SimulatedInstance, now_s: float, urgency: float) -> MorphReport | None:
         """Begin; returns the report if it ends at once."""
         if isinstance(self.command, Resize):
             return self._resize(instance, now_s)
@@ -62,15 +60,12 @@ class SimulatedMorph:
             return self._report(instance, now_s, end.state)
         self.pending.extend(self.towards)
         self.num_halves = len(self.pending)
-        return self.advance(instance, now_s, urgency, before_s)
+        return self.advance(instance, now_s, urgency)
 
-    def advance(
-        self, instance: SimulatedInstance, now_s: float, urgency: float, before_s: float
-    ) -> MorphReport | None:
+    def advance(self, instance: SimulatedInstance, now_s: float, urgency: float) -> MorphReport | None:
         """Carry on between two steps; returns the report at the end.
 
-        urgency: the share of a busy worker's time that morphs may take at least. before_s: the time of the
-        boundary before this one.
+        urgency: the share of a busy worker's time that morphs may take at least.
         """
         if not isinstance(self.command, Swap):
             return self._resize(instance, now_s)
@@ -83,9 +78,7 @@ class SimulatedMorph:
                 self.spent_s, self.due_s = self.due_s, None
             if not self.pending:
                 return self._report(instance, now_s, "applied")
-            since_s = now_s
-            if urgency:
-                since_s = max(self.spent_s, before_s, now_s - URGENT_TURN_S / urgency)
+            since_s = max(self.spent_s, now_s - URGENT_TURN_S) if urgency else now_s
             if not self._prepare(instance, since_s, urgency):
                 return self._wait(instance, now_s)
 

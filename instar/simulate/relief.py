@@ -68,6 +68,7 @@ class SimulatedTarget:
             preemptions=scheduler.num_preemptions,
             prompt_tokens=scheduler.num_prompt_tokens_due,
             prompt_rate=instance.prompt_rate.per_s,
+            arriving=scheduler.arrivals_per_s(self._clock()),
             floor_refused=LOWEST,
         )
         return [load]
@@ -97,7 +98,6 @@ class SimulatedMorphs:
         self._target = SimulatedTarget(instance, clock)
         self._ordered: SimulatedMorph | None = None  # begins when the reflex has decided
         self._cancelled: list[MorphReport] = []
-        self._boundary_s = 0.0  # the last one
         self._loop: ReflexLoop | None = None
         self._granted: Envelope | None = None  # without the controller's restrictions
         if policy is not None and policy.mode != "manual":
@@ -157,7 +157,7 @@ class SimulatedMorphs:
             return None
         if found := loop.of(self._instance.name):
             if self._is_at_ease(found, self._instance.blocks.num_used):
-                self.urgency, self._boundary_s = 0.0, self._clock()
+                self.urgency = 0.0
                 return None
             found.granted_s = self._renewed_s()
         loop.act()
@@ -168,13 +168,12 @@ class SimulatedMorphs:
         return reports[0] if reports else None
 
     def _advance(self) -> MorphReport | None:
-        report, now_s, before_s = None, self._clock(), self._boundary_s
-        self._boundary_s = now_s
+        report, now_s = None, self._clock()
         if self._ordered:
             self.running, self._ordered = self._ordered, None
-            report = self.running.begin(self._instance, now_s, self.urgency, before_s)
+            report = self.running.begin(self._instance, now_s, self.urgency)
         elif self.running:
-            report = self.running.advance(self._instance, now_s, self.urgency, before_s)
+            report = self.running.advance(self._instance, now_s, self.urgency)
         if report:
             self.running = None
         return report

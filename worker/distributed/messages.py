@@ -245,6 +245,7 @@ class MemberLoad(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0  # since the start
     prompt_tokens: int = 0  # to compute before a prompt that comes now has its turn
     prompt_rate: float = 0.0  # prompt tokens per second of the last steps; 0: unknown
+    arriving: float = 0.0  # requests per second that came lately
     floor_refused: Precision = LOWEST  # highest floor of recently refused requests; the lowest: none
 
 

@@ -319,6 +319,10 @@ class EngineCore:
         first = self.scheduler.first_in_want
         return self._clock() - first.arrived if first else 0.0
 
+    def arrivals_per_s(self) -> float:
+        """Return the requests per second that came lately."""
+        return self.scheduler.arrivals_per_s(self._clock())
+
     def longest_tokens(self) -> int:
         """Return the length, prompt and output, that the longest request here may come to; 0 for none.
 

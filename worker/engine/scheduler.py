@@ -26,7 +26,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from worker.memory import BlockAllocator
 
 Begun = tuple[Sequence, list[int]]  # a sequence, and the indexed blocks that it begins with
 
+LATELY_S, BURST_S = 1.0, 0.25  # arrivals count for so long; over less time they tell no rate
 TOKENS_A_LOOK = 256  # at least every so many scheduled chunks the need of blocks is counted anew
 
 
@@ -236,6 +237,12 @@ class Scheduler:
         if self.blocks.num_free < len(self.running):
             return self.running[0]
         return self.waiting[0] if self.waiting else None
+
+    def arrivals_per_s(self, now: float) -> float:
+        """Return the rate of the requests that came lately and are still here; 0.0 for fewer than two."""
+        newest = chain(reversed(self.waiting), reversed(self.running))
+        lately = [seq.arrived for seq in takewhile(lambda seq: seq.arrived > now - LATELY_S, newest)]
+        return (len(lately) - 1) / max(BURST_S, now - min(lately)) if lately else 0.0
 
     # ----------------------------------------------------------------------------- the four passes
 

@@ -227,7 +227,7 @@ class MorphManager:
     def _await_copy(self, job: Job) -> bool:
         """Wait for the next copy of an urgent morph, as long as there is time. Return True if one has ended.
 
-        Without a step beside it a copy takes the least time, and the step could take prompts for much longer.
+        Without a step beside it a copy takes least, and a step with prompts would take much longer.
         """
         left_s = self._pace.left_s if self._is_busy and job.run.awaits_copies else 0.0
         has_ended = left_s > 0 and self._copier.wait(left_s)

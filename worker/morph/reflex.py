@@ -4,8 +4,9 @@ The controller grants an `Envelope`. At every step boundary the worker asks `jud
 due `worker.morph.sizing`.
 
 Relief is due when steps in a row (MorphServe, section 6), or PRESSED_S of long ones, show that blocks are
-missing. It waits for no cool-down. A return waits for ten times what the last relief took, and longer
-each time that layers went back too early.
+missing, or one alone if requests would wait for URGENT of the objective: that is no noise, and the next step,
+full of the prompts that found room, may take long. It waits for no cool-down. A return waits for ten times
+what the last relief took, and longer each time that layers went back too early.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ Lever = Literal["resize", "swap_down", "swap_up"]
 REGRET_S: Final = 30.0  # layers that are swapped again within this time went back too early
 FIRST_PAUSE_S, FIRST_REGRET_S, LONGEST_PAUSE_S = 0.1, 1.0, 8.0  # after a refusal, a regret; doubled each time
 LATE: Final = 0.5  # share of the objective; a prediction above it is acted on
+AHEAD_S, MOST_AHEAD_S = 0.25, 1.0  # relief is for what comes until it is done, and the next may be decided
 HOLD_TIMES: Final = 10  # a return waits for so many times the duration of the last relief
 RELIEF_SHARE: Final = 0.25  # of the time at least for relief under way: a prompt admitted hides the next
 PRESSED_S: Final = 0.05  # pressure that lasts so long is acted on, however few steps it has been
@@ -46,6 +48,7 @@ class Load:
     floor_refused: Precision = LOWEST  # highest floor of recently refused requests
     prompt_tokens: int = 0  # to compute before a prompt that comes now has its turn
     prompt_rate: float = 0.0  # prompt tokens per second of the last steps; 0: unknown
+    arriving: float = 0.0  # requests per second that came lately
     kv_expected: int = 0  # blocks needed by the controller's forecast; 0: no forecast
 
     @property
@@ -59,6 +62,16 @@ class Load:
     @property
     def misses_blocks(self) -> bool:
         return self.waiting > 0 and self.kv_needed > self.kv_blocks
+
+    def kv_coming(self, ahead_s: float) -> int:
+        """Return the blocks that are needed beyond `kv_needed` after `ahead_s` if requests go on to come.
+
+        Each needs as many as those that are here; those that end in the meantime leave theirs.
+        """
+        here = self.running + self.waiting
+        asked = self.arriving * self.kv_needed / here if here else 0.0
+        left = self.kv_used / self.residence_s if self.residence_s else 0.0
+        return int(max(0.0, asked - left) * ahead_s)
 
     @property
     def predicted_compute_s(self) -> float:
@@ -111,6 +124,11 @@ class ReflexState:
     stands_until_s: float = float("-inf")
     withheld: Mapping[str, float] = field(default_factory=dict)
     pauses: Mapping[Lever, LeverPause] = field(default_factory=dict)
+
+    @property
+    def ahead_s(self) -> float:
+        """The time for which relief that is decided now must suffice."""
+        return min(MOST_AHEAD_S, max(AHEAD_S, self.relief_took_s))
 
     def is_paused(self, lever: Lever, at_s: float) -> bool:
         """Return True while `lever` pauses."""
@@ -168,7 +186,8 @@ def judge(state: ReflexState, load: Load, envelope: Envelope) -> tuple[ReflexSta
     if load.floor_refused != LOWEST and not state.is_paused("swap_up", at_s):
         words = f"a request waits that takes no layer below {load.floor_refused}"
         needs.append(Need("return", "precision_floor", words))
-    if pressure and (state.pressure >= policy.windows or at_s >= state.pressed_s + PRESSED_S):
+    is_sure = state.pressure >= policy.windows or at_s >= state.pressed_s + PRESSED_S
+    if pressure and (is_sure or (load.waiting and urgency(load, policy) == 1.0)):
         needs.append(Need("relief", *pressure))
     is_calm = load.is_idle or state.ease >= policy.windows
     if ease and is_calm and not state.is_by_hand and at_s >= state.return_due_s(policy):

@@ -272,6 +272,7 @@ class ReflexLoop:
             preemptions=sum(each.preemptions for each in members),
             prompt_tokens=sum(each.prompt_tokens for each in members),
             prompt_rate=sum(each.prompt_rate for each in members),
+            arriving=sum(each.arriving for each in members),
             floor_refused=min(refused, key=PRECISIONS.index),
             kv_expected=expected,
         )

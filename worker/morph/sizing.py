@@ -79,7 +79,8 @@ def relieve(
         return _decide("resize", need, reason, state, load, envelope, spare, blocks=blocks)
     if not may_lose or state.is_paused("swap_down", load.at_s):
         return None
-    needed = max(load.kv_needed, load.kv_used, load.kv_expected)
+    coming = load.kv_coming(state.ahead_s)
+    needed = max(max(load.kv_needed, load.kv_used) + coming, load.kv_expected)
     missing = max(1, math.ceil(needed / policy.kv_usage_high) - load.kv_blocks)
     lost = shape.losses.total(shape.halves, envelope.resting)
     budget = policy.most_loss * (FORECAST_SHARE if need.cause == "forecast" else 1.0)
@@ -97,12 +98,14 @@ def relieve(
         return None
     blocks = load.kv_blocks + shape.blocks_of(choice.pages)
     reason = (
-        f"{_count(choice)} for about {blocks - load.kv_blocks} KV blocks, of {missing} that are missing; the "
-        f"loss by the profile is {lost + choice.loss:.2%} of at most {budget:.2%}"
+        f"{_count(choice)} for about {blocks - load.kv_blocks} KV blocks, of {missing} that are missing"
+        f"{f' ({coming} of them for what comes next)' if coming else ''}; the loss by the profile is "
+        f"{lost + choice.loss:.2%} of at most {budget:.2%}"
     )
     numbers: dict[str, Number] = {
         "halves": len(choice.halves),
         "blocks_missing": missing,
+        "blocks_coming": coming,
         "blocks_after": blocks,
         "loss": round(lost + choice.loss, 6),
         "loss_budget": budget,
@@ -147,7 +150,9 @@ def restore(state: ReflexState, load: Load, shape: Shape, envelope: Envelope, ne
     dead_zone = policy.kv_usage_high - policy.kv_usage_low
     usage_after = policy.kv_usage_high - dead_zone / RETURN_MARGIN
     # A request that is refused a floor waits for all halves, whatever then waits for blocks.
-    needed = load.kv_used if is_for_floor else max(load.kv_used, load.kv_needed)
+    needed = load.kv_used
+    if not is_for_floor:
+        needed = max(load.kv_used, load.kv_needed) + load.kv_coming(state.ahead_s)
     kept = max(shape.min_blocks, math.ceil(needed / (1.0 if is_for_floor else usage_after)))
     if load.running and not is_for_floor:  # one more request like those that run would be no pressure
         kept = max(kept, math.ceil((needed + load.kv_used / load.running) / policy.kv_usage_high))

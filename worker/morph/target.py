@@ -260,6 +260,7 @@ class Target(MemberTarget):
             preemptions=scheduler.num_preemptions,
             prompt_tokens=scheduler.num_prompt_tokens_due,
             prompt_rate=instance.prompt_rate.per_s,
+            arriving=instance.arrivals_per_s(),
             floor_refused=instance.floor_refused(),
         )
 

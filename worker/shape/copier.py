@@ -220,7 +220,7 @@ class Rate:
 
 # An idle engine can spend all its time on morphs, but must look for new requests now and then.
 IDLE_TURN_S = 0.005
-# However urgent, requests that run wait no longer than this at one boundary.
+# What runs waits no longer than this at one boundary, however urgent a morph is.
 URGENT_TURN_S: Final = 0.05
 
 
@@ -228,7 +228,7 @@ class Pace:
     """A limit to the share of the engine's time that morphs take at step boundaries.
 
     A unit of work begins while those before have taken less than `share` of the time that passed; the steps
-    after a longer unit pay for it.
+    after a longer unit pay for it. An urgent morph may run up debts, since the next step may be a long one.
     """
 
     def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -236,31 +236,30 @@ class Pace:
         if not 0 < share <= 1:
             raise ValueError(f"the share is {share}; it must be above 0 and at most 1")
         self._share, self._clock = share, clock
-        self._credit_s = 0.0
+        self._credit_s = self._debt_s = 0.0
         self._began = self._since = clock()
 
     def begin(self, is_busy: bool, at_least: float = 0.0) -> None:
         """Begin a step boundary. Credit that an idle engine saved or spent is dropped.
 
         at_least: the share (0..1) since the last boundary, if it is more than that of this pace; so much of
-        that time may be spent now, up to URGENT_TURN_S.
+        URGENT_TURN_S may be spent ahead.
         """
         now = self._clock()
-        passed_s = now - self._began
-        earned = passed_s * max(self._share, at_least)
-        most_s = min(passed_s * at_least, URGENT_TURN_S)
-        self._credit_s = min(self._credit_s + earned, most_s) if is_busy else IDLE_TURN_S
+        earned = (now - self._began) * max(self._share, at_least)
+        self._credit_s = min(self._credit_s + earned, 0.0) if is_busy else IDLE_TURN_S
+        self._debt_s = URGENT_TURN_S * at_least if is_busy else 0.0
         self._began = self._since = now
 
     @property
     def has_time(self) -> bool:
         """True if another unit may begin."""
-        return self._credit_s >= 0
+        return self._credit_s + self._debt_s >= 0
 
     @property
     def left_s(self) -> float:
         """The seconds that are left before `has_time` is False."""
-        return max(0.0, self._credit_s)
+        return max(0.0, self._credit_s + self._debt_s)
 
     def spent(self) -> float:
         """End a unit. Return the seconds since the last call of this or of `begin`."""

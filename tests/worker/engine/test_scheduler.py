@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bus.messages import SamplingParams
 from tests.support.engine_toys import expect_no_growth
-from worker.engine.scheduler import Scheduler, SchedulerOutput
+from worker.engine.scheduler import BURST_S, Scheduler, SchedulerOutput
 from worker.engine.sequence import Limits, Sequence, own_request
 from worker.memory import BlockAllocator
 
@@ -81,6 +81,22 @@ def test_the_prompt_tokens_that_are_due_are_those_before_a_new_prompts_turn() ->
         step(scheduler)
         due.append(scheduler.num_prompt_tokens_due)
     assert due == [50, 34, 18, 2, 0, 0]  # 16 tokens a step; decodes come first
+
+
+def test_the_rate_of_arrivals_is_that_of_the_last_second() -> None:
+    scheduler = make(capacity=8, num_seqs=2)
+    assert scheduler.arrivals_per_s(100.0) == 0.0
+    for at_s in (90.0, 100.0, 100.1, 100.2, 100.5):
+        scheduler.add(Sequence(sequence(f"s{at_s}", 4).request, at_s))
+    step(scheduler)
+    assert scheduler.running and scheduler.waiting
+    assert scheduler.arrivals_per_s(100.6) == pytest.approx(3 / 0.6)  # after the first of the last four
+    assert scheduler.arrivals_per_s(101.15) == pytest.approx(1 / 0.95)
+    assert scheduler.arrivals_per_s(101.3) == scheduler.arrivals_per_s(109.0) == 0.0  # one is no rate
+    at_once = make(capacity=8)
+    for name in "abc":
+        at_once.add(Sequence(sequence(name, 4).request, 50.0))
+    assert at_once.arrivals_per_s(50.0) == 2 / BURST_S
 
 
 def test_nobody_overtakes_a_head_that_does_not_fit() -> None:

@@ -30,9 +30,14 @@ def test_the_rest_after_a_copy_delays_the_next_one_alone_and_ends_when_it_become
 
 @pytest.mark.parametrize(
     ("passed_s", "at_least", "left_s"),
-    [(0.03, 0.0, 0.0), (0.03, 0.5, 0.015), (0.03, 1.0, 0.03), (9.0, 1.0, URGENT_TURN_S)],
+    [
+        (0.03, 0.0, 0.0),
+        (0.001, 0.5, URGENT_TURN_S / 2),
+        (0.03, 1.0, URGENT_TURN_S),
+        (9.0, 1.0, URGENT_TURN_S),
+    ],
 )
-def test_an_urgent_morph_may_take_its_share_of_the_last_step_at_once(
+def test_an_urgent_morph_may_take_time_ahead_and_the_steps_after_it_pay(
     passed_s: float, at_least: float, left_s: float
 ) -> None:
     now = 0.0
@@ -45,5 +50,7 @@ def test_an_urgent_morph_may_take_its_share_of_the_last_step_at_once(
     now += 1.0  # the steps after it pay for it, and a fiftieth of a second is too little
     pace.begin(is_busy=True)
     assert not pace.has_time
+    pace.begin(is_busy=True, at_least=1.0)
+    assert not pace.has_time  # what is urgent pays, too
     pace.begin(is_busy=False)
     assert pace.left_s == IDLE_TURN_S

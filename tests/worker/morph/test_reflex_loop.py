@@ -108,6 +108,22 @@ def test_a_flood_is_met_within_steps_and_afterwards_all_is_as_before(clocked: Cl
     assert clocked.events[-1].cause == "ease"
 
 
+@pytest.mark.parametrize("apart_s", [0.01, 2.0], ids=["burst", "trickle"])
+def test_a_burst_that_goes_on_gets_blocks_for_what_comes_next(clocked: Clocked, apart_s: float) -> None:
+    clocked.grant()
+    clocked.flood(count=3, max_tokens=20)
+    for number in range(3, 8):
+        clocked.step()
+        clocked.at_s += apart_s
+        clocked.rig.engine.submit("toy@w0", request(f"r{number}", list(range(1, 17)), 20))
+        if clocked.events:
+            break
+    clocked.step(4)
+    numbers = clocked.events[0].numbers
+    assert numbers["kv_needed"] > 0 and (numbers["blocks_coming"] > 0) == (apart_s < 1.0)
+    clocked.finish()
+
+
 @pytest.mark.parametrize("envelope", ["none", "manual", "of another epoch", "of nothing"])
 def test_without_leave_nothing_is_done(clocked: Clocked, envelope: str) -> None:
     if envelope == "manual":
