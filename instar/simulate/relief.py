@@ -117,7 +117,7 @@ class SimulatedMorphs:
         return lambda kind: ""
 
     def is_morphing(self, instance: str) -> bool:
-        return self.running is not None
+        return self.running is not None or self._ordered is not None
 
     def begin(self, command: Morph, *, reason: str) -> None:
         assert isinstance(command, Swap | Resize)

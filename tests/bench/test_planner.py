@@ -26,3 +26,8 @@ def test_a_long_request_that_a_swap_holds_gets_no_group() -> None:
     planner, swapped = run("planner", arrivals), run("swap", arrivals)
     assert "scale_up applied" not in planner["levers"]
     assert planner["cost_s"] < EQUAL * swapped["cost_s"]
+
+
+def test_a_swap_that_is_ordered_while_a_reflex_decides_is_not_lost() -> None:
+    """Else both long requests of this mix would never be served."""
+    assert run("swap", mix(58))["late"] == 0
