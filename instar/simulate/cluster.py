@@ -190,7 +190,7 @@ class SimulatedCluster:
         instance, morphs, now_s = one.instance, one.morphs, self.now_s
         instance.take_in()
         before_s = morphs.running.due_s if morphs.running else None
-        if report := morphs.at_boundary():
+        for report in morphs.at_boundary():
             self.record.morphs.append(report)
             self.record.levers[morphs.lever, report.state] += 1
         due_s = morphs.running.due_s if morphs.running else None

@@ -150,22 +150,22 @@ class SimulatedMorphs:
         assert found
         return found.lever
 
-    def at_boundary(self) -> MorphReport | None:
-        """Ask the reflex, and carry its morph on, between two steps; returns the report of one that ended."""
+    def at_boundary(self) -> list[MorphReport]:
+        """Ask the reflex, and carry its morph on, between two steps; returns the reports of what ended."""
         loop = self._loop
         if loop is None:
-            return None
+            return []
         if found := loop.of(self._instance.name):
             if self._is_at_ease(found, self._instance.blocks.num_used):
                 self.urgency = 0.0
-                return None
+                return []
             found.granted_s = self._renewed_s()
         loop.act()
         reports, self._cancelled = self._cancelled, []
         if report := self._advance():
             reports.append(report)
         loop.hear(reports)
-        return reports[0] if reports else None
+        return reports
 
     def _advance(self) -> MorphReport | None:
         report, now_s = None, self._clock()
