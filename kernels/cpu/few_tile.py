@@ -21,6 +21,8 @@ from kernels.cpu.simd import (
     I32,
     I64,
     LANES,
+    Count,
+    Few,
     Int,
     Kind,
     Literal,
@@ -67,7 +69,7 @@ def sum_lanes(builder: Any, lanes: Any) -> Any:
 def dots(
     builder: Any,
     num_rows: Literal,
-    num_tokens: Literal,
+    num_tokens: Count,
     num_lines: Literal,
     kind: Kind,
     x_kind: Kind,
@@ -153,7 +155,7 @@ def _pairs(builder: Any, address: Any, count: int) -> Any:
 def columns(
     builder: Any,
     num_rows: Literal,
-    num_tokens: Literal,
+    num_tokens: Few,
     num_lines: Literal,
     is_added: Literal,
     kind: Kind,

@@ -21,6 +21,7 @@ from kernels.cpu.simd import (
     I32,
     I64,
     LANES,
+    Few,
     Int,
     Literal,
     Value,
@@ -89,7 +90,7 @@ def _halves(builder: Any, coding: Coding, w: Any, tile: Any, levels: Any) -> lis
 def dots(
     builder: Any,
     num_rows: Literal,
-    num_tokens: Literal,
+    num_tokens: Few,
     w: Value,
     codes: Int,
     levels: Int,
