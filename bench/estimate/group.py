@@ -145,14 +145,14 @@ class Rank(Worker):
         return self._peak.nbytes
 
     def weight_bytes(self) -> int:
-        pages = self._at_boundary(lambda: self._loaded.pages().weights)
-        return pages * self._loaded.page_bytes
+        pages = self._at_boundary(lambda: self._loaded.pool.counts().weights)
+        return pages * self._loaded.pool.page_bytes
 
     def kv_bytes(self, num_blocks: int) -> int:
         """Return the bytes of whole pages of so many blocks, of which this rank has its heads."""
         cache, tp = self._grouping.local.cache, self._instance.tp
         pages = cache.pool.pages_for(num_blocks * cache.block_bytes // tp)
-        return cache.num_layers * pages * self._loaded.page_bytes
+        return cache.num_layers * pages * self._loaded.pool.page_bytes
 
     def _at_boundary(self, verb: Callable[[], T]) -> T:
         """Call `verb` in the engine's thread, between two steps, and return its result."""

@@ -43,7 +43,7 @@ from bus.messages import PARTS
 from bus.morphs import MorphReport, Swap
 from bus.precisions import Precision
 from bus.settings import WorkerSettings
-from worker.service.loading import Loaded
+from worker.deploy.model_host import ModelHost
 from worker.service.start_up import load
 from worker.shape.variants import LayerVariants
 
@@ -113,7 +113,7 @@ def serving(size: CostCase, threads: int) -> Iterator[MorphLoop]:
 class MorphLoop:
     """The worker's loop by hand: morphs between steps, one layer swapped to INT4 and back."""
 
-    def __init__(self, loaded: Loaded, layer: int) -> None:
+    def __init__(self, loaded: ModelHost, layer: int) -> None:
         self._engine, self._executor, self._layer = loaded.engine, loaded.morphs, layer
         self._wakened = threading.Event()
         self._executor.wake = self._wakened.set

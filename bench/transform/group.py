@@ -25,6 +25,7 @@ from worker.distributed.messages import Peer
 from worker.engine.engine import StepResult
 from worker.engine.sequence import own_request
 from worker.service.engine_thread import EngineThread
+from worker.service.groups import GroupMembership
 from worker.service.start_up import load
 
 MODEL = "bench"
@@ -153,9 +154,10 @@ class Worker:
             **values | {"models": [f"{MODEL}={folder}"], "memory_mb": megabytes, "variants": []} | settings_
         )
         self._loaded = loaded = load(settings, name, lambda text: None)
-        transport = loaded.transport
-        assert loaded.grouping is not None and transport is not None
-        self._grouping = loaded.grouping
+        groups, transport = GroupMembership(loaded), loaded.transport
+        groups.update()
+        assert groups.grouping is not None and transport is not None
+        self._grouping = groups.grouping
         self._instance = self._grouping.local.instance
         self._steps: list[GroupStep] = []
         self._made: dict[str, list[Made]] = {}  # results by request
@@ -165,9 +167,9 @@ class Worker:
         self._death: BaseException | None = None
         self.thread = EngineThread(
             loaded.engine,
-            loaded.pages,
+            loaded.pool.counts,
             loaded.morphs,
-            loaded.grouping,
+            groups.grouping,
             snapshot_s=1.0,
             on_results=self._stepped,
             on_snapshot=lambda snapshot: None,

@@ -84,7 +84,7 @@ def test_two_models_share_the_pool(tmp_path: Path) -> None:
     settings = WorkerSettings(models=models, memory_mb=16, threads=1, max_num_seqs=4)
     loaded = load(settings, "w0", lambda text: None)
     assert [card.id for card in loaded.cards] == ["llama@w0", "qwen3@w0"]
-    pages = loaded.pages()
+    pages = loaded.pool.counts()
     assert pages.budget == pages.weights + pages.kv + pages.free
     for instance in loaded.engine.instances.values():
         assert instance.scheduler.blocks.capacity >= 4 * 256 // 16, (

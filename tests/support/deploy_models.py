@@ -80,13 +80,8 @@ class Place:
 
     def __post_init__(self) -> None:
         self.name = self.settings.id
-        self.loaded = load(self.settings, self.name, lambda text: None)
-        assert self.loaded.model_host
-        self.model_host, self.engine, self.morphs = (
-            self.loaded.model_host,
-            self.loaded.engine,
-            self.loaded.morphs,
-        )
+        self.model_host = load(self.settings, self.name, lambda text: None)
+        self.engine, self.morphs = self.model_host.engine, self.model_host.morphs
         self.pool = self.model_host.pool
 
     def deploy(self, name: str, folder: Path, **fields: Any) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.worker_bench import Bench
-from worker.service.loading import Loaded
+from worker.deploy.model_host import ModelHost
 from worker.service.start_up import load
 
 # What it tells, and how often: sooner than in service.
@@ -21,13 +21,13 @@ class LoadedBench(Bench):
     """A worker of the model `first` in `folder`. `kind`: of the events that `hear` gets."""
 
     folder: Path = Path()
-    loaded: Loaded | None = None
+    loaded: ModelHost | None = None
     kind: type[Any] = object
 
     def __post_init__(self) -> None:
         pass
 
-    def load(self, settings: Any, worker: str, progress: Callable[[str], None]) -> Loaded:
+    def load(self, settings: Any, worker: str, progress: Callable[[str], None]) -> ModelHost:
         self.loaded = load(settings, worker, progress)
         return self.loaded
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from bus.client import Bus, BusUnavailable, connect
-from bus.messages import Delta, InstanceCard, PageCounts, SamplingParams, StepOutput, Submit
+from bus.messages import Delta, InstanceCard, SamplingParams, StepOutput, Submit
 from bus.settings import RedisSettings, Settings, WorkerSettings
 from tests.support.engine_toys import VOCAB, ToyModel, toy_engine
+from worker.deploy.model_host import HostedModel, ModelHost
 from worker.engine.core import EngineCore
+from worker.memory import CpuBackend, PagePool
 from worker.morph.manager import MorphManager
-from worker.service.loading import Loaded
 from worker.service.worker import serve
 
 B = TypeVar("B", bound="Bench")
@@ -57,16 +58,14 @@ class Bench:
         self.instance.model = self.instance.local_executor._model = self.model
         self.morphs = MorphManager("w0", {})
 
-    def load(self, settings: WorkerSettings, worker: str, progress: Callable[[str], None]) -> Loaded:
+    def load(self, settings: WorkerSettings, worker: str, progress: Callable[[str], None]) -> ModelHost:
         progress("loading toy: 50 %")
-        return Loaded(
-            engine=self.engine,
-            own_cards=[card(instance) for instance in self.engine.instances.values()],
-            pages=lambda: PageCounts(budget=4, weights=1, kv=2, free=1),
-            device="cpu",
-            page_bytes=65536,
-            morphs=self.morphs,
-        )
+        pool = PagePool(CpuBackend(65536), 4 * 65536)
+        host = ModelHost(worker, pool, self.engine, settings, self.morphs)
+        nothing: Any = None  # no test loads a model here
+        for instance in self.engine.instances.values():
+            host.models[instance.id] = HostedModel(card(instance), nothing, nothing)
+        return host
 
     async def start(self, **changes: Any) -> None:
         worker = WorkerSettings(

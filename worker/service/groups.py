@@ -30,7 +30,8 @@ CPU_STAGE_BYTES, CUDA_STAGE_BYTES = 1 << 23, 1 << 25
 
 def grouping_of(host: ModelHost, only: HostedModel) -> Grouping | None:
     """Return how the worker's only model joins groups; None if it cannot."""
-    if not host.transport or len(degrees(only.model.config, host.settings.max_tp)) < 2:
+    assert host.transport
+    if len(degrees(only.model.config, host.settings.max_tp)) < 2:
         return None
     device = host.pool.backend.device
     local = LocalInstance(
@@ -55,7 +56,9 @@ class GroupMembership:
         self.on_cards: Callable[[list[InstanceCard]], None] = lambda cards: None
 
     def update(self) -> None:
-        """Let the worker join groups if it has one model alone, and none otherwise."""
+        """Let the worker join groups if others reach it and it has one model alone, and none otherwise."""
+        if not self._host.transport:
+            return
         only = self._only()
         before = self.grouping
         if before and only and before.local.target is only.target:
@@ -75,7 +78,7 @@ class GroupMembership:
             most = max_blocks(one.target, max(possible))
             card = replace(one.card, degrees=possible, tokens_at=tokens, max_blocks=most)
             models[name] = replace(one, card=card)
-        self.on_cards([one.card for one in models.values()])
+        self.on_cards(self._host.cards)
 
     def _only(self) -> HostedModel | None:
         """Return the only model, all of whose layers are here, or None."""

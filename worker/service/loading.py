@@ -8,22 +8,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from bus.messages import InstanceCard, PageCounts
 from bus.settings import WorkerSettings
 from worker.service.membership import Membership
 from worker.service.tasks import end
 
 if TYPE_CHECKING:  # importing torch takes seconds, and CannotServe needs none
-    from kernels.cpu.pinning import PinnedTeam
     from worker.deploy.model_host import ModelHost
-    from worker.distributed.transport import Transport
-    from worker.engine.engine import Engine
-    from worker.morph.manager import MorphManager
-    from worker.parallel.grouping import Grouping
-    from worker.service.groups import GroupMembership
 
 log = logging.getLogger("worker")
 
@@ -36,37 +28,8 @@ class CannotServe(Exception):
     """Settings or a model folder that can never work. The message is one line that says what to change."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A worker's engine and models, ready to serve."""
-
-    engine: Engine
-    pages: Callable[[], PageCounts]
-    device: str
-    page_bytes: int
-    morphs: MorphManager
-    model_host: ModelHost | None = None  # None: no model comes or goes
-    group_membership: GroupMembership | None = None
-    team: PinnedTeam | None = None  # pinned by the engine's thread
-    own_cards: list[InstanceCard] = field(default_factory=list)  # without a model host
-
-    @property
-    def cards(self) -> list[InstanceCard]:
-        return [one.card for one in self.model_host.models.values()] if self.model_host else self.own_cards
-
-    @property
-    def grouping(self) -> Grouping | None:
-        """The object by which the worker joins groups; None if it joins none."""
-        return self.group_membership.grouping if self.group_membership else None
-
-    @property
-    def transport(self) -> Transport | None:
-        """The listener for other workers; None if there is none."""
-        return self.model_host.transport if self.model_host else None
-
-
 Progress = Callable[[str], None]  # called in the loading thread, as often as the loader likes
-Loader = Callable[[WorkerSettings, str, Progress], Loaded]  # settings, worker id; raises CannotServe
+Loader = Callable[[WorkerSettings, str, Progress], "ModelHost"]  # settings, worker id; raises CannotServe
 
 
 class _Stopped(Exception):
@@ -79,13 +42,13 @@ class LoadTask:
     def __init__(self, load: Loader, settings: WorkerSettings, worker: str) -> None:
         self._load, self._settings, self._worker = load, settings, worker
         self._loop = asyncio.get_running_loop()
-        self._done: asyncio.Future[Loaded] = self._loop.create_future()
+        self._done: asyncio.Future[ModelHost] = self._loop.create_future()
         self._latest = ""
         self._is_stopping = False
 
     async def run(
         self, membership: Membership, stop: asyncio.Event, renewal: asyncio.Task[None]
-    ) -> Loaded | None:
+    ) -> ModelHost | None:
         """Load; None if `stop` was set first. Raises what the loader or the lease's renewal raises."""
         threading.Thread(target=self._work, name="load", daemon=True).start()
         stopping = asyncio.create_task(stop.wait())

@@ -36,8 +36,7 @@ from worker.morph.run import NotApplied, Peers, Steps
 from worker.pipeline.split import leader_of
 from worker.pipeline.stage_host import StageHost
 from worker.profiler.links import ProbeResponder
-from worker.service.groups import GroupMembership
-from worker.service.loading import CannotServe, Loaded, Progress
+from worker.service.loading import CannotServe, Progress
 from worker.shape.copier import Copier
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ LOAD_SHARE = 0.25
 WAIT_S = 0.1  # at most, between two looks at what the loading thread does
 
 
-def load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
+def load(settings: WorkerSettings, worker: str, progress: Progress) -> ModelHost:
     """Load the models of the settings. Raises CannotServe, with one line that says what to change."""
     try:
         return _load(settings, worker, progress)
@@ -59,11 +58,10 @@ def load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
         raise CannotServe(str(error)) from error
 
 
-def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
+def _load(settings: WorkerSettings, worker: str, progress: Progress) -> ModelHost:
     folders = model_folders(settings.models, may_be_empty=settings.may_be_empty)
     device = _device(settings.device)
     threads = kernels.configure(settings.threads, settings.product_kernel)
-    team = pinned_team(settings, device, threads)
     pool = make_pool(device, settings.memory_mb * MIB, settings.page_kib * 1024)
     engine = Engine(device)
     # On a CPU copying takes cores and memory from the steps: both kinds of work share the allowance.
@@ -71,6 +69,7 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
     step_share, copy_share = (share / 2, share / 2) if device.type == "cpu" else (share, 1.0)
     morphs = MorphManager(worker, {}, step_share=step_share, copy_share=copy_share)
     model_host = ModelHost(worker, pool, engine, settings, morphs)
+    model_host.team = pinned_team(settings, device, threads)
     _take_deployments(model_host)
     serve_models(folders, model_host, progress)
     if not folders:
@@ -82,12 +81,7 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
         )
         ProbeResponder(model_host.transport, device)
         engine.stages = model_host.stages = StageHost(model_host.transport)
-    group_membership = GroupMembership(model_host)
-    group_membership.update()
-    model_host.on_changed = group_membership.update
-    return Loaded(
-        engine, pool.counts, str(device), pool.page_bytes, morphs, model_host, group_membership, team
-    )
+    return model_host
 
 
 def pinned_team(settings: WorkerSettings, device: torch.device, threads: int) -> PinnedTeam | None:

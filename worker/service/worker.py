@@ -16,15 +16,16 @@ from bus.morphs import MorphReport
 from bus.precisions import PRECISIONS
 from bus.service import run_until
 from bus.settings import Settings
+from worker.deploy.model_host import ModelHost
 from worker.engine.engine import StepResult
 from worker.profiler.measurer import kind_of, measurer_of
 from worker.profiler.runner import ProfileRunner
 from worker.service.engine_thread import EngineThread
-from worker.service.groups import meet_neighbours
+from worker.service.groups import GroupMembership, meet_neighbours
 from worker.service.instances import GATEWAYS_LOOK_S, Instances
 from worker.service.intake import Intake, watch_gateways
 from worker.service.ledger import Ledger
-from worker.service.loading import Loaded, Loader, LoadTask
+from worker.service.loading import Loader, LoadTask
 from worker.service.measures import Measures
 from worker.service.membership import Membership
 from worker.service.publisher import Outbox, OutputPublisher, ReportPublisher, ResultQueue
@@ -61,9 +62,9 @@ async def serve(settings: Settings, bus: Bus, stop: asyncio.Event, load: Loader)
         # While the lease is renewed: without it other workers may do the same work.
         renewal = asyncio.create_task(membership.run(), name="lease")
         try:
-            loaded = await LoadTask(load, settings.worker, worker).run(membership, stop, renewal)
-            if loaded:
-                await Serving(settings, bus, worker, loaded, membership).run(stop, renewal)
+            host = await LoadTask(load, settings.worker, worker).run(membership, stop, renewal)
+            if host:
+                await Serving(settings, bus, worker, host, membership).run(stop, renewal)
         finally:
             await end(renewal)
     finally:
@@ -74,20 +75,22 @@ class Serving:
     """The parts of a worker that has something to serve, and the wires between them."""
 
     def __init__(
-        self, settings: Settings, bus: Bus, worker: str, loaded: Loaded, membership: Membership
+        self, settings: Settings, bus: Bus, worker: str, host: ModelHost, membership: Membership
     ) -> None:
-        self._settings, self._bus, self._loaded, self._membership = settings.worker, bus, loaded, membership
+        self._settings, self._bus, self._host, self._membership = settings.worker, bus, host, membership
         self._loop = asyncio.get_running_loop()
         self._died: asyncio.Future[None] = self._loop.create_future()
         self._draining = asyncio.Event()
         self._ledger = Ledger()
         runner = ProfileRunner(self._settings.morph_share)
         results = ResultQueue(self._loop, self._take_results, self._settings.publish_ms / 1000)
+        groups = GroupMembership(host)
+        groups.update()
         self._thread = EngineThread(
-            loaded.engine,
-            loaded.pages,
-            loaded.morphs,
-            loaded.grouping,
+            host.engine,
+            host.pool.counts,
+            host.morphs,
+            groups.grouping,
             snapshot_s=self._settings.telemetry_s,
             on_results=results.put,
             on_snapshot=self._in_loop(lambda snapshot: self._reporter.take(snapshot)),
@@ -95,11 +98,11 @@ class Serving:
             on_events=self._in_loop(lambda events: self._morph_reports.put(events)),
             on_death=self._in_loop(self._die),
             measuring=runner,
-            team=loaded.team,
+            team=host.team,
         )
-        if loaded.team:
+        if host.team:
             unpinned = lambda: self._membership.update(is_pinned=False)  # noqa: E731
-            loaded.team.on_freed = self._in_loop(lambda: self._show(unpinned))
+            host.team.on_freed = self._in_loop(lambda: self._show(unpinned))
         self._outbox = Outbox(bus, self._thread, membership.may_publish)
         self._dispatch = OutputPublisher(bus.names, worker, self._ledger, self._outbox)
         self._intake = Intake(bus, worker, lambda: membership.epoch, self._ledger, self._thread, self._outbox)
@@ -112,28 +115,22 @@ class Serving:
             idle_interval_s=self._settings.idle_telemetry_s,
         )
         self._morph_reports = ReportPublisher(bus)
-        measurer = measurer_of(loaded.model_host) if loaded.model_host else None
-        self._measures = Measures(bus, worker, self._thread, runner, measurer)
+        self._measures = Measures(bus, worker, self._thread, runner, measurer_of(host))
         self._intake.on_measure = self._measures.begin
         self._intake.on_cancel_morph = self._measures.cancel
         self._instances = Instances(
             bus,
             self._intake,
             self._ledger,
-            loaded.cards,
+            host.cards,
             on_changed=self._models_changed,
             in_engine=self._thread.call,
             on_error=self._die,
         )
-        if loaded.model_host:
-            loaded.model_host.listener = self._instances
-            loaded.model_host.post = self._loop.call_soon_threadsafe
-        if group_membership := loaded.group_membership:
-            group_membership.use = self._thread.use_grouping
-            group_membership.on_regrouped = self._in_loop(
-                lambda *group: self._show(lambda: self._show_group(*group))
-            )
-            group_membership.on_cards = self._in_loop(self._take_cards)
+        host.listener, host.post = self._instances, self._loop.call_soon_threadsafe
+        host.on_changed, groups.use = groups.update, self._thread.use_grouping
+        groups.on_regrouped = self._in_loop(lambda *group: self._show(lambda: self._show_group(*group)))
+        groups.on_cards = self._in_loop(self._take_cards)
         self._showing: asyncio.Task[None] | None = None
 
     async def run(self, stop: asyncio.Event, renewal: asyncio.Task[None]) -> None:
@@ -165,8 +162,8 @@ class Serving:
             await self._instances.close()
             await self._measures.close()
             await asyncio.to_thread(self._thread.stop)
-            if self._loaded.transport:
-                self._loaded.transport.close()
+            if self._host.transport:
+                self._host.transport.close()
             await self._morph_reports.send_rest()
 
     def _fence(self, epoch: int) -> None:
@@ -184,21 +181,21 @@ class Serving:
             self._show(lambda: self._membership.update(instances=shown, loading=told))
 
     async def _announce(self) -> None:
-        loaded = self._loaded
-        transport = loaded.transport
+        host, transport = self._host, self._host.transport
+        device = host.pool.backend.device
         await self._membership.update(
             state="serving",
             link=transport.address if transport else "",
             link_key=transport.key if transport else b"",
             instances=self._instances.shown,
-            device=loaded.device,
-            device_kind=kind_of(loaded.device),
-            page_bytes=loaded.page_bytes,
-            is_pinned=loaded.team is not None and loaded.team.is_pinned,
+            device=str(device),
+            device_kind=kind_of(device),
+            page_bytes=host.pool.page_bytes,
+            is_pinned=host.team is not None and host.team.is_pinned,
             progress="",
         )
-        models = ", ".join(card.model for card in loaded.cards) or "no model yet: waiting for deployments"
-        log.info("serving %s on %s", models, loaded.device)
+        models = ", ".join(card.model for card in host.cards) or "no model yet: waiting for deployments"
+        log.info("serving %s on %s", models, device)
 
     async def _until_drained(self, stop: asyncio.Event) -> None:
         await run_until(stop, self._intake.is_listening.wait())
@@ -216,7 +213,7 @@ class Serving:
         """Finish the requests, also those of gateways that have not yet seen the card change."""
         log.info("draining: %d requests to finish", len(self._ledger))
         why = f"{self._membership.card.id} is draining"
-        self._thread.call(lambda: self._loaded.morphs.refuse_deploys(why))
+        self._thread.call(lambda: self._host.morphs.refuse_deploys(why))
         await self._membership.update(state="draining")
         self._measures.refuse(why)
         try:
@@ -241,7 +238,7 @@ class Serving:
 
     async def _end_stages(self, why: str) -> None:
         """End the stages that this worker runs for leaders elsewhere, after their requests."""
-        stages = self._loaded.model_host.stages if self._loaded.model_host else None
+        stages = self._host.stages
         if stages:
             self._thread.call(lambda: stages.ask_to_end(why))
             while stages.runners:  # noqa: ASYNC110 one wait a life

@@ -60,7 +60,7 @@ class MeasureBench(LoadedBench):
 
     def has_all_pages(self, before: Any) -> bool:
         assert self.loaded
-        return bool(self.loaded.pages() == before)
+        return bool(self.loaded.pool.counts() == before)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ async def test_a_model_is_measured_beside_requests_and_never_twice(
     bench: MeasureBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert bench.loaded
-    pages = bench.loaded.pages()
+    pages = bench.loaded.pool.counts()
     await bench.measure("m1")
     await bench.submit("a", [1, 2, 3], 20, instance="first@w0")
     profile = await bench.until(bench.profile, within_s=20.0)
@@ -124,7 +124,7 @@ async def test_what_ends_a_profile_early_is_told_and_gives_all_pages_back(
     bench: MeasureBench, how: str
 ) -> None:
     assert bench.loaded
-    pages = bench.loaded.pages()
+    pages = bench.loaded.pool.counts()
     await bench.measure("m1")
     await bench.until(lambda: not bench.has_all_pages(pages))
     control, epoch = bench.bus.names.control("w0"), await bench.epoch()
@@ -143,7 +143,7 @@ async def test_what_ends_a_profile_early_is_told_and_gives_all_pages_back(
 @pytest.mark.usefixtures("endless")
 async def test_a_profile_that_is_cancelled_at_once_never_begins(bench: MeasureBench) -> None:
     assert bench.loaded
-    pages = bench.loaded.pages()
+    pages = bench.loaded.pool.counts()
     await bench.measure("m1")
     cancel = CancelMorph(id="c", epoch=await bench.epoch(), morph_id="m1")
     await bench.bus.publish(bench.bus.names.control("w0"), cancel)

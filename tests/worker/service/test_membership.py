@@ -15,7 +15,8 @@ from bus.settings import Settings, WorkerSettings
 from tests.conftest import settings_of
 from tests.support.bus_samples import card
 from tests.support.redis_process import RedisProcess
-from worker.service.loading import Loaded, Progress
+from worker.deploy.model_host import ModelHost
+from worker.service.loading import Progress
 from worker.service.membership import Membership
 from worker.service.tasks import end
 from worker.service.worker import serve
@@ -91,7 +92,7 @@ async def test_a_lease_is_longer_while_loading_and_short_as_soon_as_that_is_over
     await end(renewal)
 
 
-def endless_load(settings: WorkerSettings, worker: str, progress: Progress) -> Loaded:
+def endless_load(settings: WorkerSettings, worker: str, progress: Progress) -> ModelHost:
     while True:
         progress("loading")
         time.sleep(0.01)

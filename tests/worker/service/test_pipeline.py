@@ -137,8 +137,8 @@ async def test_a_follower_that_drains_leaves_when_the_requests_have_ended(
 
 
 async def _is_empty(bench: StageBench) -> bool:
-    assert bench.loaded and bench.loaded.model_host
-    pool = bench.loaded.model_host.pool
+    assert bench.loaded
+    pool = bench.loaded.pool
     await asyncio.sleep(0.02)
     return not await bench.instances() and pool.num_free == pool.num_pages
 

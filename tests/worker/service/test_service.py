@@ -15,7 +15,8 @@ from bus.messages import WorkerTelemetry
 from bus.settings import RedisSettings, Settings, WorkerSettings
 from tests.support.engine_toys import continuation
 from tests.support.worker_bench import INSTANCE, LEASE_S, Bench, running
-from worker.service.loading import CannotServe, Loaded
+from worker.deploy.model_host import ModelHost
+from worker.service.loading import CannotServe
 from worker.service.worker import serve
 
 pytest_plugins = ["tests.support.worker_fixtures"]
@@ -68,7 +69,7 @@ async def test_telemetry_comes_while_idle_and_counts_what_was_done(bench: Bench)
 async def test_a_model_that_cannot_be_served_is_told_to_the_caller_and_the_lease_given_up(
     redis_settings: RedisSettings,
 ) -> None:
-    def refuse(settings: WorkerSettings, worker: str, progress: Callable[[str], None]) -> Loaded:
+    def refuse(settings: WorkerSettings, worker: str, progress: Callable[[str], None]) -> ModelHost:
         raise CannotServe("no config.json in /nowhere")
 
     async with connect(redis_settings) as bus:
@@ -82,7 +83,7 @@ async def test_loading_is_on_the_card_and_can_be_stopped(redis_settings: RedisSe
     stop = asyncio.Event()
     stopped = threading.Event()
 
-    def load(settings: WorkerSettings, worker: str, progress: Callable[[str], None]) -> Loaded:
+    def load(settings: WorkerSettings, worker: str, progress: Callable[[str], None]) -> ModelHost:
         for i in range(1000):
             try:
                 progress(f"loading toy: {i / 10:.0f} %")
