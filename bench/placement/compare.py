@@ -1,4 +1,4 @@
-"""Three placement policies in a model of eight GPUs: no GPU is used, no time is measured.
+"""Three placement policies on eight GPUs by arithmetic: no GPU is used, no time is measured.
 
     python -m bench.placement [--quick]
 
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bench.common.results import RESULTS, conclude, parser, quantile, say
-from bench.placement.model import INTENT, LEVELS, MODELS, NUM_DEVICES, SECONDS, PlacementCluster, trace_of
+from bench.placement.devices import INTENT, LEVELS, MODELS, NUM_DEVICES, SECONDS, SharedDevices, trace_of
 from controller.planning.placement import POLICIES, THRESHOLD, WINDOW_S, Placing
 
 SWEEP = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9)
@@ -42,13 +42,13 @@ class PlacementOutcome:
     num_refused: float
 
 
-def model(placing: Placing, seed: int, load: float = 1.0) -> PlacementCluster:
-    cluster = PlacementCluster(placing)
+def use_of(placing: Placing, seed: int, load: float = 1.0) -> SharedDevices:
+    cluster = SharedDevices(placing)
     cluster.run(trace_of(seed, load))
     return cluster
 
 
-def outcome_of(cluster: PlacementCluster) -> PlacementOutcome:
+def outcome_of(cluster: SharedDevices) -> PlacementOutcome:
     latencies = [one.latency_s for one in cluster.finished]
     slowdowns = [one.latency_s / one.alone_s for one in cluster.finished]
     ends = [at_s for at_s, _ in cluster.in_use[1:]] + [SECONDS]
@@ -68,7 +68,7 @@ def outcome_of(cluster: PlacementCluster) -> PlacementOutcome:
     )
 
 
-def mean_of(clusters: Sequence[PlacementCluster]) -> dict[str, float]:
+def mean_of(clusters: Sequence[SharedDevices]) -> dict[str, float]:
     rows = [asdict(outcome_of(cluster)) for cluster in clusters]
     return {key: round(statistics.fmean(row[key] for row in rows), 4) for key in rows[0]}
 
@@ -81,7 +81,7 @@ def say_row(name: str, row: dict[str, float]) -> None:
     )
 
 
-def _middle(clusters: Sequence[PlacementCluster]) -> int:
+def _middle(clusters: Sequence[SharedDevices]) -> int:
     """Return the number of the trace in which the median of devices is used."""
     uses = [outcome_of(cluster).devices for cluster in clusters]
     return uses.index(statistics.median_high(uses))
@@ -95,17 +95,17 @@ def main() -> int:
     minutes = SECONDS / 60
     say(f"{NUM_DEVICES} GPUs (modelled), {len(MODELS)} models in {minutes:.0f} minutes, traces: {len(seeds)}")
     say(f"{'':18} GPUs: mean, after 4, end   latency s: P50  P95   slowdown: P50   P95   busy")
-    clusters = {policy: [model(Placing(policy), seed) for seed in seeds] for policy in POLICIES}
+    clusters = {policy: [use_of(Placing(policy), seed) for seed in seeds] for policy in POLICIES}
     found = {policy: mean_of(runs) for policy, runs in clusters.items()}
     for policy, row in found.items():
         say_row(policy, row)
     sweep = {
-        threshold: mean_of([model(Placing("hybrid", threshold), seed) for seed in seeds])
+        threshold: mean_of([use_of(Placing("hybrid", threshold), seed) for seed in seeds])
         for threshold in SWEEP
     }
     for threshold, row in sweep.items():
         say_row(f"hybrid at {threshold:g}", row)
-    heavy = {policy: mean_of([model(Placing(policy), seed, HEAVY) for seed in seeds]) for policy in POLICIES}
+    heavy = {policy: mean_of([use_of(Placing(policy), seed, HEAVY) for seed in seeds]) for policy in POLICIES}
     for policy, row in heavy.items():
         say_row(f"{policy} x{HEAVY:g}", row)
     least, hybrid = found["least-loaded"], found["hybrid"]
@@ -137,7 +137,7 @@ def main() -> int:
         from bench.placement.plot import draw
 
         shown = _middle(clusters["hybrid"])
-        drawn: dict[str, PlacementCluster] = {policy: runs[shown] for policy, runs in clusters.items()}
+        drawn: dict[str, SharedDevices] = {policy: runs[shown] for policy, runs in clusters.items()}
         draw(trace_of(seeds[shown]), drawn, RESULTS / "placement.png")
     conclude(result, is_kept=not quick)
     return 0 if is_between else 1

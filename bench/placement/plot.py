@@ -8,12 +8,12 @@ from pathlib import Path
 
 from bench.common.plots import picture
 from bench.common.results import quantile
-from bench.placement.model import NUM_DEVICES, SECONDS, PlacementCluster, Trace
+from bench.placement.devices import NUM_DEVICES, SECONDS, SharedDevices, Trace
 
 WINDOW_S = 60.0
 
 
-def draw(trace: Trace, clusters: Mapping[str, PlacementCluster], path: Path) -> None:
+def draw(trace: Trace, clusters: Mapping[str, SharedDevices], path: Path) -> None:
     """Write the picture as PNG."""
     options = {"figsize": (10, 11), "sharex": True, "height_ratios": (1, 1, 2, 2)}
     with picture(path, 4, 1, **options) as (_, (load, devices, median, p95)):
@@ -34,7 +34,7 @@ def draw(trace: Trace, clusters: Mapping[str, PlacementCluster], path: Path) -> 
         p95.set(ylabel="slowdown, P95 of a minute", xlabel="seconds (modelled)", ylim=(0, None))
 
 
-def over_time(cluster: PlacementCluster) -> tuple[list[float], list[float], list[float]]:
+def over_time(cluster: SharedDevices) -> tuple[list[float], list[float], list[float]]:
     """Return the middle of each minute of arrival, and the median and P95 of the slowdown then."""
     minutes: dict[int, list[float]] = {}
     for one in cluster.finished:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Literal
+
+import msgspec
 
 from bus.client import LiveWorker
 from bus.messages import InstanceTelemetry, Metrics, Number
@@ -20,6 +22,7 @@ HORIZON_S: Final = 2.0  # how far ahead
 SLACK_S: Final = 1.0  # a claim is over so long after its time
 LEVEL, TREND = 0.5, 0.3  # weights of the newest value and of the newest difference
 DAMPING: Final = 0.9  # factor of the trend for each second
+TRENDS_AHEAD: Final = sum(DAMPING**second for second in range(1, 1 + round(HORIZON_S)))
 GAP_S: Final = 3.0  # after so long without metrics it begins anew
 MEMORY: Final = 0.9  # weight that each claim leaves to those before it
 STEP: Final = 8  # blocks
@@ -36,8 +39,7 @@ class PressureClaim:
     until_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """The smoothed need of an instance in blocks, its trend per second, and how often claims came true."""
 
     at_s: float = float("-inf")
@@ -52,10 +54,14 @@ class Forecast:
         return self.right >= LEAST_RIGHT and self.right > self.wrong
 
     @property
+    def may_be_trusted(self) -> bool:
+        """True if it can be trusted now, or after one more claim that is right."""
+        return MEMORY * self.right + 1.0 >= LEAST_RIGHT
+
+    @property
     def ahead(self) -> float:
         """The blocks that will be needed in HORIZON_S."""
-        steps = (DAMPING**second for second in range(1, 1 + round(HORIZON_S)))
-        return max(0.0, self.level + self.trend * sum(steps))
+        return max(0.0, self.level + self.trend * TRENDS_AHEAD)
 
     @property
     def expected(self) -> float:
@@ -69,29 +75,24 @@ def observe(forecast: Forecast, needed: float, limit: float, at_s: float) -> tup
     limit: of blocks, above which the instance is under pressure.
     """
     score: Score | None = None
-    if (claim := forecast.claim) and (needed > claim.limit or at_s >= claim.until_s):
-        score = "right" if needed > claim.limit else "wrong"
-        right, wrong = (float(score == each) for each in ("right", "wrong"))
-        forecast = replace(
-            forecast,
-            claim=None,
-            right=MEMORY * forecast.right + right,
-            wrong=MEMORY * forecast.wrong + wrong,
-        )
-    forecast = _smoothed(forecast, needed, at_s)
-    if forecast.claim is None and needed <= limit < forecast.ahead:
-        forecast = replace(forecast, claim=PressureClaim(limit, at_s + HORIZON_S + SLACK_S))
-    return forecast, score
+    claim, right, wrong = forecast.claim, forecast.right, forecast.wrong
+    if claim and (needed > claim.limit or at_s >= claim.until_s):
+        score, claim = "right" if needed > claim.limit else "wrong", None
+        right, wrong = MEMORY * right + (score == "right"), MEMORY * wrong + (score == "wrong")
+    level, trend = _smoothed(forecast, needed, at_s)
+    if claim is None and needed <= limit < level + trend * TRENDS_AHEAD:
+        claim = PressureClaim(limit, at_s + HORIZON_S + SLACK_S)
+    return Forecast(at_s=at_s, level=level, trend=trend, claim=claim, right=right, wrong=wrong), score
 
 
-def _smoothed(forecast: Forecast, needed: float, at_s: float) -> Forecast:
+def _smoothed(forecast: Forecast, needed: float, at_s: float) -> tuple[float, float]:
+    """Return the level and the trend with the blocks that are needed now."""
     seconds = at_s - forecast.at_s
     if not 0 < seconds <= GAP_S:
-        return replace(forecast, at_s=at_s, level=needed, trend=0.0)
+        return needed, 0.0
     damped = forecast.trend * DAMPING**seconds
     level = LEVEL * needed + (1 - LEVEL) * (forecast.level + damped * seconds)
-    trend = TREND * (level - forecast.level) / seconds + (1 - TREND) * damped
-    return replace(forecast, at_s=at_s, level=level, trend=trend)
+    return level, TREND * (level - forecast.level) / seconds + (1 - TREND) * damped
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,16 @@
 
 The cost is in proportion to the scheduled steps and to the reports of busy instances: an idle instance at
 rest costs nothing, and is not made before its first request. Same input, same result.
+
+Between two events of an instance its reports follow from what it does. So they are taken together, before its
+next event or when somebody reads them. `is_plain` takes each report and each step by itself; the results are
+the same.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -53,7 +58,7 @@ class Unmeasured(Exception):
 class SimulatedCluster:
     """The event loop: arrivals, steps, morphs, and the reports of busy instances."""
 
-    _settles = False  # reports show the steps that have ended, without taking note of them
+    _settles = False  # True: reports take note of the steps that have ended, so each is taken by itself
 
     def __init__(
         self,
@@ -64,7 +69,7 @@ class SimulatedCluster:
         monitor: MonitorSettings | None = None,
         most_running: int | None = None,
         outage: Outage | None = None,
-        is_stepwise: bool = False,
+        is_plain: bool = False,
     ) -> None:
         """Make a cluster at rest.
 
@@ -77,14 +82,17 @@ class SimulatedCluster:
         self._kv_blocks = calibration.memory.kv_blocks
         self._losses = losses_of(calibration.num_layers, calibration.variants, calibration.losses)
         self._monitor = monitor or MonitorSettings()
-        self._most_running, self._is_stepwise = most_running, is_stepwise
+        self._most_running, self._is_plain = most_running, is_plain
         self._report_s = WorkerSettings().telemetry_s
         self._reports_per_window = max(1, round(self._monitor.interval_s / self._report_s))
         self._active: dict[int, ActiveInstance] = {}
-        self._gateway = SimulatedGateway(calibration, num_workers)
+        self._watched: dict[int, ActiveInstance] = {}  # active ones whose reports are taken one by one
+        self._settling: dict[int, list[ActiveInstance]] = {}  # by the report at which they may be at rest
+        self._gateway = SimulatedGateway(calibration, num_workers, self._active, self._catch_up)
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._num_events = 0
         self._is_ticking = False
+        self._ticks = 0  # number of the last report
         self._sampled_s = -SAMPLE_S
         self._homes: dict[int, ActiveInstance] = {}  # request -> where it is
         self.now_s = 0.0
@@ -104,13 +112,20 @@ class SimulatedCluster:
             RequestOutcome(number, one.at_s, one.prompt_tokens, one.output_tokens)
             for number, one in enumerate(arrivals)
         ]
-        ends_s = max((one.due_s for one in record.outcomes), default=0.0) + drain_s
-        for one in record.outcomes:
-            self._at(one.due_s, self._arrive, one)
+        coming = sorted(record.outcomes, key=lambda one: one.due_s)
+        ends_s = (coming[-1].due_s if coming else 0.0) + drain_s
+        coming.reverse()
         events, count = self._events, 0
-        while events and events[0][0] <= ends_s:
-            self.now_s, _, work, about = heapq.heappop(events)
-            work(*about)
+        while True:
+            if coming and (not events or coming[-1].due_s <= events[0][0]):
+                outcome = coming.pop()
+                self.now_s = outcome.due_s
+                self._arrive(outcome)
+            elif events and events[0][0] <= ends_s:
+                self.now_s, _, work, about = heapq.heappop(events)
+                work(*about)
+            else:
+                break
             count += 1
             if count % EVENTS_PER_CALL == 0:
                 progress(self.now_s, len(self._homes))
@@ -122,6 +137,8 @@ class SimulatedCluster:
         for number in self._homes:
             record.outcomes[number].error, record.outcomes[number].ended_s = UNFINISHED, ends_s
         self._homes.clear()
+        for one in self._active.values():
+            self._catch_up(one)
         for one in self.instances.values():
             one.instance.settle(ends_s)
             one.instance.end_below(self.now_s)
@@ -145,6 +162,7 @@ class SimulatedCluster:
         self._send(self._activate(number), outcome)
 
     def _send(self, one: ActiveInstance, outcome: RequestOutcome) -> None:
+        self._catch_up(one)
         one.num_own += 1
         one.num_since += 1
         one.tokens_since += outcome.prompt_asked + outcome.output_asked
@@ -161,14 +179,18 @@ class SimulatedCluster:
         self._gateway.show(one)
 
     def _count_tokens(self, times: Sequence[float], count: int) -> None:
-        events_in = self.record.events_in
-        for second, steps in Counter(map(int, times)).items():
-            events_in[second] += steps * count
+        events_in, first = self.record.events_in, 0
+        while first < len(times):
+            second = int(times[first])
+            last = bisect_left(times, second + 1, first)
+            events_in[second] += (last - first) * count
+            first = last
 
     # ------------------------------------------------------------------------------------- steps
 
     def _change(self, one: ActiveInstance, change: Callable[[], None]) -> None:
         """Make a change that the instance takes note of at its next boundary, which may be now."""
+        self._catch_up(one)
         version = one.instance.version
         change()
         if not one.instance.is_stepping:
@@ -182,6 +204,7 @@ class SimulatedCluster:
 
     def _stepped(self, one: ActiveInstance, version: int) -> None:
         if version == one.instance.version and one.instance.is_stepping:
+            self._catch_up(one)
             one.instance.finish()
             self._boundary(one)
 
@@ -202,11 +225,12 @@ class SimulatedCluster:
             if self._most_running is not None and instance.num_running > self._most_running:
                 raise Unmeasured(f"{instance.num_running} sequences at once (at {now_s:.1f} s)")
             self._push_step(one)
+        self._watch(one)
 
-    def _renewed_s(self) -> float:
+    def _renewed_s(self, at_s: float) -> float:
         """Return when the controller renewed all envelopes last."""
-        is_down = self._outage is not None and self._outage[0] <= self.now_s < self._outage[1]
-        return self._outage[0] if self._outage and is_down else self.now_s
+        is_down = self._outage is not None and self._outage[0] <= at_s < self._outage[1]
+        return self._outage[0] if self._outage and is_down else at_s
 
     def _go_on(self, one: ActiveInstance) -> None:
         """Let the instance come to a boundary, where its morph goes on."""
@@ -221,14 +245,18 @@ class SimulatedCluster:
         one = self.instances.get(number) or self._made(number)
         self.instances[number] = self._active[number] = one
         self._report()
+        one.ticks, one.num_sampled = self._ticks, len(self.record.samples)
+        self._watch(one)
         return one
 
     def _report(self) -> None:
         """Have instances report from now on, if none does."""
         if not self._is_ticking:
             self._is_ticking = True
-            ticks = int(self.now_s / self._report_s) + 1
-            self._at(ticks * self._report_s, self._tick, ticks)
+            self._ticks = int(self.now_s / self._report_s)
+            for one in self._active.values():
+                one.ticks = self._ticks
+            self._at((self._ticks + 1) * self._report_s, self._tick, self._ticks + 1)
 
     def _made(self, number: int) -> ActiveInstance:
         instance = SimulatedInstance(
@@ -237,30 +265,40 @@ class SimulatedCluster:
             self._calibration,
             self.record.tally,
             self._losses,
-            is_stepwise=self._is_stepwise,
+            is_stepwise=self._is_plain,
             on_tokens=self._count_tokens,
             on_ended=self._ended,
         )
         morphs = SimulatedMorphs(
-            instance, self._calibration, self._policy, lambda: self.now_s, self._renewed_s
+            instance,
+            self._calibration,
+            self._policy,
+            lambda: self.now_s,
+            lambda: self._renewed_s(self.now_s),
         )
         return ActiveInstance(instance, morphs, Smoothed(instance, self._monitor))
 
     def _tick(self, ticks: int) -> None:
-        """Take the reports of all active instances, and judge them if metrics are due."""
+        """Take the reports that are looked at, and judge them if metrics are due."""
+        self._ticks = ticks
         is_window = ticks % self._reports_per_window == 0
-        for one in list(self._active.values()):
+        if is_window:
+            self._gateway.renew()
+        looked_at = {one.instance.number: one for one in self._settling.pop(ticks, ())} | self._watched
+        for number in looked_at.keys() & self._active.keys():
+            one = looked_at[number]
             if self._settles:
                 one.instance.settle(self.now_s)
-            one.seen.observe(self.now_s)
+            self._catch_up(one)
             if is_window:
                 self._judge(one)
         if is_window:
             self._windowed()
         if is_window and self.now_s >= self._sampled_s + SAMPLE_S:
             self._sampled_s = self.now_s
-            instances = self._gateway.sample(self._active.values(), self.now_s)
-            self.record.samples.append({"at_s": round(self.now_s, 3), "instances": instances})
+            self.record.samples.append(self._gateway.new_sample(self.now_s))
+            for one in self._watched.values():
+                self._catch_up(one)
         self._is_ticking = not self._is_at_rest()
         if self._is_ticking:
             self._at((ticks + 1) * self._report_s, self._tick, ticks + 1)
@@ -268,32 +306,76 @@ class SimulatedCluster:
     def _windowed(self) -> None:
         """Do what follows the metrics of a window."""
 
-    def _forecast(self, one: ActiveInstance) -> None:
-        """Let the controller forecast the blocks that the instance needs, and tell its reflex."""
-        if self._policy is None or self._policy.mode == "manual" or self._renewed_s() < self.now_s:
+    def _catch_up(self, one: ActiveInstance) -> None:
+        """Take the reports of an active instance until now, and add it to the samples."""
+        first, one.ticks = one.ticks + 1, self._ticks
+        if first <= self._ticks:
+            every, report_s = self._reports_per_window, self._report_s
+            needed = one.seen.observe([ticks * report_s for ticks in range(first, self._ticks + 1)])
+            windows = range(-first % every, len(needed), every)
+            if windows:
+                one.num_since = one.tokens_since = 0
+                self._forecast(one, [((first + i) * report_s, needed[i]) for i in windows])
+        samples = self.record.samples
+        while one.num_sampled < len(samples):
+            self._gateway.add_to(samples[one.num_sampled], one)
+            one.num_sampled += 1
+
+    def _forecast(self, one: ActiveInstance, needs: Iterable[tuple[float, int]]) -> None:
+        """Let the controller forecast the blocks that the instance needs, from those at some times."""
+        if self._policy is None or self._policy.mode == "manual":
             return
         limit = self._policy.kv_usage_high * one.instance.blocks.capacity
-        one.forecast, _ = observe(one.forecast, one.seen.blocks_needed, limit, self.now_s)
-        if one.morphs.expect(expected_blocks({"": one.forecast}).get("", 0)):
-            self._go_on(one)
+        forecast = one.forecast
+        for at_s, needed in needs:
+            if self._outage is None or self._renewed_s(at_s) == at_s:
+                forecast, _ = observe(forecast, needed, limit, at_s)
+        one.forecast = forecast
+        if forecast.may_be_trusted:
+            self._watched[one.instance.number] = one
 
     def _judge(self, one: ActiveInstance) -> None:
-        one.num_since = one.tokens_since = 0
-        self._forecast(one)
         instance = one.instance
+        if one.forecast.at_s == self.now_s and one.morphs.expect(
+            expected_blocks({"": one.forecast}).get("", 0)
+        ):
+            self._go_on(one)
         if not instance.is_stepping and (instance.has_work or one.morphs.running or instance.shape.num_below):
             self._boundary(one)  # an idle worker looks now and then whether layers can go back
-        is_idle = not (one.num_own or one.instance.has_work or one.morphs.running)
-        is_as_made = one.instance.shape.is_at_rest and one.instance.blocks.capacity == self._kv_blocks
-        if is_idle and is_as_made and one.seen.is_settled:
+        if one.is_idle and self._is_as_made(one) and one.seen.is_settled:
             self._rest(one)
         else:
             self._gateway.show(one)
+            self._watch(one)
+
+    def _watch(self, one: ActiveInstance) -> None:
+        """Have an instance looked at in every report if it may do something then, or when it may be at rest.
+
+        Until its next event a forecast comes true once at most, since the blocks in use only grow.
+        """
+        instance, number = one.instance, one.instance.number
+        is_waiting = not instance.is_stepping and (instance.has_work or one.morphs.running is not None)
+        is_changed = one.is_idle and not self._is_as_made(one)
+        if self._is_plain or self._settles or is_waiting or is_changed or one.forecast.may_be_trusted:
+            self._watched[number] = one
+            return
+        self._watched.pop(number, None)
+        if one.is_idle:
+            windows = (self._ticks + one.seen.settles_in) // self._reports_per_window
+            ticks = max(windows, self._ticks // self._reports_per_window + 1) * self._reports_per_window
+            if one.settles != ticks:
+                one.settles = ticks
+                self._settling.setdefault(ticks, []).append(one)
+
+    def _is_as_made(self, one: ActiveInstance) -> bool:
+        return one.instance.shape.is_at_rest and one.instance.blocks.capacity == self._kv_blocks
 
     def _is_at_rest(self) -> bool:
         return not self._active
 
     def _rest(self, one: ActiveInstance) -> None:
-        del self._active[one.instance.number]
+        number = one.instance.number
+        del self._active[number]
+        self._watched.pop(number, None)
         one.seen.forget()
         self._gateway.rest(one)

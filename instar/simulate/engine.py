@@ -18,7 +18,7 @@ from instar.replay.outcomes import RequestOutcome
 from instar.simulate.calibration import EngineCalibration
 from instar.simulate.shape import SimulatedShape
 from instar.simulate.steps import StepModel
-from worker.engine.admission import refusal, why_finished
+from worker.engine.admission import length_refusal, why_finished
 from worker.engine.core import RESIDENCE_WEIGHT
 from worker.engine.prompt_rate import PromptRate
 from worker.engine.scheduler import TOKENS_A_LOOK, ScheduledChunk, Scheduler
@@ -29,7 +29,6 @@ from worker.morph.losses import Losses
 
 IsQuiet = Callable[[int], bool]  # argument: the number of KV blocks in use
 ANY_NUMBER: Final = 1 << 30  # steps, where nothing is to be done
-VOCABULARY: Final = 1  # all tokens are token 0: there is no text
 
 
 @dataclass(slots=True)
@@ -54,7 +53,7 @@ class StepWork(NamedTuple):
 
 
 class SimulatedSequence(EngineSequence):
-    """A sequence with the outcome that it writes."""
+    """A sequence with the outcome that it writes. All tokens are token 0: there is no text."""
 
     __slots__ = ("outcome",)
 
@@ -108,7 +107,11 @@ class SimulatedInstance:
         self.residence_s = 0.0  # mean time that a request runs here; 0.0: none has ended yet
         self.num_planned = 0  # tokens of the next step
         self.model = StepModel(calibration.step, 2 * calibration.num_layers)
+        self.is_at_ease = False  # the reflex is not asked at the boundaries of the steps in progress
         self._chunks: list[ScheduledChunk] = []
+        self._num_prompt = 0  # tokens of prompts in each step in progress
+        self._began_s = 0.0  # when the first of them began
+        self._is_decoding = False  # all chunks are tokens of outputs
         self._num_chunks = 0  # chunks that the scheduler has counted
         self._inbox: list[EngineSequence] = []
         self._tally, self._is_stepwise = tally, is_stepwise
@@ -133,6 +136,10 @@ class SimulatedInstance:
         return len(self.scheduler.running)
 
     @property
+    def num_waiting(self) -> int:
+        return len(self.scheduler.waiting) + len(self._inbox)
+
+    @property
     def waiting(self) -> list[EngineSequence]:
         """The queue, with what the scheduler has not seen yet."""
         return [*self.scheduler.waiting, *self._inbox]
@@ -151,11 +158,10 @@ class SimulatedInstance:
 
     def submit(self, outcome: RequestOutcome, now_s: float) -> None:
         """Queue a request. It is seen at the next boundary between two steps."""
-        seq = SimulatedSequence(outcome, now_s)
-        if error := refusal(seq.request, self.limits, VOCABULARY):
+        if error := length_refusal(outcome.prompt_asked, outcome.output_asked, self.limits):
             self._end(outcome, now_s, f"400 {error}")
             return
-        self._inbox.append(seq)
+        self._inbox.append(SimulatedSequence(outcome, now_s))
         self.interrupt(now_s)
 
     def withdraw(self, seq: EngineSequence) -> None:
@@ -192,6 +198,7 @@ class SimulatedInstance:
     def plan(self, now_s: float, is_quiet: IsQuiet, max_tokens: int | None = None) -> StepWork:
         """Choose the next step. max_tokens: what a group allows its member."""
         self.take_in()
+        self.is_at_ease = False
         output = self.scheduler.schedule(max_tokens)
         self._tally.scheduled += 1
         for seq, error in output.rejected:
@@ -203,15 +210,21 @@ class SimulatedInstance:
         decodes = sum(chunk.seq.num_uncomputed_tokens == 1 for chunk in chunks)
         kv_tokens = sum(chunk.seq.num_computed_tokens + chunk.num_tokens for chunk in chunks)
         # What waits may be admitted as soon as those that run have less left to make.
-        is_steady = decodes == len(chunks) == len(self.scheduler.running) and not self.scheduler.waiting
-        count = self._num_alike(chunks, is_quiet) if is_steady and not self._is_stepwise else 1
+        is_steady = len(chunks) == len(self.scheduler.running) and not self.scheduler.waiting
+        self._is_decoding, count = decodes == len(chunks), 1
+        if is_steady and not self._is_stepwise:
+            if self._is_decoding:
+                count = self._num_alike(chunks, is_quiet)
+            elif len(chunks) == 1 and max_tokens is None and is_quiet(self.scheduler.blocks.num_used):
+                # A prompt alone, which has its blocks; its last chunk is a step by itself.
+                count = max(1, (chunks[0].seq.num_uncomputed_tokens - 1) // chunks[0].num_tokens)
         self._tally.most_running = max(self._tally.most_running, len(chunks))
         return StepWork(output.num_tokens - decodes, decodes, kv_tokens, count)
 
     def begin(self, now_s: float, work: StepWork, ends: list[float]) -> None:
         """Begin the steps that were planned."""
         self.ends = ends
-        self.prompt_rate.add(work.prompt_tokens, ends[0] - now_s)
+        self._num_prompt, self._began_s = work.prompt_tokens, now_s
         self.version += 1
 
     def _num_alike(self, chunks: Sequence[ScheduledChunk], is_quiet: IsQuiet) -> int:
@@ -240,13 +253,13 @@ class SimulatedInstance:
             for chunk in chunks
         )
 
-    def used_at(self, now_s: float) -> int:
-        """Return the KV blocks in use, with those of the steps that have ended by now."""
-        used = self.scheduler.blocks.num_used
-        if len(self.ends) < 2 or now_s < self.ends[0]:
-            return used
-        count = min(bisect_right(self.ends, now_s), len(self.ends) - 1)
-        return used + self._num_blocks_for(self._chunks, count + 1)
+    def used_at(self, times: Sequence[float]) -> list[int]:
+        """Return the KV blocks in use at these times, with those of the steps that have ended by then."""
+        used, ends, most = self.scheduler.blocks.num_used, self.ends, len(self.ends) - 1
+        if most < 1 or not self._is_decoding or times[-1] < ends[0]:
+            return [used] * len(times)
+        counts = [min(bisect_right(ends, at_s), most) for at_s in times]
+        return [used + (count and self._num_blocks_for(self._chunks, count + 1)) for count in counts]
 
     def settle(self, now_s: float) -> None:
         """Take note of the steps that have ended by now, but for the last of those in progress.
@@ -271,6 +284,9 @@ class SimulatedInstance:
         chunks = self._chunks
         sampling = [chunk.seq for chunk in chunks if chunk.samples]
         if chunks:
+            for at_s in times if self._num_prompt else ():
+                self.prompt_rate.add(self._num_prompt, at_s - self._began_s)
+                self._began_s = at_s
             self._commit(chunks, count)
             self._tally.steps += count
         self._tally.computed += count * self.num_planned
@@ -292,8 +308,8 @@ class SimulatedInstance:
         """
         while True:
             left = TOKENS_A_LOOK - self._num_chunks % TOKENS_A_LOOK
-            now = min(count, -(-left // len(chunks)))
-            if now > 1:
+            now = count if self.is_at_ease else min(count, -(-left // len(chunks)))
+            if now > 1 and self._is_decoding:
                 for chunk in chunks:
                     chunk.seq.token_ids += [0] * (now - 1)
                 self.scheduler.schedule()  # all get their blocks: there are enough
@@ -302,8 +318,9 @@ class SimulatedInstance:
             count -= now
             if not count:
                 return
-            for chunk in chunks:
-                chunk.seq.token_ids.append(0)
+            if self._is_decoding:
+                for chunk in chunks:
+                    chunk.seq.token_ids.append(0)
             _ = self.scheduler.num_blocks_needed
             self.scheduler.schedule()
 

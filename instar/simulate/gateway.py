@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from instar.simulate.windows import Smoothed
 
 SHOWN_INSTANCES: Final = 8  # with more instances, samples are added up
 ALL: Final = "all"
+COUNTS: Final = ("kv_blocks", "kv_used", "running", "waiting", "layers_below_full", "preemptions")
 
 
 @dataclass(slots=True, eq=False)
@@ -30,17 +31,33 @@ class ActiveInstance:
     num_since: int = 0  # sent since the last metrics
     tokens_since: int = 0
     forecast: Forecast = field(default_factory=Forecast)  # of the blocks that it needs
+    ticks: int = 0  # number of the last report that was taken
+    num_sampled: int = 0  # samples that it is in
+    settles: int = 0  # number of the report at which it may be at rest
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.num_own or self.instance.has_work or self.morphs.running)
 
 
 class SimulatedGateway:
     """Knows active instances by their last report and what was sent since, and idle ones by their number."""
 
-    def __init__(self, calibration: EngineCalibration, num_workers: int) -> None:
+    def __init__(
+        self,
+        calibration: EngineCalibration,
+        num_workers: int,
+        active: Mapping[int, ActiveInstance],
+        catch_up: Callable[[ActiveInstance], None],
+    ) -> None:
+        """catch_up: takes the reports of an active instance until now."""
         self._calibration, self._num_workers = calibration, num_workers
+        self._active, self._catch_up = active, catch_up
+        self._is_outdated = False  # metrics have come: the shortlist lacks all that have load
         self._kv_blocks = calibration.memory.kv_blocks
         self._width = len(str(num_workers - 1))
         self._idle = list(range(num_workers))  # a heap of those at rest
-        self._idle_candidate: tuple[int, Candidate] | None = None
+        self._resting: dict[int, Candidate] = {}  # views of idle instances at rest
         self._shortlist = Shortlist()
         self._changed: dict[int, ActiveInstance] = {}  # not in the shortlist since their last change
 
@@ -52,14 +69,29 @@ class SimulatedGateway:
         """Return the number of the instance for a request, None if it is too long for any."""
         idle = self._first_idle()
         if idle is None or num_tokens > idle.max_tokens:
-            for one in self._changed.values():
-                self._shortlist.put(_candidate(one))
-            self._changed.clear()
+            self._complete()
         found = choose(self._shortlist.of(num_tokens, idle), num_tokens)
         if isinstance(found, Candidate):
             return int(found.instance.rpartition("@w")[2])
         assert isinstance(found, TooLong), found
         return None
+
+    def renew(self) -> None:
+        """Note that metrics of all instances have come. Those with load are looked at when it matters."""
+        self._shortlist, self._is_outdated = Shortlist(), True
+
+    def _complete(self) -> None:
+        """Put all active instances into the shortlist."""
+        changed = self._active if self._is_outdated else self._changed
+        for one in changed.values():
+            self._catch_up(one)
+        if self._is_outdated:
+            self._shortlist = Shortlist(map(_candidate, changed.values()))
+        else:
+            for one in changed.values():
+                self._shortlist.put(_candidate(one))
+        self._changed.clear()
+        self._is_outdated = False
 
     def wake(self, number: int) -> None:
         """Note that an instance is at rest no more; of those that are, only the first is ever chosen."""
@@ -89,9 +121,9 @@ class SimulatedGateway:
         if not self._idle:
             return None
         number = self._idle[0]
-        if self._idle_candidate is None or self._idle_candidate[0] != number:
+        if number not in self._resting:
             tokens, name = self._kv_blocks * self._calibration.limits.block_tokens, self.name(number)
-            candidate = Candidate(
+            self._resting[number] = Candidate(
                 instance=name,
                 worker=name.rpartition("@")[2],
                 epoch=1,
@@ -102,20 +134,38 @@ class SimulatedGateway:
                 free_tokens=tokens,
                 can_split=False,
             )
-            self._idle_candidate = number, candidate
-        return self._idle_candidate[1]
+        return self._resting[number]
 
-    def sample(self, active: Iterable[ActiveInstance], now_s: float) -> dict[str, Any]:
-        """Return what `instar bench replay` samples: each instance of a few, the sums of many."""
-        shapes = {one.instance.name: _shown(one, now_s) for one in active}
+    def new_sample(self, at_s: float) -> dict[str, Any]:
+        """Return a sample of all at rest, as `instar bench replay` takes it: a few instances, or the sums."""
         if self._num_workers <= SHOWN_INSTANCES:
-            names = map(self.name, range(self._num_workers))
-            return {name: shapes.get(name) or self._at_rest() for name in names}
-        keys = ("kv_blocks", "kv_used", "running", "waiting", "layers_below_full", "preemptions")
-        total: dict[str, Any] = {key: sum(shape[key] for shape in shapes.values()) for key in keys}
-        total["kv_blocks"] += (self._num_workers - len(shapes)) * self._kv_blocks
-        total["queue_delay_s"] = max((shape["queue_delay_s"] for shape in shapes.values()), default=0.0)
-        return {ALL: total | {"tp": 1}}
+            instances = {self.name(number): self._at_rest() for number in range(self._num_workers)}
+        else:
+            counts = dict.fromkeys(COUNTS, 0) | {"kv_blocks": self._num_workers * self._kv_blocks}
+            instances = {ALL: counts | {"queue_delay_s": 0.0, "tp": 1}}
+        return {"at_s": round(at_s, 3), "instances": instances}
+
+    def add_to(self, sample: dict[str, Any], one: ActiveInstance) -> None:
+        """Add an active instance, as it was then."""
+        instances, instance, at_s = sample["instances"], one.instance, sample["at_s"]
+        used, queue_delay_s = instance.used_at([at_s])[0], round(instance.oldest_wait_s(at_s), 4)
+        counts = (
+            instance.scheduler.blocks.capacity,
+            used,
+            instance.num_running,
+            instance.num_waiting,
+            instance.shape.num_below,
+            instance.scheduler.num_preemptions,
+        )
+        if ALL not in instances:
+            shown = dict(zip(COUNTS, counts, strict=True))
+            instances[instance.name] = shown | {"queue_delay_s": queue_delay_s, "tp": 1}
+            return
+        total = instances[ALL]
+        total["kv_blocks"] -= self._kv_blocks
+        for key, count in zip(COUNTS, counts, strict=True):
+            total[key] += count
+        total["queue_delay_s"] = max(total["queue_delay_s"], queue_delay_s)
 
     def _at_rest(self) -> dict[str, Any]:
         zeros = dict.fromkeys(("kv_used", "running", "waiting", "layers_below_full", "queue_delay_s"), 0)
@@ -138,17 +188,3 @@ def _candidate(one: ActiveInstance) -> Candidate:
         free_tokens=free_tokens,
         can_split=False,
     )
-
-
-def _shown(one: ActiveInstance, now_s: float) -> dict[str, Any]:
-    instance = one.instance
-    return {
-        "kv_blocks": instance.scheduler.blocks.capacity,
-        "kv_used": instance.used_at(now_s),
-        "running": instance.num_running,
-        "waiting": len(instance.waiting),
-        "layers_below_full": instance.shape.num_below,
-        "tp": 1,
-        "queue_delay_s": round(instance.oldest_wait_s(now_s), 4),
-        "preemptions": instance.scheduler.num_preemptions,
-    }

@@ -194,11 +194,10 @@ class SimulatedMorphs:
         could go back, so none is left out.
         """
         found = self._loop and self._loop.of(self._instance.name)
-        if not self._loop or not found:
-            return True
-        if self._is_at_ease(found, num_used):
-            return True
         instance = self._instance
+        instance.is_at_ease = not found or self._is_at_ease(found, num_used)
+        if not self._loop or not found or instance.is_at_ease:
+            return True
         if self.running or instance.shape.num_below or instance.scheduler.waiting or found.state.pressure:
             return False
         load = replace(self._loop.load(self._target, found), kv_used=num_used)

@@ -9,6 +9,7 @@ rest, which differ in name only, the first stands for all.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 from gateway.delivery.dispatch import Candidate
 
@@ -23,9 +24,9 @@ def key_of(candidate: Candidate) -> Key:
 class Shortlist:
     """Candidates by instance, in the order of `key_of`."""
 
-    def __init__(self) -> None:
-        self._keys: list[Key] = []
-        self._candidates: dict[str, Candidate] = {}
+    def __init__(self, candidates: Iterable[Candidate] = ()) -> None:
+        self._candidates = {one.instance: one for one in candidates}
+        self._keys: list[Key] = sorted(map(key_of, self._candidates.values()))
 
     def __len__(self) -> int:
         return len(self._keys)

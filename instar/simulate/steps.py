@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import accumulate
+
+import numpy as np
 
 from bus.precisions import Precision
 from instar.simulate.calibration import StepCosts
@@ -43,15 +44,16 @@ class StepModel:
     ) -> list[float]:
         """Return when each of `count` steps ends, the first of which begins now.
 
-        Each reads a token of KV more for each sequence than the one before. The sums are those of steps taken
-        one by one, to the last bit. speed: relative to a worker alone. least_s: of a step.
+        Each computes as many tokens, which the ones after it read. The sums are those of steps taken one by
+        one, to the last bit. speed: relative to a worker alone. least_s: of a step.
         """
         costs = self._costs
         prompt_s = num_prompt * costs.prompt_token_s * self._prompt
-        base_s, kv_s, decode = costs.fixed_s + num_decodes * costs.decode_s, costs.kv_token_s, self._decode
-        last = kv_tokens + count * num_decodes
-        kv = range(kv_tokens, last, num_decodes) if num_decodes else [kv_tokens] * count
-        seconds = [prompt_s + (base_s + tokens * kv_s) * decode for tokens in kv]
+        base_s = costs.fixed_s + num_decodes * costs.decode_s
+        kv = kv_tokens + (num_prompt + num_decodes) * np.arange(count)
+        seconds = prompt_s + (base_s + kv * costs.kv_token_s) * self._decode
         if speed != 1.0 or least_s:
-            seconds = [max(least_s, one / speed) for one in seconds]
-        return list(accumulate(seconds, initial=now_s))[1:]
+            seconds = np.maximum(least_s, seconds / speed)
+        seconds[0] += now_s
+        ends: list[float] = np.cumsum(seconds).tolist()
+        return ends

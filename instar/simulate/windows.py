@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from bus.settings import MonitorSettings
 from instar.simulate.engine import SimulatedInstance
 
@@ -26,25 +29,37 @@ class Smoothed:
         return min(1.0, self.kv_used / self._instance.scheduler.blocks.capacity)
 
     @property
-    def blocks_needed(self) -> int:
-        """Blocks in use and of the prompts that wait, in the last report."""
-        return self.last_used + -(-self.waiting_tokens // self._instance.limits.block_tokens)
-
-    @property
     def is_settled(self) -> bool:
         """True if a long idle instance would show the same."""
         return self.load + self.kv_used < SETTLED
+
+    @property
+    def settles_in(self) -> int:
+        """Reports, about, until `is_settled`, if nothing runs or waits any more; not too many."""
+        left = 1 - self._settings.smoothing
+        if self.is_settled or not left:
+            return 1
+        return max(1, int(math.log(SETTLED / (self.load + self.kv_used)) / math.log(left)))
 
     def forget(self) -> None:
         """Begin anew, after a time without reports."""
         self.kv_used = self.running = self.waiting = 0.0
 
-    def observe(self, now_s: float) -> None:
-        """Take a report of the instance."""
+    def observe(self, times: Sequence[float]) -> list[int]:
+        """Take the reports at these times, between which steps end and nothing else happens.
+
+        Returns the blocks that are needed at each: those in use and those of the prompts that wait.
+        """
         instance, weight = self._instance, self._settings.smoothing
-        waiting = instance.waiting if instance.has_queue else ()
-        self.last_used = instance.used_at(now_s)
-        self.waiting_tokens = sum(len(seq.token_ids) for seq in waiting)
-        self.kv_used += weight * (self.last_used - self.kv_used)
-        self.running += weight * (instance.num_running - self.running)
-        self.waiting += weight * (len(waiting) - self.waiting)
+        queue = instance.waiting if instance.has_queue else ()
+        num_running, num_waiting = instance.num_running, len(queue)
+        self.waiting_tokens = sum(len(seq.token_ids) for seq in queue)
+        kv_used, running, waiting = self.kv_used, self.running, self.waiting
+        all_used = instance.used_at(times)
+        for used in all_used:
+            kv_used += weight * (used - kv_used)
+            running += weight * (num_running - running)
+            waiting += weight * (num_waiting - waiting)
+        self.kv_used, self.running, self.waiting, self.last_used = kv_used, running, waiting, all_used[-1]
+        blocks_waiting = -(-self.waiting_tokens // instance.limits.block_tokens)
+        return [used + blocks_waiting for used in all_used]

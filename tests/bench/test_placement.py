@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.placement.compare import model, outcome_of
-from bench.placement.model import INTENT, MODELS, NUM_DEVICES, PlacedModel, PlacementCluster, trace_of
+from bench.placement.compare import outcome_of, use_of
+from bench.placement.devices import INTENT, MODELS, NUM_DEVICES, PlacedModel, SharedDevices, trace_of
 from bench.placement.models import ARCHITECTURES, BLOCK_TOKENS, profile_of
 from controller.planning.estimates import estimate_all
 from controller.planning.placement import POLICIES, PlacementPolicy, Placing
@@ -23,7 +23,7 @@ def test_the_estimate_from_one_and_two_layers_is_what_the_whole_model_takes() ->
 def test_every_request_ends_once_or_has_waited_to_the_end_and_no_device_is_overbooked(
     policy: PlacementPolicy,
 ) -> None:
-    cluster, trace = model(Placing(policy), 1), trace_of(1)
+    cluster, trace = use_of(Placing(policy), 1), trace_of(1)
     assert cluster.refused == []
     arrived = sorted((number, at_s) for number, times in enumerate(trace.arrivals) for at_s in times)
     assert sorted((one.model, one.arrived_s) for one in cluster.finished) == arrived
@@ -33,7 +33,7 @@ def test_every_request_ends_once_or_has_waited_to_the_end_and_no_device_is_overb
 
 def test_least_loaded_takes_all_devices_packing_few_and_hybrid_lies_between() -> None:
     least, packing, hybrid = (
-        outcome_of(model(Placing(policy), 3)) for policy in ("least-loaded", "packing", "hybrid")
+        outcome_of(use_of(Placing(policy), 3)) for policy in ("least-loaded", "packing", "hybrid")
     )
     assert least.devices_after_four == NUM_DEVICES
     assert packing.devices <= hybrid.devices < least.devices
@@ -41,7 +41,7 @@ def test_least_loaded_takes_all_devices_packing_few_and_hybrid_lies_between() ->
 
 
 def test_two_models_on_one_device_take_turns_and_one_alone_takes_its_time() -> None:
-    cluster = PlacementCluster(Placing())
+    cluster = SharedDevices(Placing())
     for number, worker in enumerate(("gpu0", "gpu0", "gpu1")):
         cluster.served[number] = one = PlacedModel(number, (worker,), 2.0)
         cluster._arrive(one)

@@ -27,14 +27,8 @@ def refusal(request: Submit, limits: Limits, vocab_size: int) -> str | None:
 
     One bad token id would fail the whole batch of its step.
     """
-    if not request.prompt_token_ids:
-        return "the prompt is empty; send at least one token"
-    room = limits.max_model_len - (request.sampling.max_tokens > 0)
-    if len(request.prompt_token_ids) > room:
-        return (
-            f"the prompt has {len(request.prompt_token_ids)} tokens; this model takes at most {room} "
-            f"(a context of {limits.max_model_len}, answer included)"
-        )
+    if error := length_refusal(len(request.prompt_token_ids), request.sampling.max_tokens, limits):
+        return error
     for name, ids in (
         ("prompt", request.prompt_token_ids),
         ("output", request.sent_token_ids),
@@ -44,6 +38,19 @@ def refusal(request: Submit, limits: Limits, vocab_size: int) -> str | None:
             bad = next(token for token in ids if not 0 <= token < vocab_size)
             return f"token id {bad} of the {name} is outside the vocabulary of {vocab_size}"
     return _bad_sampling(request.sampling)
+
+
+def length_refusal(num_prompt: int, max_tokens: int, limits: Limits) -> str | None:
+    """Return why a prompt of so many tokens cannot run here at all, or None."""
+    if not num_prompt:
+        return "the prompt is empty; send at least one token"
+    room = limits.max_model_len - (max_tokens > 0)
+    if num_prompt > room:
+        return (
+            f"the prompt has {num_prompt} tokens; this model takes at most {room} "
+            f"(a context of {limits.max_model_len}, answer included)"
+        )
+    return None
 
 
 def _bad_sampling(sampling: SamplingParams) -> str | None:

@@ -315,7 +315,7 @@ class Scheduler:
         self._holders.subtract(seq.block_ids)
         left = [block for block in reversed(seq.block_ids) if not self._holders[block]]
         for block in left:
-            del self._holders[block]
+            self._holders.pop(block)
         self.blocks.free(left)  # the first block last, so that it is kept longest
         self._forget_kv(seq)
 

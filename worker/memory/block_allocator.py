@@ -199,11 +199,12 @@ class FreeBlocks:
 
     def add(self, blocks: Iterable[int]) -> None:
         """Add blocks that were freed; of indexed ones the last stays longest."""
+        plain, has_indexed = self._plain, len(self.index) > 0
         for block in blocks:
-            if block in self.index:
+            if has_indexed and block in self.index:
                 self._indexed[block] = None
             else:
-                heapq.heappush(self._plain, block)
+                heapq.heappush(plain, block)
 
     def take(self, n: int) -> list[int]:
         """Remove n blocks and return them, in ascending order; there must be as many."""

@@ -14,7 +14,7 @@ from gateway.delivery.dispatch import Candidate, choose
 from instar.replay.outcomes import UNFINISHED, RequestOutcome
 from instar.replay.schemas import Arrival
 from instar.simulate.calibration import EngineCalibration, StepCosts
-from instar.simulate.cluster import TOO_LONG, SimulatedCluster, Unmeasured
+from instar.simulate.cluster import TOO_LONG, Outage, SimulatedCluster, Unmeasured
 from instar.simulate.relief import SimulatedMorphs
 from instar.simulate.shortlist import Shortlist, key_of
 from tests.support.simulations import SMALL, burst, cluster, evenly, with_limits
@@ -107,22 +107,31 @@ def test_the_same_input_gives_the_same_result() -> None:
 @given(
     seed=st.integers(0, 1000),
     rate=st.floats(1.0, 25.0),
-    num_workers=st.integers(1, 3),
+    num_workers=st.sampled_from([1, 3, 10]),
     mode=st.sampled_from(MODES),
     max_num_seqs=st.sampled_from([2, 8, 64]),
+    outage=st.sampled_from([None, (2.0, 5.0)]),
 )
-def test_steps_that_are_taken_together_are_the_same_as_one_by_one(
-    seed: int, rate: float, num_workers: int, mode: Mode, max_num_seqs: int
+def test_steps_and_reports_that_are_taken_together_are_the_same_as_one_by_one(
+    seed: int,
+    rate: float,
+    num_workers: int,
+    mode: Mode,
+    max_num_seqs: int,
+    outage: Outage | None,
 ) -> None:
-    calibration = with_limits(max_num_seqs=max_num_seqs, max_num_batched_tokens=128)
+    num_tokens = 32 if mode == "manual" else 128  # 32: prompts take many steps
+    calibration = with_limits(max_num_seqs=max_num_seqs, max_num_batched_tokens=num_tokens)
     arrivals = burst(rate, seconds=6.0, seed=seed)
-    fast = cluster(num_workers, mode, calibration)
-    slow = cluster(num_workers, mode, calibration, is_stepwise=True)
-    assert outcomes_of(fast, arrivals) == outcomes_of(slow, arrivals)
-    assert fast.record.tally.scheduled <= slow.record.tally.scheduled
-    slow.record.tally.scheduled = fast.record.tally.scheduled
-    slow.record.tally.lost_quality = pytest.approx(fast.record.tally.lost_quality)  # type: ignore[assignment]
-    assert fast.record == slow.record
+    fast = cluster(num_workers, mode, calibration, outage=outage)
+    plain = cluster(num_workers, mode, calibration, outage=outage, is_plain=True)
+    assert outcomes_of(fast, arrivals) == outcomes_of(plain, arrivals)
+    assert fast.record.tally.scheduled <= plain.record.tally.scheduled
+    plain.record.tally.scheduled = fast.record.tally.scheduled
+    plain.record.tally.lost_quality = pytest.approx(fast.record.tally.lost_quality)  # type: ignore[assignment]
+    assert fast.record == plain.record
+    for one, other in zip(fast.instances.values(), plain.instances.values(), strict=True):
+        assert one.forecast == other.forecast
 
 
 @settings(max_examples=15, deadline=None)
@@ -195,11 +204,13 @@ def test_an_envelope_that_nobody_renews_allows_no_loss_once_it_is_stale() -> Non
 
 def test_bursts_that_swell_are_forecast_by_the_controllers_method() -> None:
     arrivals = [Arrival(30.0 * n + 6 * (k / 120) ** 0.5, 120, 60) for n in range(12) for k in range(120)]
-    found = cluster(mode="performance")
+    found, plain = (cluster(mode="performance", is_plain=is_plain) for is_plain in (False, True))
     record = found.run(arrivals, drain_s=60.0)
     (one,) = found.instances.values()
     assert one.forecast.right > one.forecast.wrong
     assert any("are expected to be needed" in each.reason for each in record.morphs)
+    again = plain.run(arrivals, drain_s=60.0)
+    assert (again.outcomes, again.morphs, again.samples) == (record.outcomes, record.morphs, record.samples)
 
 
 def test_a_calm_load_changes_nothing() -> None:

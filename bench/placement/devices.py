@@ -1,5 +1,6 @@
-"""A model of devices that several models share, event by event, seeded and without a clock.
+"""Devices that several models share, and the requests that keep them busy, by arithmetic and seeded.
 
+No simulator of serving, which `instar.simulate` is: there are no steps, batches, tokens or KV blocks here.
 A model runs one request at a time, first come, first served, as in iServe (§6: no batching). It runs on all
 of its devices at once, at the rate of the most contended: a device gives each model that runs on it an equal
 share of its time, and is busy while any does. Which configuration is deployed, and where, the controller's
@@ -107,7 +108,7 @@ class Finished:
 
 
 @dataclass(slots=True)
-class PlacementCluster:
+class SharedDevices:
     """The devices under one policy; `in_use` has pairs of a time and the number of devices with a model."""
 
     placing: Placing
