@@ -31,7 +31,7 @@ class KVResizer:
         instance: None at a later stage of a pipeline, whose requests are at its leader. is_stage: of a
         pipeline, all stages of which have room for the same blocks.
         reserve_pages: free pages that the pool keeps for swaps. useful_pages: of all layers together; more
-        would lie idle. owns_rest: the pages left when the cache was filled are its own.
+        would lie idle. owns_rest: the pages left when the cache was filled are its own; never at a stage.
         """
         self.cache = cache
         self.reserve_pages = reserve_pages
@@ -43,7 +43,7 @@ class KVResizer:
         self._instance, self._is_stage = instance, is_stage
         # Free pages that are the cache's own: what swaps set free, and what was left when it was filled, too
         # few for a page of every layer. Below 0: so many of its pages swaps have borrowed.
-        is_rest = owns_rest and self.num_spare_pages < self.num_layers
+        is_rest = owns_rest and not is_stage and self.num_spare_pages < self.num_layers
         self.own_pages = max(0, self.num_spare_pages) if is_rest else 0
         self.useful_pages_per_layer = useful_pages // self.num_layers  # more would lie idle
         longest = instance.limits.max_model_len if instance else 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from bus.messages import PARTS, Part
@@ -55,22 +55,20 @@ def reserve_pages(variants: Variants, num_layers: int) -> int:
 
 
 class NoVariants:
-    """Layers that keep their precision; only their KV cache can morph."""
+    """Layers that keep full precision; only their KV cache can morph."""
 
-    def __init__(
-        self,
-        precision: Precision = "full",
-        pages: Callable[[int, Part, Precision], int] = lambda layer, part, precision: 0,
-        release: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Report `pages` as the size of a variant. release: gives the memory of the layers back."""
-        self.precisions: Sequence[Precision] = (precision,)
-        self.pages, self.release = pages, release
+    precisions: Sequence[Precision] = ("full",)
 
-    def map(self, layer: int, part: Part, precision: Precision) -> None:
-        raise NotImplementedError
+    def pages(self, layer: int, part: Part, precision: Precision) -> int:
+        return 0
 
     def copy_job(self, layer: int, part: Part, precision: Precision) -> CopyJob:
         raise NotImplementedError
 
+    def map(self, layer: int, part: Part, precision: Precision) -> None:
+        raise NotImplementedError
+
     check = install = unmap = map
+
+    def release(self) -> None:
+        """Do nothing: the layers' memory is the model's."""

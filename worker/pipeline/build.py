@@ -25,9 +25,7 @@ def stage_target(
     model: Model, cache: KVCache, variants: Variants, *, useful_pages: int, reserve_pages: int = 0
 ) -> MemberTarget:
     """Return what morphs change at a later stage, or at another rank than the leader of the first."""
-    resizer = KVResizer(
-        None, cache, reserve_pages=reserve_pages, useful_pages=useful_pages, owns_rest=False, is_stage=True
-    )
+    resizer = KVResizer(None, cache, reserve_pages=reserve_pages, useful_pages=useful_pages, is_stage=True)
     return MemberTarget(model.shape, variants, resizer, model.config.first_layer)
 
 
@@ -44,12 +42,7 @@ def leader_target(
 ) -> Target:
     """Return the instance as morphs see it. own_pages: that its KV gave up for all to have as many blocks."""
     resizer = KVResizer(
-        instance,
-        cache,
-        reserve_pages=reserve_pages,
-        useful_pages=useful_pages,
-        owns_rest=False,
-        is_stage=True,
+        instance, cache, reserve_pages=reserve_pages, useful_pages=useful_pages, is_stage=True
     )
     resizer.own_pages = own_pages
     return Target(instance, variants, resizer, order, losses)
