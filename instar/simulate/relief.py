@@ -191,7 +191,7 @@ class SimulatedMorphs:
 
         Until then all sequences decode, nothing is admitted, and only the blocks in use grow. The reflex is
         asked what it would say now of these blocks. Below full precision it counts the steps in which layers
-        could go back, so none is left out.
+        could go back, so none is left out, and before that none at which such a row ends.
         """
         found = self._loop and self._loop.of(self._instance.name)
         instance = self._instance
@@ -201,7 +201,8 @@ class SimulatedMorphs:
         if self.running or instance.shape.num_below or instance.scheduler.waiting or found.state.pressure:
             return False
         load = replace(self._loop.load(self._target, found), kv_used=num_used)
-        return not reflex.judge(found.state, load, found.envelope)[0].pressure
+        state, _ = reflex.judge(found.state, load, found.envelope)
+        return not state.pressure and (state.ease > 0 or not found.state.ease)
 
     def _is_at_ease(self, found: Reflex, num_used: int) -> bool:
         """Return True if the reflex need not be asked with so many blocks in use.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bus.policy import Mode
@@ -104,12 +104,14 @@ def test_the_same_input_gives_the_same_result() -> None:
 
 
 @settings(max_examples=20, deadline=None)
+@example(143, 16.0, 1, "accuracy", 8, 32, None)  # a row of ease ends between two events
 @given(
     seed=st.integers(0, 1000),
     rate=st.floats(1.0, 25.0),
     num_workers=st.sampled_from([1, 3, 10]),
     mode=st.sampled_from(MODES),
     max_num_seqs=st.sampled_from([2, 8, 64]),
+    num_tokens=st.sampled_from([32, 128]),  # 32: prompts take many steps
     outage=st.sampled_from([None, (2.0, 5.0)]),
 )
 def test_steps_and_reports_that_are_taken_together_are_the_same_as_one_by_one(
@@ -118,9 +120,9 @@ def test_steps_and_reports_that_are_taken_together_are_the_same_as_one_by_one(
     num_workers: int,
     mode: Mode,
     max_num_seqs: int,
+    num_tokens: int,
     outage: Outage | None,
 ) -> None:
-    num_tokens = 32 if mode == "manual" else 128  # 32: prompts take many steps
     calibration = with_limits(max_num_seqs=max_num_seqs, max_num_batched_tokens=num_tokens)
     arrivals = burst(rate, seconds=6.0, seed=seed)
     fast = cluster(num_workers, mode, calibration, outage=outage)
