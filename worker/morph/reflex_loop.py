@@ -226,6 +226,7 @@ class ReflexLoop:
         morph_id = self._new_id()
         found.morph_id, found.lever, found.cause = morph_id, decision.lever, decision.cause
         found.began_s = at_s
+        found.vain_s.clear()  # of the shape before this morph
         found.state = reflex.decided(found.state, decision.lever, at_s)
         self._morphs.begin(self._command(name, morph_id, decision), reason=decision.reason)
         return self._event(
