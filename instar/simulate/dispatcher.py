@@ -80,7 +80,7 @@ class ServiceDispatcher:
         if not is_for_group and self._stuck[0] == cluster.now_s and num_tokens >= self._stuck[1]:
             return None
         candidates = self._candidates(cluster)
-        ahead = [one for one in cluster.queue if one is not outcome and one.due_s <= arrived_s]
+        ahead = [one for one in cluster.queue if (one.due_s, one.number) < (arrived_s, outcome.number)]
         long_ahead = [tokens_of(one) for one in ahead if tokens_of(one) > self._alone]
         found = choose(
             candidates,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bench.scheduler import costs
@@ -52,6 +52,7 @@ def test_short_requests_alone_get_the_rates_of_the_table(tp: int) -> None:
 @pytest.mark.parametrize("name", DISPATCHERS)
 @settings(max_examples=6, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 120), st.sampled_from([False, False, False, True])), max_size=25))
+@example([(45.0, True), (45.0, True)])  # each was ahead of the other, and both waited
 def test_every_request_ends_once_whatever_comes(name: str, mix: list[tuple[float, bool]]) -> None:
     arrivals = [(long if is_long else short)(at_s) for at_s, is_long in mix] or [short(0.0)]
     run = modelled(DISPATCHERS[name](), arrivals, 2000)
