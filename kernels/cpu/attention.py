@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from kernels import calls
-from kernels.cpu.attention_call import FEW, LAYOUT, ROWS, SPAN, AttentionCall
+from kernels.cpu.attention_call import FEW, LAYOUT, ROWS, SPAN, AttentionCall, aligned
 from kernels.cpu.attention_few import attend_few
 from kernels.cpu.attention_many import attend_many
 from kernels.cpu.simd import KINDS, LANES, read_i32, words
-from kernels.cpu.team import Kernel, aligned, next_item
+from kernels.cpu.team import Kernel, next_item
 from kernels.plan import AttentionPlan
 
 

@@ -52,6 +52,13 @@ LAYOUT = "q" * (len(AttentionCall._fields) - 1) + "d"
 
 
 @compiled
+def aligned(floats):
+    """Return a buffer and its first address on a cache line: loads across two lines take twice as long."""
+    buffer = np.empty(floats + LANES, np.float32)
+    return buffer, (buffer.ctypes.data + 63) // 64 * 64
+
+
+@compiled
 def block_of(a, seq, head, token):
     """Return the address of a token's key and the number of tokens from it to the end of its block."""
     index, offset = token // a.block_tokens, token % a.block_tokens

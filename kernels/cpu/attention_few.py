@@ -27,7 +27,6 @@ from kernels.cpu.simd import (
     vstore,
     write_f32,
 )
-from kernels.cpu.team import next_few
 from kernels.cpu.tile import tile
 
 
@@ -74,9 +73,15 @@ def _weigh_few(a, kind, rows, size, values, weights, out):
         r = 0
         while r < rows:
             w, b, c = weights + r * span, values + v * width, out + r * line + v * 64
-            height = next_few(rows - r)
-            tile(height, 4, 1, F32, kind, size, w, span, 4, b, a.kv_token, c, line)
-            r += height
+            if rows - r >= 4:
+                tile(4, 4, 1, F32, kind, size, w, span, 4, b, a.kv_token, c, line)
+                r += 4
+            elif rows - r >= 2:
+                tile(2, 4, 1, F32, kind, size, w, span, 4, b, a.kv_token, c, line)
+                r += 2
+            else:
+                tile(1, 4, 1, F32, kind, size, w, span, 4, b, a.kv_token, c, line)
+                r += 1
     for v in range(a.head_dim // LANES // 4 * 4, a.head_dim // LANES):
         for r in range(rows):
             w, b, c = weights + r * span, values + v * width, out + r * line + v * 64

@@ -21,7 +21,6 @@ from kernels.cpu.simd import (
     I32,
     I64,
     LANES,
-    Count,
     Int,
     Literal,
     Value,
@@ -237,7 +236,7 @@ def _prefetch_lines(builder: Any, ahead: Any, lines: Any, tile: Any) -> None:
 @intrinsic_of
 def dot_tiles(
     builder: Any,
-    num_columns: Count,
+    num_columns: Literal,
     num_bits: Literal,
     tiles: Int,
     tiles_of_group: Int,
@@ -255,13 +254,13 @@ def dot_tiles(
 ) -> None:
     """Compute what `add_tiles` does, in vectors: FOUR rows by FOUR * num_columns digits.
 
-    Codes of 4 bits are taken as they are packed, by up to two columns; others are bytes. A vector multiplies
-    four quads of one row by those of four digits, which lie as int8 [tiles, num_columns, 4, FOUR, 16]: for
-    each 16 inputs, those of each digit. sums float32 [tiles, num_columns, FOUR, 4], each digit's four times;
-    totals float32 [num_columns, FOUR, 4], the four rows of each digit; levels [groups, 2, ROWS] from the
-    first row on.
+    num_columns and num_bits are literals: codes of 4 bits are taken as they are packed, by up to two columns;
+    others are bytes. A vector multiplies four quads of one row by those of four digits, which lie as
+    int8 [tiles, num_columns, 4, FOUR, 16]: for each 16 inputs, those of each digit. sums float32
+    [tiles, num_columns, FOUR, 4], each digit's four times; totals float32 [num_columns, FOUR, 4], the four
+    rows of each digit; levels [groups, 2, ROWS] from the first row on.
     """
-    if not CAN_DOT or (num_bits == 4 and num_columns > 2):
+    if not CAN_DOT:
         return
     totals_at = [plus(builder, totals, c * LANES * 4) for c in range(num_columns)]
     sums_of_columns = registers(builder, [load(builder, types.float32, at) for at in totals_at])

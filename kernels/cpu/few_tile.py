@@ -21,8 +21,6 @@ from kernels.cpu.simd import (
     I32,
     I64,
     LANES,
-    Count,
-    Few,
     Int,
     Kind,
     Literal,
@@ -69,7 +67,7 @@ def sum_lanes(builder: Any, lanes: Any) -> Any:
 def dots(
     builder: Any,
     num_rows: Literal,
-    num_tokens: Count,
+    num_tokens: Literal,
     num_lines: Literal,
     kind: Kind,
     x_kind: Kind,
@@ -155,7 +153,7 @@ def _pairs(builder: Any, address: Any, count: int) -> Any:
 def columns(
     builder: Any,
     num_rows: Literal,
-    num_tokens: Few,
+    num_tokens: Literal,
     num_lines: Literal,
     is_added: Literal,
     kind: Kind,

@@ -18,11 +18,12 @@ import numpy as np
 import torch
 
 from kernels import batched, calls
+from kernels.cpu.attention_call import aligned
 from kernels.cpu.choice import TABLE, Form, KernelName
 from kernels.cpu.compiled import compiled
 from kernels.cpu.products_few import can_multiply, few, few_t
 from kernels.cpu.simd import KINDS, LANES, vsplat, vstore, words
-from kernels.cpu.team import Kernel, aligned, next_item
+from kernels.cpu.team import Kernel, next_item
 from kernels.cpu.tile import tile, transpose
 
 F32 = np.float32

@@ -16,11 +16,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from kernels.cpu.attention_call import aligned
 from kernels.cpu.choice import MOST_FEW
 from kernels.cpu.compiled import compiled
 from kernels.cpu.few_tile import columns, dots
 from kernels.cpu.simd import KINDS, LANES, vload, vsplat, vstore, words
-from kernels.cpu.team import Kernel, aligned, next_few, next_item
+from kernels.cpu.team import Kernel, next_item
 
 F32 = np.float32
 ROWS = 4  # worked on together, with TOKENS tokens
@@ -47,9 +48,18 @@ def _one_row(kind, x_kind, tokens, depth, w, w_row, x, x_row, bias, bias_step, o
     t = 0
     while t < tokens:
         a, c = x + t * x_row, out + t * out_row
-        count = min(4, tokens - t)
-        dots(1, count, 0, kind, x_kind, 0, depth, w, w_row, a, x_row, bias, bias_step, c, out_row)
-        t += count
+        if tokens - t >= 4:
+            dots(1, 4, 0, kind, x_kind, 0, depth, w, w_row, a, x_row, bias, bias_step, c, out_row)
+            t += 4
+        elif tokens - t == 3:
+            dots(1, 3, 0, kind, x_kind, 0, depth, w, w_row, a, x_row, bias, bias_step, c, out_row)
+            t += 3
+        elif tokens - t == 2:
+            dots(1, 2, 0, kind, x_kind, 0, depth, w, w_row, a, x_row, bias, bias_step, c, out_row)
+            t += 2
+        else:
+            dots(1, 1, 0, kind, x_kind, 0, depth, w, w_row, a, x_row, bias, bias_step, c, out_row)
+            t += 1
 
 
 @compiled
@@ -62,9 +72,15 @@ def _four_rows(kind, x_kind, tokens, depth, w, w_row, x, x_row, bias, bias_step,
     t = 0
     while t < tokens:
         a, c = x + t * x_row, out + t * out_row
-        count = next_few(tokens - t)
-        dots(ROWS, count, LINES, kind, x_kind, ahead, depth, w, w_row, a, x_row, bias, bias_step, c, out_row)
-        t += count
+        if tokens - t >= 4:
+            dots(ROWS, 4, LINES, kind, x_kind, ahead, depth, w, w_row, a, x_row, bias, bias_step, c, out_row)
+            t += 4
+        elif tokens - t >= 2:
+            dots(ROWS, 2, LINES, kind, x_kind, ahead, depth, w, w_row, a, x_row, bias, bias_step, c, out_row)
+            t += 2
+        else:
+            dots(ROWS, 1, LINES, kind, x_kind, ahead, depth, w, w_row, a, x_row, bias, bias_step, c, out_row)
+            t += 1
         ahead += w_row * LINES
 
 
@@ -141,9 +157,15 @@ def _four_inputs(kind, tokens, outputs, w, w_row, x, x_row, sums):
     t = 0
     while t < tokens:
         a, c = x + t * x_row, sums + t * line
-        count = next_few(tokens - t)
-        columns(ROWS, count, LINES, 1, kind, ahead, outputs, w, w_row, a, x_row, c, line)
-        t += count
+        if tokens - t >= 4:
+            columns(ROWS, 4, LINES, 1, kind, ahead, outputs, w, w_row, a, x_row, c, line)
+            t += 4
+        elif tokens - t >= 2:
+            columns(ROWS, 2, LINES, 1, kind, ahead, outputs, w, w_row, a, x_row, c, line)
+            t += 2
+        else:
+            columns(ROWS, 1, LINES, 1, kind, ahead, outputs, w, w_row, a, x_row, c, line)
+            t += 1
         ahead += w_row * LINES
 
 

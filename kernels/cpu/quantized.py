@@ -19,6 +19,7 @@ import torch
 
 from kernels import calls
 from kernels.cpu import products
+from kernels.cpu.attention_call import aligned
 from kernels.cpu.choice import TABLE, Form, KernelName, Product
 from kernels.cpu.codes import make_levels
 from kernels.cpu.compiled import compiled
@@ -27,7 +28,7 @@ from kernels.cpu.quantized_bytes import can_multiply, few_bytes
 from kernels.cpu.quantized_call import WORDS, Weight, levels_row, words_of
 from kernels.cpu.quantized_tile import decode, dots
 from kernels.cpu.simd import LANES, words
-from kernels.cpu.team import Kernel, aligned, next_few, next_item
+from kernels.cpu.team import Kernel, next_item
 from kernels.packing import TILE
 from kernels.quantized import QuantizedWeight
 
@@ -62,9 +63,15 @@ def _dots_of_rows(w, unit, row, levels, x, x_row, tokens, out, out_row):
         t = 0
         while t < tokens:
             a, c = column + t * x_row, out + t * out_row
-            count = next_few(tokens - t)
-            dots(ROWS, count, w, codes, levels, a, x_row, c, out_row, piece)
-            t += count
+            if tokens - t >= 4:
+                dots(ROWS, 4, w, codes, levels, a, x_row, c, out_row, piece)
+                t += 4
+            elif tokens - t >= 2:
+                dots(ROWS, 2, w, codes, levels, a, x_row, c, out_row, piece)
+                t += 2
+            else:
+                dots(ROWS, 1, w, codes, levels, a, x_row, c, out_row, piece)
+                t += 1
 
 
 def _multiply_few(kind):

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from kernels.cpu import amx
+from kernels.cpu.attention_call import aligned
 from kernels.cpu.bytes_tile import (
     FOUR,
     FOUR_BYTES,
@@ -53,7 +54,7 @@ from kernels.cpu.simd import (
     words,
     write_f32,
 )
-from kernels.cpu.team import Kernel, aligned, next_item
+from kernels.cpu.team import Kernel, next_item
 from kernels.packing import TILE
 from kernels.quantized import QuantizedWeight
 
@@ -178,9 +179,18 @@ def _dot_rows(w, codes, a_tile, a_row, digits, sums, columns, levels, totals, ah
             a, c = codes + q * FOUR * a_row, totals + q * s_tile + first * LANES * 4
             at = levels + q * FOUR * 4
             if a_tile == TILE // 2:
-                dot_tiles(some, 4, tiles, group, a, a_tile, a_row, b, b_tile, s, s_tile, at, ahead, lines, c)
+                if some == 1:
+                    dot_tiles(1, 4, tiles, group, a, a_tile, a_row, b, b_tile, s, s_tile, at, ahead, lines, c)
+                else:
+                    dot_tiles(2, 4, tiles, group, a, a_tile, a_row, b, b_tile, s, s_tile, at, ahead, lines, c)
+            elif some == 1:
+                dot_tiles(1, 8, tiles, group, a, a_tile, a_row, b, b_tile, s, s_tile, at, ahead, lines, c)
+            elif some == 2:
+                dot_tiles(2, 8, tiles, group, a, a_tile, a_row, b, b_tile, s, s_tile, at, ahead, lines, c)
+            elif some == 3:
+                dot_tiles(3, 8, tiles, group, a, a_tile, a_row, b, b_tile, s, s_tile, at, ahead, lines, c)
             else:
-                dot_tiles(some, 8, tiles, group, a, a_tile, a_row, b, b_tile, s, s_tile, at, ahead, lines, c)
+                dot_tiles(4, 8, tiles, group, a, a_tile, a_row, b, b_tile, s, s_tile, at, ahead, lines, c)
             ahead += tiles * lines * 64
 
 

@@ -21,7 +21,6 @@ from kernels.cpu.simd import (
     I32,
     I64,
     LANES,
-    Few,
     Int,
     Literal,
     Value,
@@ -90,7 +89,7 @@ def _halves(builder: Any, coding: Coding, w: Any, tile: Any, levels: Any) -> lis
 def dots(
     builder: Any,
     num_rows: Literal,
-    num_tokens: Few,
+    num_tokens: Literal,
     w: Value,
     codes: Int,
     levels: Int,

@@ -62,41 +62,29 @@ Vec = Annotated[Any, VecType()]
 Value = Annotated[Any, "value"]  # of any other type
 Kind = Annotated[Any, "kind"]  # no value: the type of an element
 Literal = Annotated[int, "literal"]  # an integer that the compiler knows
-Few = Annotated[int, (1, 2, 4)]  # one of these: code is written for each, and that of its value runs
-Count = Annotated[int, (1, 2, 3, 4)]
 
 
 def intrinsic_of(emit: Callable[..., Any]) -> Any:
-    """Return an intrinsic whose code `emit` writes when it is called with a builder and the parameters.
-
-    At most one parameter is one of a few integers. Where the compiler knows it, it is a literal of any value.
-    """
+    """Return an intrinsic whose code `emit` writes when it is called with a builder and the parameters."""
     hints = get_type_hints(emit, include_extras=True).values()
-    _, *declared, result = (get_args(hint)[1] if get_args(hint) else types.void for hint in hints)
+    _, *forms, result = (get_args(hint)[1] if get_args(hint) else types.void for hint in hints)
 
     @wraps(emit)
     def typed(typingctx: Any, *own: Any) -> Any:
-        is_literal = [isinstance(argument, types.IntegerLiteral) for argument in own]
-        known = zip(declared, is_literal, strict=True)
-        forms = ["literal" if is_known and isinstance(form, tuple) else form for form, is_known in known]
-        if any(form == "literal" and not is_known for form, is_known in zip(forms, is_literal, strict=True)):
+        literals = (argument for form, argument in zip(forms, own, strict=True) if form == "literal")
+        if not all(isinstance(argument, types.IntegerLiteral) for argument in literals):
             return None  # numba asks a second time with the literals
 
         def write(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-            given = [
+            given = (
                 argument.literal_value if form == "literal" else argument.dtype if form == "kind" else value
                 for form, argument, value in zip(forms, own, values, strict=True)
-            ]
-            counts = [(i, count) for i, form in enumerate(forms) if isinstance(form, tuple) for count in form]
-            for i, count in counts:
-                with builder.if_then(builder.icmp_signed("==", values[i], ir.Constant(I64, count))):
-                    emit(builder, *given[:i], count, *given[i + 1 :])
-            written = None if counts else emit(builder, *given)
+            )
+            written = emit(builder, *given)
             return context.get_dummy_value() if result == types.void else written
 
         taken = [
-            types.int64 if isinstance(form, tuple) else argument if isinstance(form, str) else form
-            for form, argument in zip(forms, own, strict=True)
+            argument if isinstance(form, str) else form for form, argument in zip(forms, own, strict=True)
         ]
         return result(*taken), write
 

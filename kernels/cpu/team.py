@@ -23,12 +23,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from numba import types
 
 from kernels.cpu.compiled import c_function, compiled
-from kernels.cpu.simd import KINDS, LANES, address_of, fetch_add, read_i64
+from kernels.cpu.simd import KINDS, address_of, fetch_add, read_i64
 
 _OPENMP = re.compile(r"/lib(gomp|iomp5|omp)[-.][^/]*$")
 
@@ -41,19 +40,6 @@ def next_item(kind: Any) -> int:
     params: int = address_of(kind)
     item: int = fetch_add(params, 1)
     return item if item < read_i64(params + 8) else -1
-
-
-@compiled
-def next_few(left: int) -> int:
-    """Return how many of the rows or tokens that are left a kernel multiplies at once: 4, 2 or 1."""
-    return 4 if left >= 4 else 2 if left >= 2 else 1
-
-
-@compiled
-def aligned(floats: int) -> Any:
-    """Return a buffer and its first address on a cache line: loads across two lines take twice as long."""
-    buffer = np.empty(floats + LANES, np.float32)
-    return buffer, (buffer.ctypes.data + 63) // 64 * 64
 
 
 _recorder: ContextVar[CallRecorder | None] = ContextVar("recorder of kernel calls", default=None)

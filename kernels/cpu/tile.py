@@ -13,7 +13,6 @@ from kernels.cpu.simd import (
     I32,
     I64,
     LANES,
-    Few,
     Int,
     Kind,
     Literal,
@@ -33,7 +32,7 @@ from kernels.cpu.simd import (
 @intrinsic_of
 def tile(
     builder: Any,
-    num_rows: Few,
+    num_rows: Literal,
     num_vectors: Literal,
     is_added: Literal,
     a_kind: Kind,
