@@ -135,7 +135,8 @@ class Policy:
         "Windows in a row",
         "windows",
         (1, 1000),
-        "steps of a worker in a row (for groups: metrics) that must agree before a morph",
+        "steps of a worker in a row (for groups: metrics) that must agree before a morph; "
+        "ordered swaps need one",
         by_mode={"performance": _HALF_AS_MANY},
     )
     cooldown_s: float = _field(
@@ -239,6 +240,9 @@ class Envelope:
 FIELDS: Final = declared_fields(
     Policy, PolicyField
 )  # all but `revision`, in the order in which people read them
+
+
+RELIEF_SHARE: Final = 0.25  # of the time at least for relief under way: a prompt admitted hides the next
 
 
 def share_for(wait_s: float, ttft_slo_s: float) -> float:

@@ -73,8 +73,9 @@ def scale_up(
         free = [group for group in of_model if now.is_free(group, "scale_up")]
         waited_s = at_s - waiting.since_s
         is_held = any(group.max_tokens >= waiting.tokens for group in of_model)
-        may_swap = not (is_held and now.has_swapped(model, waiting))
-        plan, offers = weigh_long(of_model, free, waiting, rules, waited_s, costs, may_swap=may_swap)
+        is_in_vain = is_held and now.has_swapped(model, waiting)
+        swappable = [] if is_in_vain else [group for group in free if not now.has_refused_swap(group)]
+        plan, offers = weigh_long(of_model, free, swappable, waiting, rules, waited_s, costs)
         made = _for_long(plan, offers, now, of_model, waiting)
         for one in made:
             there = [group for group in of_model if set(group.instances) & set(one.instances)]
@@ -205,14 +206,17 @@ class _Moment:
 
     def may_swap(self, groups: Iterable[Group]) -> bool:
         """Return True if metrics show the layers as they are, and no swap for a group was refused lately."""
+        groups = list(groups)
         tracks = ((group, self.state.tracks.get(name)) for group in groups for name in group.instances)
+        is_old = any(self.at_s - group.age_s < track.swapped_s + REPORT_S for group, track in tracks if track)
+        return not is_old and not any(map(self.has_refused_swap, groups))
+
+    def has_refused_swap(self, group: Group) -> bool:
+        """Return True if a member refused a swap for a long request lately."""
+        levers: tuple[Lever, ...] = ("level", "swap")
+        tracks = filter(None, map(self.state.tracks.get, group.instances))
         cooldown_s = self.rules.cooldown_s
-        return not any(
-            self.at_s - group.age_s < track.swapped_s + REPORT_S
-            or any(track.is_paused(lever, self.at_s, cooldown_s) for lever in ("level", "swap"))
-            for group, track in tracks
-            if track
-        )
+        return any(one.is_paused(lever, self.at_s, cooldown_s) for one in tracks for lever in levers)
 
     def may_part(self, group: Group, track: Track) -> bool:
         """Return True unless a group of the model parted too early lately, and no request queues."""

@@ -41,15 +41,15 @@ class WeighedMerge:
 def weigh_long(
     groups: Sequence[Group],
     free: Sequence[Group],
+    swappable: Sequence[Group],
     waiting: Waiting,
     policy: Policy,
     waited_s: float,
     costs: LeverCosts = NO_COSTS,
-    *,
-    may_swap: bool = True,
 ) -> tuple[LeverPlan, list[WeighedMerge]]:
-    """Weigh what to do about long requests. free: the groups that may morph now.
+    """Weigh what to do about long requests.
 
+    free: the groups that may become one now. swappable: those of them whose layers may lose bits.
     policy: with its mode applied. After `long_patience_s` no group is expected to make room any more.
     """
     is_overdue = waited_s >= policy.long_patience_s
@@ -57,11 +57,11 @@ def weigh_long(
         WeighedMerge(merge, levelled(merge, policy.most_loss))
         for merge in merges_for(free, waiting.tokens, policy.max_tp)
     ]
-    names = {group.instance for group in free}
+    names = {group.instance for group in swappable}
     situation = LeverSituation(
         model=groups[0].model if groups else "",
         instances=[
-            one if may_swap and one.name in names else replace(one, rungs=())
+            one if one.name in names else replace(one, rungs=())
             for one in (serving(group, policy) for group in groups)
         ],
         long=LongNeed(

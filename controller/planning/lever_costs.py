@@ -54,8 +54,8 @@ ASSUMED_COSTS: Final[Mapping[Kind, KindCost]] = {
 class LeverCosts:
     """Exponentially weighted means.
 
-    speeds: tokens per second of busy instances by degree. missed: by kind, the relative error of predictions.
-    predicted: durations of morphs under way, by id.
+    speeds: tokens per second of busy instances by degree. missed: by kind, how late morphs are, as a share of
+    what they cost. predicted: durations of morphs under way, by id.
     """
 
     kinds: Mapping[Kind, KindCost] = field(default_factory=lambda: dict(ASSUMED_COSTS))
@@ -66,7 +66,7 @@ class LeverCosts:
     predicted: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, kind: Kind, units: float = 1.0, share: float = 1.0) -> float:
-        """Return the predicted duration, with the usual error on top.
+        """Return the predicted duration, with the usual lateness on top.
 
         units: halves of a swap. share: of the worker's time that the morph gets.
         """
@@ -110,7 +110,8 @@ def observe_cost(costs: LeverCosts, report: MorphReport) -> LeverCosts:
         return costs
     duration_s = _took_s(report)
     if kind == "swap":  # what it worked: how long that takes depends on the share of the time
-        duration_s = float(numbers.get("copy_seconds", 0.0)) + float(numbers.get("boundary_seconds", 0.0))
+        worked_s = (numbers.get(f"{part}_seconds", 0.0) for part in ("copy", "boundary"))
+        duration_s = float(sum(worked_s)) - float(numbers.get("awaited_seconds", 0.0))
     stalled_s = float(numbers.get("boundary_seconds", 0.0)) + float(numbers.get("moving_seconds", 0.0))
     nbytes = float(numbers.get("bytes_copied", 0) or numbers.get("bytes_exchanged", 0))
     seen = KindCost(
@@ -130,9 +131,10 @@ def _compared(costs: LeverCosts, report: MorphReport, kind: Kind | None) -> Leve
     left = {name: one for name, one in costs.predicted.items() if name != report.id}
     missed = costs.missed
     if kind and report.state == "applied":
-        expected_s = costs.predicted[report.id]
-        error = min(MOST_MISSED, abs(_took_s(report) - expected_s) / max(LEAST_S, expected_s))
         before = missed.get(kind, 0.0)
+        certain_s = costs.predicted[report.id] / (1 + before)
+        late_s = max(0.0, _took_s(report) - certain_s)
+        error = min(MOST_MISSED, late_s / max(LEAST_S, certain_s))
         missed = {**missed, kind: before + WEIGHT * (error - before)}
     return replace(costs, predicted=left, missed=missed)
 

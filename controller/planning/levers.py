@@ -12,7 +12,7 @@ from itertools import product
 from typing import Final
 
 from bus.levers import NEVER_S, LeverName, LeverOption, LeverPlan
-from bus.policy import share_for
+from bus.policy import RELIEF_SHARE, share_for
 from controller.planning.options import merge, move, part, resize, room, stay, swap, swap_for_long
 from controller.planning.situation import LeverSituation, LongNeed, PartOffer, ServingInstance
 
@@ -115,7 +115,8 @@ def _sets(
         if chosen:
             yield chosen
         wait_s = max(one.oldest_wait_s, one.queue_s(one.missing))
-        share = share_for(wait_s, situation.objectives.ttft_slo_s) if one.load else 1.0
+        wanted = share_for(wait_s, situation.objectives.ttft_slo_s)
+        share = max(RELIEF_SHARE, wanted) if one.load else 1.0
         if left > 0 and (swapped := swap(situation, one, left, share)):
             yield [*chosen, swapped]
 

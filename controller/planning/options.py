@@ -97,7 +97,7 @@ def swap(situation: LeverSituation, one: ServingInstance, missing: float, share:
         layers = min(rung.layers, allowed, rung.begun + math.ceil(missing / rung.blocks))
         if layers <= rung.begun:
             continue
-        halves, loss = 2 * layers, layers * rung.loss
+        halves, loss = 2 * layers - rung.begun, layers * rung.loss
         price_s = kind.stalled_s * halves * one.running
         option = LeverOption(
             lever="swap",

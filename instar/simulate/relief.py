@@ -91,7 +91,7 @@ class SimulatedMorphs:
         renewed_s: Clock,
     ) -> None:
         self.worker = instance.name.rpartition("@")[2]
-        self.urgency = 0.0
+        self.urgencies: Mapping[str, float] = {}
         self.running: SimulatedMorph | None = None
         self._instance, self._clock, self._renewed_s = instance, clock, renewed_s
         self._costs, self._page_bytes = calibration.morph, calibration.memory.page_bytes
@@ -157,7 +157,7 @@ class SimulatedMorphs:
             return []
         if found := loop.of(self._instance.name):
             if self._is_at_ease(found, self._instance.blocks.num_used):
-                self.urgency = 0.0
+                self.urgencies = {}
                 return []
             found.granted_s = self._renewed_s()
         loop.act()
@@ -169,11 +169,12 @@ class SimulatedMorphs:
 
     def _advance(self) -> MorphReport | None:
         report, now_s = None, self._clock()
+        urgency = self.urgencies.get(self._instance.name, 0.0)
         if self._ordered:
             self.running, self._ordered = self._ordered, None
-            report = self.running.begin(self._instance, now_s, self.urgency)
+            report = self.running.begin(self._instance, now_s, urgency)
         elif self.running:
-            report = self.running.advance(self._instance, now_s, self.urgency)
+            report = self.running.advance(self._instance, now_s, urgency)
         if report:
             self.running = None
         return report

@@ -67,8 +67,10 @@ class MorphManager:
         self._pace = Pace(step_share)
         self._copiers: list[Copier] = []
         self._is_busy = False
-        self.urgency = 0.0  # share of the time (0..1) that morphs may take at least, for requests here
-        self._share_wanted = 0.0  # and for those that swaps were ordered for
+        # By instance: the share of the time (0..1) that morphs may take at least, for its requests.
+        self.urgencies: Mapping[str, float] = {}
+        self._share_wanted = 0.0  # the largest, also of those that swaps were ordered for
+        self._is_awaiting = False  # the engine waits for a copy
         self._copier = self._add_copier(lambda: max(copy_share, self._share_wanted))
         self._in_progress = HalvesInProgress()
         self._jobs: dict[str, Job] = {}
@@ -83,7 +85,9 @@ class MorphManager:
         return self._add_copier(lambda: share)
 
     def _add_copier(self, share: Callable[[], float]) -> Copier:
-        copier = Copier(lambda: self.wake(), lambda: share() if self._is_busy else 1.0)
+        copier = Copier(
+            lambda: self.wake(), lambda: share() if self._is_busy and not self._is_awaiting else 1.0
+        )
         self._copiers.append(copier)
         return copier
 
@@ -178,7 +182,7 @@ class MorphManager:
         """Carry on the morphs for as long as the pace allows; `is_busy`: the engine has steps to run."""
         self._is_busy = is_busy
         ordered = [one.command.urgency for one in self._jobs.values() if isinstance(one.command, Swap)]
-        self._share_wanted = max([self.urgency, *ordered])
+        self._share_wanted = max([0.0, *self.urgencies.values(), *ordered])
         self._pace.begin(is_busy, self._share_wanted)
         if self._jobs:
             self._is_hurried = False
@@ -229,9 +233,16 @@ class MorphManager:
 
         Without a step beside it a copy takes least, and a step with prompts would take much longer.
         """
-        left_s = self._pace.left_s if self._is_busy and job.run.awaits_copies else 0.0
-        has_ended = left_s > 0 and self._copier.wait(left_s)
-        job.boundary_s += self._pace.spent()
+        is_urgent = self.urgencies.get(job.command.instance) or (
+            isinstance(job.command, Swap) and job.command.urgency
+        )
+        left_s = self._pace.left_s if self._is_busy and is_urgent and job.run.awaits_copies else 0.0
+        self._is_awaiting = left_s > 0
+        has_ended = self._is_awaiting and self._copier.wait(left_s)
+        self._is_awaiting = False
+        awaited_s = self._pace.spent()
+        job.boundary_s += awaited_s
+        job.awaited_s += awaited_s
         return has_ended
 
     # ----------------------------------------------------------------------------- beginnings and ends

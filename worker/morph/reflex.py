@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from bus.morphs import Cause
-from bus.policy import Envelope, Policy, share_for
+from bus.policy import RELIEF_SHARE, Envelope, Policy, share_for
 from bus.precisions import LOWEST, Precision, is_below
 
 Lever = Literal["resize", "swap_down", "swap_up"]
@@ -26,7 +26,6 @@ FIRST_PAUSE_S, FIRST_REGRET_S, LONGEST_PAUSE_S = 0.1, 1.0, 8.0  # after a refusa
 LATE: Final = 0.5  # share of the objective; a prediction above it is acted on
 AHEAD_S, MOST_AHEAD_S = 0.25, 1.0  # relief is for what comes until it is done, and the next may be decided
 HOLD_TIMES: Final = 10  # a return waits for so many times the duration of the last relief
-RELIEF_SHARE: Final = 0.25  # of the time at least for relief under way: a prompt admitted hides the next
 PRESSED_S: Final = 0.05  # pressure that lasts so long is acted on, however few steps it has been
 BURST_S: Final = 10.0  # what is withheld again within this time belongs to the same burst
 PREEMPTED_S: Final = 1.0  # a preemption counts as pressure for so long

@@ -74,7 +74,7 @@ class ReflexMorphs(Protocol):
 
     worker: str
     epoch: int
-    urgency: float
+    urgencies: Mapping[str, float]  # by instance: the share of the time (0..1) for its morphs at least
 
     @property
     def targets(self) -> Mapping[str, ReflexTarget]: ...
@@ -142,7 +142,7 @@ class ReflexLoop:
 
     def act(self) -> list[Event]:
         """Decide at a step boundary. Returns the events of the decisions; their morphs have begun."""
-        events, most_urgent = list[Event](), 0.0
+        events, urgencies = list[Event](), dict[str, float]()
         for name, target in self._morphs.targets.items():
             found = self._reflexes.get(name)
             load = self.load(target, found)
@@ -150,8 +150,8 @@ class ReflexLoop:
                 events += self._consider(name, found, target, load)
             policy = found.envelope.policy if found else NO_ENVELOPE
             is_relieving = found is not None and found.is_relieving
-            most_urgent = max(most_urgent, reflex.urgency(load, policy, is_relieving=is_relieving))
-        self._morphs.urgency = most_urgent
+            urgencies[name] = reflex.urgency(load, policy, is_relieving=is_relieving)
+        self._morphs.urgencies = urgencies
         for name in self._reflexes.keys() - self._morphs.targets.keys():
             del self._reflexes[name]
         return events

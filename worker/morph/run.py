@@ -97,6 +97,7 @@ class Job:
         self.command, self.epoch, self._reason = command, epoch, reason
         self.kind = KIND_OF[type(command)]
         self.boundary_s = 0.0  # engine time spent on it
+        self.awaited_s = 0.0  # of it, for copies that another thread makes
         self._told = ""
         self._worker = worker
         self._started_ms, self._began_s = _now_ms(), time.monotonic()
@@ -147,6 +148,8 @@ class Job:
         all_numbers = {**(self._run.numbers() if self._run else {}), **(numbers or {})}
         if state != "running":
             all_numbers["boundary_seconds"] = round(self.boundary_s, 6)
+            if self.awaited_s:
+                all_numbers["awaited_seconds"] = round(self.awaited_s, 6)
             all_numbers["seconds"] = round(time.monotonic() - self._began_s, 6)
         return MorphReport(
             id=self.command.id,

@@ -86,7 +86,7 @@ def _is_first(output: Output) -> bool:
 def entries_of(results: Iterable[StepResult]) -> list[list[StepResult]]:
     """Group the steps of each instance that share a stream entry: those in a row with the same shape.
 
-    A step that begins a request opens an entry, whose `step_s` tells when the request stopped waiting.
+    The first output of a request opens an entry, whose `step_s` tells when the request stopped waiting.
     """
     entries: list[list[StepResult]] = []
     for result in sorted(results, key=lambda each: each.instance):
@@ -135,7 +135,7 @@ class Outbox:
         self._filled.set()
         self._emptied.clear()
         if len(self._parcels) >= self._capacity and not self._is_braking:
-            log.warning("%d steps wait for Redis; the engine pauses", len(self._parcels))
+            log.warning("%d outputs wait for Redis; the engine pauses", len(self._parcels))
             self._is_braking = True
             self._brake.pause()
 

@@ -175,7 +175,7 @@ class Copier:
             return self._end.wait_for(lambda: self._num_ended > before, within_s)
 
     def close(self) -> None:
-        """Stop all copies."""
+        """Run the copies that were started, without rests, and end the thread."""
         if self._thread:
             self._closing.set()
             self._queue.put(None)

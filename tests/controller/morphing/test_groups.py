@@ -32,7 +32,7 @@ def decide_scale_up(groups: list[Group], num_tokens: int, max_tp: int = 0) -> Me
     """The merge that the planner takes for a request that has lost its patience."""
     policy = Policy(max_tp=max_tp).in_force()
     assert policy is not None
-    plan, offers = weigh_long(groups, groups, Waiting(num_tokens, 1, 3, 0.0, 0.0), policy, 60.0)
+    plan, offers = weigh_long(groups, groups, groups, Waiting(num_tokens, 1, 3, 0.0, 0.0), policy, 60.0)
     found = taken_merge(plan, offers)
     return found.merge if found else None
 

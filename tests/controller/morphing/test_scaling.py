@@ -275,7 +275,11 @@ def test_a_swap_whose_room_others_took_is_followed_by_a_group() -> None:
     hand.groups[0] = kv_of(0, LOW, max_tokens=140, used_tokens=60)
     assert hand.demand(130, times=40) is None  # it holds the request, and gets time to empty
     found = hand.demand(130, times=30)
-    assert found is not None and found.lever != "swap"
+    assert found is not None and found.lever == "level"  # the members are made alike, and become a group
+    hand.answer("applied", kind="swap")
+    hand.groups = [replace(hand.groups[0], layers=LOW), kv_of(1, LOW)]
+    found = hand.demand(130, times=30)
+    assert found is not None and found.lever == "scale_up"
 
 
 def test_a_swap_that_was_too_small_is_followed_by_another() -> None:
@@ -299,6 +303,18 @@ def test_a_swap_that_was_refused_is_not_ordered_again_at_once() -> None:
     hand.demand(350, times=3)
     hand.answer("deferred", kind="swap")
     assert hand.demand(350, times=15) is None
+
+
+def test_a_worker_that_refused_a_swap_hinders_no_other_and_no_group() -> None:
+    hand = Hand(kv_of(0, FULL), kv_of(1, FULL), loss_budget=0.01)
+    first = hand.demand(130)
+    assert first is not None and (first.lever, first.instance) == ("swap", "m@w0")
+    hand.answer("deferred", kind="swap")
+    found = hand.demand(130, times=3)
+    assert found is not None and (found.lever, found.instance) == ("swap", "m@w1")
+    hand.answer("deferred", kind="swap")
+    found = hand.demand(130, times=60)
+    assert found is not None and found.lever == "scale_up"
 
 
 # --------------------------------------------------------------------------- scale-down

@@ -88,10 +88,16 @@ def test_a_swap_lasts_as_its_work_by_the_share_of_the_time() -> None:
 def test_a_kind_of_morph_that_was_late_promises_more() -> None:
     costs = LeverCosts()
     for seconds in (3.0, 3.0, 3.0):
-        costs = observe_cost(predict(costs, "m1", 2.0), transform(1, 2, seconds))
+        costs = observe_cost(
+            predict(costs, "m1", costs.missed.get("merge", 0.0) * 2.0 + 2.0), transform(1, 2, seconds)
+        )
     assert costs.missed == {"merge": pytest.approx(0.5 * (1 - (1 - WEIGHT) ** 3))} and not costs.predicted
     assert costs.seconds("merge") == 3.0 * (1 + costs.missed["merge"])
     assert costs.seconds("part") == ASSUMED_COSTS["part"].duration_s
+    costs = observe_cost(predict(costs, "m1", 2.0 * (1 + costs.missed["merge"])), transform(1, 2, 3.0))
+    assert costs.missed["merge"] == pytest.approx(0.5 * (1 - (1 - WEIGHT) ** 4))  # against the costs alone
+    soon = observe_cost(predict(costs, "m1", 9.0), transform(1, 2, 3.0))
+    assert soon.missed["merge"] == pytest.approx(costs.missed["merge"] * (1 - WEIGHT))
     waited = report("swap", 2.0, halves_applied=1, wait_seconds=1.5)  # for pages: not its fault
     assert observe_cost(predict(costs, "m1", 0.5), waited).missed["swap"] == 0.0
 

@@ -110,7 +110,7 @@ def test_a_busy_worker_is_expected_to_swap_by_the_share_that_the_wait_gives_it()
         found = plan(pressed(**changes))
         return next(one.duration_s for one in found.options if one.lever == "swap")
 
-    assert swapped(tokens_per_s=4800.0, oldest_wait_s=0.0) == pytest.approx(5 * swapped(oldest_wait_s=9.0))
+    assert swapped(tokens_per_s=4800.0, oldest_wait_s=0.0) == pytest.approx(4 * swapped(oldest_wait_s=9.0))
 
 
 def test_a_queue_that_is_soon_over_is_left_alone() -> None:

@@ -166,7 +166,7 @@ def test_a_queue_for_compute_is_told_once_and_no_layer_pays_for_it(clocked: Cloc
     (event,) = clocked.events
     assert event.kind == "relief_withheld" and event.numbers["predicted_compute_s"] == 3.2
     assert event.reason.startswith("requests wait for compute, not for KV blocks: 32 prompt tokens are due")
-    assert clocked.rig.executor.urgency == 0.0
+    assert max(clocked.rig.executor.urgencies.values()) == 0.0
     clocked.finish()
     assert clocked.rig.reports == []
 
@@ -328,15 +328,15 @@ def test_an_instance_that_is_gone_is_forgotten(clocked: Clocked) -> None:
 
 def test_morphs_take_more_of_the_time_the_longer_a_request_misses_blocks(clocked: Clocked) -> None:
     clocked.loop.act()
-    assert clocked.rig.executor.urgency == 0.0
+    assert max(clocked.rig.executor.urgencies.values()) == 0.0
     clocked.flood()
     clocked.step(10)
     clocked.at_s += 0.2  # of 0.5: a quarter of the objective
     clocked.loop.act()
-    assert 0.5 <= clocked.rig.executor.urgency < 1.0
+    assert 0.5 <= max(clocked.rig.executor.urgencies.values()) < 1.0
     clocked.at_s += 1.0
     clocked.loop.act()
-    assert clocked.rig.executor.urgency == 1.0
+    assert max(clocked.rig.executor.urgencies.values()) == 1.0
     clocked.finish()
 
 

@@ -81,17 +81,22 @@ def test_a_busy_worker_takes_its_time_unless_something_waits_for_the_swap(rig: R
 # ------------------------------------------------------------------------------------- the way down
 
 
-@pytest.mark.parametrize("urgency", [0.0, 1.0], ids=["at leisure", "urgent"])
+@pytest.mark.parametrize(
+    "urgencies",
+    [{"toy@w0": 0.0}, {"another@w0": 1.0}, {"toy@w0": 1.0}, {"toy@w0": 0.25}],
+    ids=["at leisure", "another is urgent", "urgent", "for a quarter of the time"],
+)
 def test_an_urgent_swap_waits_for_its_copies_between_two_steps(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, urgency: float
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, urgencies: dict[str, float]
 ) -> None:
     """Else each half would take the time of a step, which prompts make long, while others wait for blocks."""
     now, copier, blocks = 0.0, rig.executor._copier, rig.cache.num_blocks
-    rig.executor._pace, rig.executor.urgency = Pace(0.02, lambda: now), urgency
+    rig.executor._pace, rig.executor.urgencies = Pace(0.02, lambda: now), urgencies
     wait = copier.wait
 
     def waited(within_s: float) -> bool:
         rig.variants.hold.set()
+        assert copier._share() == 1.0, "nobody steps meanwhile"
         has_ended = wait(10.0)
         rig.variants.hold.clear()
         return has_ended
@@ -103,7 +108,7 @@ def test_an_urgent_swap_waits_for_its_copies_between_two_steps(
     swap(rig, "int4", layers=[0, 1])
     now += 0.03  # a step
     reports = rig.advance()
-    if not urgency:
+    if not urgencies.get("toy@w0"):
         assert [one.state for one in reports] == ["running"] and rig.cache.num_blocks == blocks
         rig.variants.hold.set()
         ended(rig)
