@@ -393,7 +393,6 @@ class WorkerCard:
     variants: list[Precision] = field(default_factory=lambda: list(PRECISIONS))  # precisions it keeps
     loading: list[str] = field(default_factory=list)  # models that it loads while it serves others
     device_kind: str = ""  # "cpu" or the name of the GPU; "": not known yet
-    is_pinned: bool = False  # each thread that computes keeps to a core of its own
 
     @property
     def kind(self) -> str:

@@ -165,10 +165,6 @@ class WorkerSettings(Section):
         "",
         "kernels of products on a CPU: few, row, pairs, lanes, torch, vnni, amx, decode; empty: the fastest",
     )
-    pin_threads: Literal["auto", "try", "on", "off"] = _key(
-        "off",
-        "each CPU thread keeps to a core of its own; try: where possible; auto: try with a single worker",
-    )
     spin: bool = _key(False, "CPU threads spin while they wait: faster if nothing else needs the cores")
     lease_s: float = _key(3.0, "a worker is dead after this long without a sign", gt=0.3)
     publish_ms: float = _key(

@@ -74,7 +74,7 @@ def shown_instances(cluster: Cluster) -> Iterator[tuple[WorkerCard, InstanceCard
 def _worker(gateway: Gateway, card: WorkerCard) -> dict[str, Any]:
     """Return one worker. `pages` and `busy` are null without a fresh report: absent is not zero."""
     metrics = gateway.cluster.worker_metrics(card.id, card.epoch, time.monotonic())
-    names = ("id", "host", "pid", "device", "epoch", "progress", "page_bytes", "is_pinned")
+    names = ("id", "host", "pid", "device", "epoch", "progress", "page_bytes")
     return {name: getattr(card, name) for name in names} | {
         "state": _state(gateway, card),
         "pages": asdict(metrics.pages) if metrics else None,

@@ -25,7 +25,7 @@ DESCRIPTION = """\
 Shows the state of a running service.
 
   instar status                     the service on this machine
-  instar status --verbose           with the kernels of each model's products, and pinned threads
+  instar status --verbose           with the kernels that each model's products run on
   instar status --json              the same for programs
   instar status --url http://host:8000
 """
@@ -33,7 +33,7 @@ Shows the state of a running service.
 
 def add_to(parser: CommandParser) -> None:
     add_client_flags(parser)
-    parser.add_argument("--verbose", action="store_true", help="show kernels and pinned threads too")
+    parser.add_argument("--verbose", action="store_true", help="show the kernels of products too")
     parser.set_defaults(run=run)
 
 
@@ -50,9 +50,7 @@ def show(state: dict[str, Any], console: Console, *, is_verbose: bool = False) -
     """Print the state in 80 columns. Long names wrap and are not cut."""
     deployments = [one for one in state.get("deployments") or [] if one["state"] != "retired"]
     instances = state["instances"]
-    lines: list[Any] = shape_lines(instances)
-    if is_verbose:
-        lines += product_lines(instances) + pinning_lines(state["workers"])
+    lines: list[Any] = [*shape_lines(instances), *(product_lines(instances) if is_verbose else [])]
     lines += map(deployment_line, deployments)
     for morph in shown_morphs(state.get("morphs") or []):
         first, *reasons = morph_lines(morph)
@@ -136,11 +134,6 @@ def loss_lines(instance: Mapping[str, Any]) -> list[str]:
 def product_lines(instances: list[dict[str, Any]]) -> list[str]:
     """Return the kernels that dense products run on, by their numbers of tokens."""
     return [f"{instance['id']}: {line}" for instance in instances for line in instance.get("products") or []]
-
-
-def pinning_lines(workers: list[dict[str, Any]]) -> list[str]:
-    """Return the workers whose threads are pinned."""
-    return [f"{one['id']}: each thread on a core of its own" for one in workers if one.get("is_pinned")]
 
 
 def _stage(stage: dict[str, Any]) -> str:

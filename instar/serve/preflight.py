@@ -22,12 +22,7 @@ OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 def settings_problem(settings: Settings) -> str:
     """Return the first reason why no process could work with these settings."""
     worker = settings.worker
-    return (
-        models_problem(worker)
-        or device_problem(worker)
-        or pinning_problem(settings)
-        or exposure_problem(settings.gateway)
-    )
+    return models_problem(worker) or device_problem(worker) or exposure_problem(settings.gateway)
 
 
 def models_problem(worker: WorkerSettings) -> str:
@@ -54,15 +49,6 @@ def device_problem(worker: WorkerSettings) -> str:
             f"worker.device (--device) is {name!r}, and this machine shows no NVIDIA GPU; `--device cpu` runs"
         )
     return ""
-
-
-def pinning_problem(settings: Settings) -> str:
-    if settings.worker.pin_threads != "on" or settings.serve.workers == 1:
-        return ""
-    return (
-        f"worker.pin_threads is on, and {settings.serve.workers} workers (--workers) would pin their threads "
-        "to the same cores: run one worker, or leave pin_threads out"
-    )
 
 
 def exposure_problem(gateway: GatewaySettings) -> str:

@@ -34,7 +34,7 @@ def plan_programs(
     for index in range(settings.serve.workers):
         name = worker_id(settings, index, shares_redis=redis is None)
         threads = settings.worker.threads or max(1, num_cpus // settings.serve.workers)
-        own = with_values(settings, "worker", id=name, threads=threads, pin_threads=pin_threads(settings))
+        own = with_values(settings, "worker", id=name, threads=threads)
         env = settings_environment(own, environ) | _visible_gpu(settings, environ, index, num_gpus)
         programs.append(_module(name, "worker", env, stop_s + settings.worker.drain_timeout_s))
     return programs
@@ -57,14 +57,6 @@ def worker_id(settings: Settings, index: int, *, shares_redis: bool) -> str:
     if settings.worker.id:
         return settings.worker.id if settings.serve.workers == 1 else f"{settings.worker.id}{index}"
     return f"{socket.gethostname()}-w{index}" if shares_redis else f"w{index}"
-
-
-def pin_threads(settings: Settings) -> str:
-    """Return the setting of the workers: several on one machine would pin their threads to the same cores."""
-    asked = settings.worker.pin_threads
-    if settings.serve.workers > 1 and asked != "on":  # that one is refused (`preflight`)
-        return "off"
-    return "try" if asked == "auto" else asked
 
 
 def count_gpus() -> int:

@@ -137,10 +137,3 @@ def test_the_supervisor_loads_nothing_of_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == "[]"
-
-
-def test_several_workers_cannot_pin_their_threads_to_the_same_cores() -> None:
-    settings = with_values(Settings(), "worker", models=[str(DEMO_MODEL)], pin_threads="on")
-    assert settings_problem(settings) == ""
-    problem = settings_problem(with_values(settings, "serve", workers=2))
-    assert problem.startswith("worker.pin_threads is on, and 2 workers (--workers) would pin their threads")

@@ -91,17 +91,6 @@ def test_one_worker_a_device_each_with_its_share_of_the_cores() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in programs[-1].env
 
 
-@pytest.mark.parametrize(
-    ("asked", "workers", "given"),
-    [("auto", 1, "try"), ("auto", 2, "off"), ("try", 2, "off"), ("on", 1, "on"), ("off", 1, "off")],
-)
-def test_a_worker_pins_its_threads_only_where_it_is_alone(asked: str, workers: int, given: str) -> None:
-    settings = with_values(with_values(Settings(), "worker", pin_threads=asked), "serve", workers=workers)
-    programs = plan_programs(settings, None, {}, 8, num_gpus=0)
-    own = [load_settings(environ=program.env).worker for program in programs if program.role == "worker"]
-    assert [one.pin_threads for one in own] == [given] * workers
-
-
 def test_workers_take_the_gpus_in_turn() -> None:
     settings = with_values(Settings(), "serve", workers=3)
     programs = plan_programs(settings, None, {"CUDA_VISIBLE_DEVICES": "4,6"}, 8, num_gpus=8)

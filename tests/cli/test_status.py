@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from rich.console import Console
 from rich.padding import Padding
@@ -13,7 +11,6 @@ from instar.commands.status import (
     instances_table,
     layers_text,
     morph_lines,
-    pinning_lines,
     policy_text,
     product_lines,
     ranges_text,
@@ -123,15 +120,6 @@ def test_the_policy_is_one_sentence() -> None:
     assert policy_text(policy) == (
         "policy: default, to int4 above 85% KV use or 0.1 s of waiting, back below 50% and 0.02 s"
     )
-
-
-def test_verbose_status_shows_whose_threads_are_pinned() -> None:
-    workers: list[dict[str, Any]] = [
-        {"id": "w0", "is_pinned": True},
-        {"id": "w1", "is_pinned": False},
-        {"id": "of an older gateway"},
-    ]
-    assert pinning_lines(workers) == ["w0: each thread on a core of its own"]
 
 
 def test_verbose_status_shows_the_kernels_of_products() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,7 +22,6 @@ from tests.service.test_worker_process import DEMO, start
 pytestmark = pytest.mark.skipif(not (DEMO / "config.json").is_file(), reason="models/demo is not built")
 
 INSTANCE = "demo@w0"
-CORES = os.sched_getaffinity(0)
 PROMPTS = {str(i): [(i * 37 + j * 11) % 4000 for j in range(n)] for i, n in enumerate((5, 90, 33, 200))}
 
 
@@ -157,32 +155,3 @@ async def test_streams_run_through_swaps_and_resizes_to_their_ends(
     finally:
         process.kill()
         process.wait(10)
-
-
-@pytest.mark.skipif(len(CORES) < 2, reason="one core")
-async def test_only_the_threads_that_compute_are_pinned_after_a_swap(
-    bus: Bus, redis_settings: RedisSettings, tmp_path: Path
-) -> None:
-    log = tmp_path / "log"
-    models = f'["demo={DEMO}"]'
-    settings = {"threads": "0", "pin_threads": "on", "memory_mb": "64", "host_dir": str(tmp_path)}
-    process = start(redis_settings, log, models, **settings)
-    try:
-        async with asyncio.timeout(100), hands(bus, process, log) as hand:
-            before = cores_of_threads(process.pid)
-            assert (await hand.morph(Swap, "down", precision="int4", count=6)).state == "applied"
-            await hand.streams("after ", 20)
-            (live,) = await bus.workers()
-            after = cores_of_threads(process.pid)
-            assert live.card.is_pinned, log.read_text()
-            pinned = [cores for cores in after.values() if cores != CORES]
-            assert sorted(map(sorted, pinned)) == [[core] for core in sorted(CORES)]
-            assert after.keys() - before.keys(), "the swap started the thread that copies"
-    finally:
-        process.kill()
-        process.wait(10)
-
-
-def cores_of_threads(pid: int) -> dict[int, set[int]]:
-    threads = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
-    return {thread: os.sched_getaffinity(thread) for thread in threads}

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from bus.messages import PARTS, InstanceCard
 from bus.morphs import Retire
@@ -23,9 +23,6 @@ from worker.morph.resizer import KVResizer
 from worker.morph.target import MemberTarget, Target
 from worker.morph.variants import reserve_pages
 from worker.pipeline.stage_host import StageHost
-
-if TYPE_CHECKING:  # importing numba takes a second, which a GPU does not need
-    from kernels.cpu.pinning import PinnedTeam
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +108,6 @@ class ModelHost:
         self.listener = HostListener()
         self.post: Callable[..., object] = lambda call, *args: call(*args)
         self.transport: Transport | None = None  # None: no other worker reaches it
-        self.team: PinnedTeam | None = None  # pinned by the engine's thread
         self.stages: StageHost | None = None  # stages of instances that others lead; None: it has none
         self.on_changed: Callable[[], None] = lambda: None  # a model came or went; cards may be replaced
         self.busy_with = ""  # the morph whose model comes or goes; one at a time

@@ -10,7 +10,6 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
 
-from kernels.cores import on_every_core
 from worker.distributed.communicator import Communicator, PeerLost, connect
 from worker.distributed.messages import GroupMessage, Peer, RendezvousAhead
 from worker.distributed.transport import Endpoint, Link
@@ -59,17 +58,14 @@ class CommunicatorPool:
         """The host:port where groups that this worker coordinates meet; listens from the first call on."""
         if self._store is None:
             timeout = timedelta(seconds=self._timeout_s)
-            with on_every_core():  # the store has threads of its own
-                self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+            self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         return f"{self._host}:{self._store.port}"
 
     def start(self, rendezvous: str, store: str, rank: int, size: int) -> None:
         """Meet the other ranks in `store`, in another thread, which calls `on_done` at the end."""
-        meeting = threading.Thread(
+        threading.Thread(
             target=self._meet, args=(rendezvous, store, rank, size), name="rendezvous", daemon=True
-        )
-        with on_every_core():
-            meeting.start()
+        ).start()
 
     def keep(self, key: str, rendezvous: str, communicator: Communicator) -> None:
         """Keep a communicator for `take`: the latest of each key, and of all keys the MAX_KEPT latest."""

@@ -28,7 +28,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from kernels.cores import on_every_core
 from worker.distributed.messages import Message, decode, encode
 
 log = logging.getLogger(__name__)
@@ -97,8 +96,7 @@ class Link:
         self._is_sending = True  # the sender thread is in the middle of a frame, or the link is not open yet
         self._socket: socket.socket | None = None
         self.is_closed = False
-        with on_every_core():
-            threading.Thread(target=self._live, name="link-receiver", daemon=True).start()
+        threading.Thread(target=self._live, name="link-receiver", daemon=True).start()
 
     def send(self, message: Message, payload: Payload | None = None) -> None:
         """Send and return at once; a connection that cannot take the frame is found lost by its receiver.

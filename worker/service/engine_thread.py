@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
 
 from bus.messages import Event, InstanceTelemetry, PageCounts, Submit
 from bus.morphs import Morph, MorphReport
@@ -19,9 +18,6 @@ from worker.morph.manager import MorphManager
 from worker.morph.reflex_loop import ReflexLoop
 from worker.parallel.grouping import Grouping
 from worker.profiler.runner import ProfileRunner
-
-if TYPE_CHECKING:  # importing numba takes a second, which a GPU does not need
-    from kernels.cpu.pinning import PinnedTeam
 
 log = logging.getLogger(__name__)
 
@@ -52,14 +48,12 @@ class EngineThread:
         on_events: Callable[[list[Event]], None] = lambda events: None,
         on_death: Callable[[BaseException], None],
         measuring: ProfileRunner | None = None,
-        team: PinnedTeam | None = None,
     ) -> None:
         self._engine, self._pages, self._snapshot_s = engine, pages, snapshot_s
         self._on_results, self._on_snapshot, self._on_death = on_results, on_snapshot, on_death
         self._morphs, self._on_reports, self._on_events = morphs, on_reports, on_events
         self._reflexes = ReflexLoop(morphs)
         self._measuring = measuring or ProfileRunner()
-        self._team = team
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         morphs.wake = self._wake
         if engine.stages:
@@ -155,8 +149,6 @@ class EngineThread:
     def _run(self) -> None:
         try:
             self._engine.bind_thread()
-            if self._team:
-                self._team.pin()
             while not self._is_stopping:
                 self._receive()
                 self._carry_on_morphs()
@@ -236,8 +228,6 @@ class EngineThread:
         self._progressed_at = time.monotonic()
 
     def _report(self) -> None:
-        if self._team:
-            self._team.check()
         self._snapshot_due = time.monotonic() + self._snapshot_s
         self._is_told = True
         self._on_snapshot(self.snapshot())

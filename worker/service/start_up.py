@@ -5,12 +5,10 @@ All models are loaded before the first gets its KV cache, so that each starts wi
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -39,11 +37,6 @@ from worker.profiler.links import ProbeResponder
 from worker.service.loading import CannotServe, Progress
 from worker.shape.copier import Copier
 
-if TYPE_CHECKING:
-    from kernels.cpu.pinning import PinnedTeam
-
-log = logging.getLogger("worker")
-
 # Of the time, while the engine is busy: on a CPU loading takes cores and memory from the steps. A swap, which
 # is a matter of some layers, takes less; at its share a load would take minutes.
 LOAD_SHARE = 0.25
@@ -61,7 +54,7 @@ def load(settings: WorkerSettings, worker: str, progress: Progress) -> ModelHost
 def _load(settings: WorkerSettings, worker: str, progress: Progress) -> ModelHost:
     folders = model_folders(settings.models, may_be_empty=settings.may_be_empty)
     device = _device(settings.device)
-    threads = kernels.configure(settings.threads, settings.product_kernel)
+    kernels.configure(settings.threads, settings.product_kernel)
     pool = make_pool(device, settings.memory_mb * MIB, settings.page_kib * 1024)
     engine = Engine(device)
     # On a CPU copying takes cores and memory from the steps: both kinds of work share the allowance.
@@ -69,7 +62,6 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> ModelHos
     step_share, copy_share = (share / 2, share / 2) if device.type == "cpu" else (share, 1.0)
     morphs = MorphManager(worker, {}, step_share=step_share, copy_share=copy_share)
     model_host = ModelHost(worker, pool, engine, settings, morphs)
-    model_host.team = pinned_team(settings, device, threads)
     _take_deployments(model_host)
     serve_models(folders, model_host, progress)
     if not folders:
@@ -82,23 +74,6 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> ModelHos
         ProbeResponder(model_host.transport, device)
         engine.stages = model_host.stages = StageHost(model_host.transport)
     return model_host
-
-
-def pinned_team(settings: WorkerSettings, device: torch.device, threads: int) -> PinnedTeam | None:
-    """Return the team of the engine's thread if its threads are to be pinned. Raises CannotServe."""
-    if settings.pin_threads not in ("on", "try"):  # auto: `instar serve` says try, where one worker runs
-        return None
-    try:
-        if device.type != "cpu":
-            raise ValueError(f"the steps run on {device}, not on threads")
-        from kernels.cpu.pinning import PinnedTeam  # numba takes a second, which a GPU does not need
-
-        return PinnedTeam(threads)
-    except ValueError as problem:
-        if settings.pin_threads == "on":
-            raise CannotServe(f"worker.pin_threads is on: {problem}; try pins only where it can") from problem
-        log.info("threads are not pinned: %s", problem)
-        return None
 
 
 def _take_deployments(host: ModelHost) -> None:

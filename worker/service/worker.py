@@ -98,11 +98,7 @@ class Serving:
             on_events=self._in_loop(lambda events: self._morph_reports.put(events)),
             on_death=self._in_loop(self._die),
             measuring=runner,
-            team=host.team,
         )
-        if host.team:
-            unpinned = lambda: self._membership.update(is_pinned=False)  # noqa: E731
-            host.team.on_freed = self._in_loop(lambda: self._show(unpinned))
         self._outbox = Outbox(bus, self._thread, membership.may_publish)
         self._dispatch = OutputPublisher(bus.names, worker, self._ledger, self._outbox)
         self._intake = Intake(bus, worker, lambda: membership.epoch, self._ledger, self._thread, self._outbox)
@@ -191,7 +187,6 @@ class Serving:
             device=str(device),
             device_kind=kind_of(device),
             page_bytes=host.pool.page_bytes,
-            is_pinned=host.team is not None and host.team.is_pinned,
             progress="",
         )
         models = ", ".join(card.model for card in host.cards) or "no model yet: waiting for deployments"

@@ -12,7 +12,6 @@ from typing import Final
 
 import torch
 
-from kernels.cores import on_every_core
 from worker.memory import VirtualRange
 from worker.model.layout import RangePlan
 from worker.model.sources import WeightSource
@@ -159,8 +158,7 @@ class Copier:
         if self._thread is None:
             self._closing.clear()
             self._thread = threading.Thread(target=self._run, name="morph-copies", daemon=True)
-            with on_every_core():
-                self._thread.start()
+            self._thread.start()
         copy = Copy(job)
         self._num_started += 1
         self._queue.put(copy)
