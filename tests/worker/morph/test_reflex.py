@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bus.messages import PARTS
-from bus.policy import Envelope, Mode, Policy
+from bus.policy import RELIEF_SHARE, Envelope, Mode, Policy
 from bus.precisions import Precision
 from worker.morph import reflex, sizing
 from worker.morph.losses import losses_of
@@ -168,7 +168,7 @@ def test_the_share_of_time_follows_the_predicted_wait() -> None:
     load = replace(BURST, residence_s=0.0, wanting_s=0.1)
     assert reflex.urgency(load, quarter) == pytest.approx(0.2)
     assert reflex.urgency(BURST, quarter) == 1.0
-    assert reflex.urgency(CALM, quarter, is_relieving=True) == reflex.RELIEF_SHARE
+    assert reflex.urgency(CALM, quarter, is_relieving=True) == RELIEF_SHARE
     assert reflex.urgency(BURST, quarter, is_relieving=True) == 1.0
 
 
