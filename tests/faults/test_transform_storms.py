@@ -62,8 +62,11 @@ def calm(shapes: Shapes) -> None:
         shapes.apply(1, *workers)
     for name in shapes.workers:
         hand = shapes.hand(name)
-        assert hand.swap("full", count=NUM_LAYERS, wait_s=20)["state"] == "applied"
-        assert hand.resize(shapes.blocks[name], wait_s=20)["state"] == "applied"
+        for end in (
+            hand.swap("full", count=NUM_LAYERS, wait_s=20),
+            hand.resize(shapes.blocks[name], wait_s=20),
+        ):
+            assert end.get("state") == "applied", end
     shapes.assert_whole()
 
 

@@ -84,14 +84,16 @@ class BlockAllocator:
         self._free.add(blocks)
 
     def relocate(self, moves: Mapping[int, int]) -> None:
-        """Rename blocks whose contents were moved (from -> to), of any member; the sources are free.
+        """Rename blocks whose contents were moved (from -> to), of any member.
 
-        One that was freed since the moves were planned is free at either place.
+        One that was freed since the moves were planned is free at either place. The sources are free in a
+        whole cache. A share keeps none that was in use: steps follow before the group has fewer blocks or
+        parts, and would put KV there.
         """
         self.index.rename(moves)
         free = set(self._free)
         given_back = {moves[block] for block in free if block in moves}
-        sources = moves.keys() & (free | self._used)
+        sources = moves.keys() & (free | self._used) if self._is_whole else set()
         self._used = {moves.get(block, block) for block in self._used}
         self._free.replace((free | sources).difference(moves.values()) | given_back)
 
@@ -109,12 +111,12 @@ class BlockAllocator:
         self.capacity = capacity
 
     def truncate(self, capacity: int) -> None:
-        """Shrink to `capacity`. Raises BlocksInUse, changing nothing, if a block above is in use."""
+        """Shrink to at most `capacity`. Raises BlocksInUse, changing nothing, if a block above is in use."""
         if live := [block for block in self.used if block >= capacity]:
             raise BlocksInUse(live, capacity)
         self.index.forget_where(lambda block: block >= capacity)
         self._free.replace(block for block in self._free if block < capacity)
-        self.capacity = capacity
+        self.capacity = min(self.capacity, capacity)
 
     def check_integrity(self) -> None:
         """Check that every block is free once, or in use. Raises BrokenInvariant and AssertionError."""
