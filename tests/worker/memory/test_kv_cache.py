@@ -327,3 +327,20 @@ def test_the_limit_of_a_cache_that_leaves_pages_free_is_announced() -> None:
         kv.grow(kv.growable_pages)
         assert "would fit" not in cache_text(kv, limits)
         kv.release()
+
+
+def test_to_truncate_to_more_than_there_is_changes_nothing() -> None:
+    blocks = BlockAllocator(8)
+    blocks.truncate(12)
+    assert (blocks.capacity, blocks.num_free) == (8, 8)
+    blocks.check_integrity()
+
+
+def test_what_a_move_empties_is_free_in_a_whole_cache_and_in_no_share() -> None:
+    whole, share = BlockAllocator(8, used=[6]), BlockAllocator(8, range(0, 8, 2), [6])
+    for blocks in (whole, share):
+        blocks.relocate({6: 0})
+        blocks.check_integrity()
+        assert blocks.used == [0]
+    assert whole.num_free == 7
+    assert sorted(share.allocate(share.num_free)) == [2, 4]  # not 6: the group has fewer blocks soon
