@@ -76,7 +76,12 @@ def all_complete(streams: list[ShapedStream], max_tokens: int) -> None:
 def test_layers_find_no_pages_for_the_way_back_and_say_so_while_all_streams_go_on(hand: Hand) -> None:
     most = hand.swap("int4", count=NUM_LAYERS)["numbers"]["blocks_after"]
     streams = fill(hand, 20, 430, 90)  # more than fit: the blocks stay in use
-    refused = hand.swap("full", count=NUM_LAYERS)
+
+    def answer() -> dict[str, Any] | None:  # the reflex may be changing layers itself
+        end = hand.swap("full", count=NUM_LAYERS)
+        return end if end["state"] != "conflict" else None
+
+    refused = wait_for("no other morph to run", answer)
     with hand.service.explained():
         assert refused["state"] == "deferred", refused
         numbers = refused["numbers"]

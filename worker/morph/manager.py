@@ -237,8 +237,10 @@ class MorphManager:
             isinstance(job.command, Swap) and job.command.urgency
         )
         left_s = self._pace.left_s if self._is_busy and is_urgent and job.run.awaits_copies else 0.0
-        self._is_awaiting = left_s > 0
-        has_ended = self._is_awaiting and self._copier.wait(left_s)
+        if not left_s:
+            return False
+        self._is_awaiting = True
+        has_ended = self._copier.wait(left_s)
         self._is_awaiting = False
         awaited_s = self._pace.spent()
         job.boundary_s += awaited_s
