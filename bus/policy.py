@@ -17,6 +17,7 @@ Mode = Literal["default", "accuracy", "performance", "manual"]
 
 MAX_DELAY_S: Final = 3600
 URGENT: Final = 0.25  # share of the objective; after this wait morphs may take all of the time
+RELIEF_SHARE: Final = 0.25  # of the time at least for relief under way: a prompt admitted hides the next
 NEWS_S: Final = 3.0  # what an envelope says of requests holds for so long unless it is repeated
 
 
@@ -240,9 +241,6 @@ class Envelope:
 FIELDS: Final = declared_fields(
     Policy, PolicyField
 )  # all but `revision`, in the order in which people read them
-
-
-RELIEF_SHARE: Final = 0.25  # of the time at least for relief under way: a prompt admitted hides the next
 
 
 def share_for(wait_s: float, ttft_slo_s: float) -> float:

@@ -181,8 +181,7 @@ class MorphManager:
     def advance(self, is_busy: bool) -> list[MorphReport]:
         """Carry on the morphs for as long as the pace allows; `is_busy`: the engine has steps to run."""
         self._is_busy = is_busy
-        ordered = [one.command.urgency for one in self._jobs.values() if isinstance(one.command, Swap)]
-        self._share_wanted = max([0.0, *self.urgencies.values(), *ordered])
+        self._share_wanted = max([0.0, *self.urgencies.values(), *map(self._urgency, self._jobs.values())])
         self._pace.begin(is_busy, self._share_wanted)
         if self._jobs:
             self._is_hurried = False
@@ -228,16 +227,18 @@ class MorphManager:
             log.warning("morph %s failed", job.command.id, exc_info=error)
             self._end(job, "failed", f"{type(error).__name__}: {error}")
 
+    def _urgency(self, job: Job) -> float:
+        """Return the share of the time (0..1) that a morph may take at least."""
+        ordered = job.command.urgency if isinstance(job.command, Swap) else 0.0
+        return max(ordered, self.urgencies.get(job.command.instance, 0.0))
+
     def _await_copy(self, job: Job) -> bool:
         """Wait for the next copy of an urgent morph, as long as there is time. Return True if one has ended.
 
         Without a step beside it a copy takes least, and a step with prompts would take much longer.
         """
-        is_urgent = self.urgencies.get(job.command.instance) or (
-            isinstance(job.command, Swap) and job.command.urgency
-        )
-        left_s = self._pace.left_s if self._is_busy and is_urgent and job.run.awaits_copies else 0.0
-        if not left_s:
+        left_s = self._pace.left_s
+        if not (left_s and self._is_busy and job.run.awaits_copies and self._urgency(job)):
             return False
         self._is_awaiting = True
         has_ended = self._copier.wait(left_s)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from bus.clock import now_ms
 from bus.messages import Event, Number
 from bus.morphs import Cause, HalfOrder, Morph, MorphReport, Resize, Swap
 from bus.policy import NEWS_S, Envelope, Policy
@@ -239,7 +240,7 @@ class ReflexLoop:
             source=self._morphs.worker,
             subject=name,
             reason=reason,
-            at_ms=time.time_ns() // 1_000_000,
+            at_ms=now_ms(),
             numbers=dict(numbers),
             **about,
         )

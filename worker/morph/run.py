@@ -6,6 +6,7 @@ import time
 from collections.abc import Generator, Hashable, Mapping
 from typing import Any
 
+from bus.clock import now_ms
 from bus.messages import Number
 from bus.morphs import KIND_OF, Morph, MorphOutcome, MorphReport, Transform
 
@@ -100,7 +101,7 @@ class Job:
         self.awaited_s = 0.0  # of it, for copies that another thread makes
         self._told = ""
         self._worker = worker
-        self._started_ms, self._began_s = _now_ms(), time.monotonic()
+        self._started_ms, self._began_s = now_ms(), time.monotonic()
         self._run: Run | None = None
         self._steps: Steps | None = None
 
@@ -160,11 +161,7 @@ class Job:
             state=state,
             reason=reason,
             started_ms=self._started_ms,
-            ended_ms=None if state == "running" else _now_ms(),
+            ended_ms=None if state == "running" else now_ms(),
             numbers=all_numbers,
             workers=self.command.workers if isinstance(self.command, Transform) else [],
         )
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 import kernels
+from bus.clock import now_ms
 from bus.deployments import LatencySample, LinkSample, MemorySample, Profile
 from bus.precisions import BITS
 from worker.deploy.kv_sharing import fair_pages, gift, next_lender
@@ -89,7 +90,7 @@ class Profiler:
             memory=self.memory,
             device_seconds=round(self.seconds, 3),
             peak_bytes=self.peak_bytes,
-            ended_ms=time.time_ns() // 1_000_000,
+            ended_ms=now_ms(),
             links=self.links,
             row_bytes=self.plan.config.hidden_size * self.plan.model.dtype.itemsize,
             max_num_batched_tokens=self.grid.max_num_batched_tokens,

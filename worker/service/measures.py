@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 
 from bus.client import Bus, BusFull, BusUnavailable
+from bus.clock import now_ms
 from bus.deployments import Measure, Profile
 from bus.messages import Event
 from worker.profiler.measurer import CannotMeasure, Measurer
@@ -111,7 +112,7 @@ class Measures:
             source=self._worker,
             subject=command.model,
             reason=reason,
-            at_ms=time.time_ns() // 1_000_000,
+            at_ms=now_ms(),
             morph_id=command.id,
         )
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from bus.client import Bus, BusFull, BusUnavailable, RedisProblem
+from bus.clock import now_ms
 from bus.messages import WorkerCard
 from worker.service.tasks import RETRY_S, until_taken
 
@@ -110,7 +111,7 @@ class Membership:
     async def _take_epoch(self) -> None:
         """Take the present time in milliseconds as epoch, or more where the clock was set back."""
         last = max(self.epoch, await self._bus.last_epoch(self.card.id))
-        self.card = replace(self.card, epoch=max(time.time_ns() // 1_000_000, last + 1))
+        self.card = replace(self.card, epoch=max(now_ms(), last + 1))
 
     async def _register(self) -> None:
         began, length_s, card = time.monotonic(), self._length_s, self.card

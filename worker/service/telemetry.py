@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from bus.client import Bus, BusFull, BusUnavailable
+from bus.clock import now_ms
 from bus.messages import WorkerTelemetry
 from worker.service.engine_thread import EngineThread, Snapshot
 
@@ -71,7 +72,7 @@ class TelemetryReporter:
         return WorkerTelemetry(
             worker=self._worker,
             epoch=self._epoch(),
-            at_ms=time.time_ns() // 1_000_000,
+            at_ms=now_ms(),
             busy=self._busy,
             pages=snapshot.pages,
             instances=[replace(one, workers=list(self.group)) for one in snapshot.instances],
