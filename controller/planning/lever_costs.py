@@ -1,6 +1,6 @@
 """The costs of levers on these devices: means over the reports of morphs, else assumptions. Pure.
 
-What is predicted for an ordered morph is compared with what came. The mean error is added to later
+What a morph that was ordered took is compared with its predicted cost. The mean lateness is added to later
 predictions of its kind.
 """
 
