@@ -137,10 +137,10 @@ class ModelLoader:
             self.images_progress = (
                 f"variants in host memory: {10 * done // total * 10} % of {total / MIB:.0f} MiB"
             )
-            pause()
+            pause()  # while another worker makes them
 
         assert isinstance(self.variants, LayerVariants)
-        self.variants.open(Path(self.settings.host_dir), tell)
+        self.variants.open(Path(self.settings.host_dir), tell, pause)
 
     def compile(self, pause: Pause) -> None:
         bits = [BITS[precision] for precision in self.variants.precisions if precision != "full"]

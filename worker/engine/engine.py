@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ log = logging.getLogger(__name__)
 
 # A device that reports an error of its own (not memory) answers every later call with the same error.
 DEVICE_ERRORS: tuple[type[Exception], ...] = tuple(filter(None, [getattr(torch, "AcceleratorError", None)]))
+# A device whose steps others call is idle when it had none for so long, or for so many times the last one.
+LULL_S: Final = 1.0
+LULL_STEPS: Final = 4
 # Beginnings in a report; the digest of one takes 5 bytes.
 MAX_DIGESTS: Final = 512
 
@@ -100,6 +104,9 @@ class RemoteStages(Protocol):
     @property
     def can_step(self) -> bool: ...
 
+    @property
+    def is_empty(self) -> bool: ...
+
     def step(self) -> None: ...
 
     def fence(self) -> None:
@@ -116,6 +123,7 @@ class Engine:
         self.stages: RemoteStages | None = None
         self._device = device or torch.device("cpu")
         self.num_steps = 0  # steps of instances and stages
+        self._stepped_at = self._step_s = 0.0  # when the last step ended, and how long it took
         self._unsent: list[StepResult] = []  # ends of requests whose instance is gone
 
     def bind_thread(self) -> None:
@@ -172,6 +180,18 @@ class Engine:
         """True while any instance has a request or an unpublished output."""
         return bool(self._unsent) or any(instance.has_work for instance in self.instances.values())
 
+    @property
+    def busy_until(self) -> float:
+        """Return the monotonic time from which this device is idle; infinity while it has work.
+
+        Between two batches of a pipeline or a group a device has nothing to run, and is not idle.
+        """
+        if self.has_work:
+            return math.inf
+        if self.is_alone and (self.stages is None or self.stages.is_empty):
+            return 0.0
+        return self._stepped_at + max(LULL_S, LULL_STEPS * self._step_s)
+
     def can_step(self, *, is_paused: bool = False) -> bool:
         """Return whether `step` has something to do now: instances with work may wait for other devices."""
         if self.stages and self.stages.can_step:
@@ -183,6 +203,14 @@ class Engine:
 
     def step(self, *, is_paused: bool = False) -> list[StepResult]:
         """Step every instance that can, once; `is_paused`: run only what other workers wait for."""
+        began, before = time.monotonic(), self.num_steps
+        results = self._step_all(is_paused)
+        if self.num_steps != before:
+            self._stepped_at = time.monotonic()
+            self._step_s = self._stepped_at - began
+        return results
+
+    def _step_all(self, is_paused: bool) -> list[StepResult]:
         if self.stages and self.stages.can_step:
             self.stages.step()
             self.num_steps += 1

@@ -67,6 +67,7 @@ class MorphManager:
         self._pace = Pace(step_share)
         self._copiers: list[Copier] = []
         self._is_busy = False
+        self._busy_until = 0.0  # time.monotonic(), also while the engine waits for other devices
         # By instance: the share of the time (0..1) that morphs may take at least, for its requests.
         self.urgencies: Mapping[str, float] = {}
         self._share_wanted = 0.0  # the largest, also of those that swaps were ordered for
@@ -85,9 +86,11 @@ class MorphManager:
         return self._add_copier(lambda: share)
 
     def _add_copier(self, share: Callable[[], float]) -> Copier:
-        copier = Copier(
-            lambda: self.wake(), lambda: share() if self._is_busy and not self._is_awaiting else 1.0
-        )
+        def share_now() -> float:
+            is_busy = self._is_busy or time.monotonic() < self._busy_until
+            return share() if is_busy and not self._is_awaiting else 1.0
+
+        copier = Copier(lambda: self.wake(), share_now)
         self._copiers.append(copier)
         return copier
 
@@ -178,9 +181,13 @@ class MorphManager:
 
     # ----------------------------------------------------------------------------- at a boundary
 
-    def advance(self, is_busy: bool) -> list[MorphReport]:
-        """Carry on the morphs for as long as the pace allows; `is_busy`: the engine has steps to run."""
-        self._is_busy = is_busy
+    def advance(self, is_busy: bool, busy_until: float = 0.0) -> list[MorphReport]:
+        """Carry on the morphs for as long as the pace allows.
+
+        is_busy: the engine has a step to run now. busy_until: `Engine.busy_until`; copies keep their share of
+        the time till then, also while no step can run.
+        """
+        self._is_busy, self._busy_until = is_busy, busy_until
         self._share_wanted = max([0.0, *self.urgencies.values(), *map(self._urgency, self._jobs.values())])
         self._pace.begin(is_busy, self._share_wanted)
         if self._jobs:

@@ -99,6 +99,7 @@ class Grouping:
         """Leave: the others go on alone."""
         self._links.close()
         self._communicators.close()
+        self.local.copier.close()
 
     def request_split(self) -> None:
         """Ask the leader to split the group, since this worker is to leave. It may refuse: repeat it."""

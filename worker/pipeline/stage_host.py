@@ -64,6 +64,11 @@ class StageHost:
         return any(each.stage.shard.size > 1 and not each.is_over for each in self.runners)
 
     @property
+    def is_empty(self) -> bool:
+        """True if no stage runs here."""
+        return all(runner.is_over for runner in self.runners)
+
+    @property
     def can_step(self) -> bool:
         return any(runner.can_step for runner in self.runners)
 

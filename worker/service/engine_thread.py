@@ -190,7 +190,7 @@ class EngineThread:
     def _carry_on_morphs(self) -> None:
         if events := self._reflexes.act():
             self._on_events(events)
-        if reports := self._morphs.advance(is_busy=self._may_step):
+        if reports := self._morphs.advance(self._may_step, self._engine.busy_until):
             self._reflexes.hear(reports)
             self._report()  # first: a report of an end carries the numbers after it
             self._on_reports(reports)

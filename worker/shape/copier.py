@@ -74,15 +74,15 @@ class Copy:
             raise self._error
 
     def abandon(self) -> None:
-        """Stop work that writes nowhere, without waiting for its end."""
-        self._stopping.set()
-
-    def stop(self) -> None:
-        """Stop, and return when nothing is written any more. Raises RuntimeError if a chunk does not end."""
+        """Stop without waiting for the end of the chunk: for work that writes nowhere."""
         self._stopping.set()
         with self._lock:
             if not self._is_running:
                 self._ended.set()
+
+    def stop(self) -> None:
+        """Stop, and return when nothing is written any more. Raises RuntimeError if a chunk does not end."""
+        self.abandon()
         if not self._ended.wait(STOP_S):
             raise RuntimeError(f"a copy of {self.nbytes} bytes did not stop within {STOP_S} s")
 
@@ -149,6 +149,7 @@ class Copier:
         self.rate = Rate()  # rate of the bytes that jobs read, without pauses
         self._on_done, self._share = on_done, share
         self._queue: SimpleQueue[Copy | None] = SimpleQueue()
+        self._copies: list[Copy] = []  # those that have not ended, and some that have
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._num_started = self._num_ended = 0
@@ -160,6 +161,7 @@ class Copier:
             self._thread = threading.Thread(target=self._run, name="morph-copies", daemon=True)
             self._thread.start()
         copy = Copy(job)
+        self._copies = [*(each for each in self._copies if not each.is_done), copy]
         self._num_started += 1
         self._queue.put(copy)
         return copy
@@ -173,9 +175,11 @@ class Copier:
             return self._end.wait_for(lambda: self._num_ended > before, within_s)
 
     def close(self) -> None:
-        """Run the copies that were started, without rests, and end the thread."""
+        """Stop the copies that were started, and end the thread as soon as the chunk in hand is done."""
         if self._thread:
             self._closing.set()
+            for copy in self._copies:
+                copy.abandon()
             self._queue.put(None)
             self._thread.join(STOP_S)
             self._thread = None

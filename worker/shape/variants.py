@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from worker.model.shard import Shard
 from worker.model.sources import CheckpointWeights, checkpoint_digest
 from worker.model.weights import Tensors, tensors_in
 from worker.shape.checks import CheckedPages, check_outputs, expected_outputs, num_outputs, num_rows, row_sums
-from worker.shape.copier import CopyJob, host_copy, lay_out
+from worker.shape.copier import CopyJob, Pause, host_copy, lay_out
 from worker.shape.host_images import MatrixSource, find_matrices, plan_variants, write_half
 from worker.shape.host_store import HostStore, Images
 from worker.shape.ranges import PageMask, VariantKey, VariantRanges, build_half, checked_pages, variant_name
@@ -67,8 +68,11 @@ class LayerVariants:
             self.ranges.release()
             raise
 
-    def open(self, host_dir: Path, progress: OnProgress | None = None) -> None:
-        """Open or make the host images, in any thread, before any copy. Raises ModelError."""
+    def open(self, host_dir: Path, progress: OnProgress | None = None, pause: Pause = lambda: None) -> None:
+        """Open or make the host images, in any thread, before any copy. Raises ModelError.
+
+        pause: called after each piece of work of some milliseconds.
+        """
         model = self._model
         sizes: dict[ImageKey, int] = {}
         for variant in self._places():
@@ -79,7 +83,8 @@ class LayerVariants:
         contents = [identity(model, self._device), *(matrices.name for matrices in self._matrices.values())]
         key = f"{contents} {model.config.rms_norm_eps} {self.ranges.plans}"
         pin = self._device.type == "cuda"
-        self._opened = HostStore(host_dir, key, sizes, self._make, pin=pin, progress=progress)
+        make = partial(self._make, pause)
+        self._opened = HostStore(host_dir, key, sizes, make, pin=pin, progress=progress)
 
     def pages(self, layer: int, part: Part, precision: Precision) -> int:
         """Return the pages that a variant takes while it is mapped."""
@@ -156,7 +161,7 @@ class LayerVariants:
         """Build the half over the pages that are mapped."""
         return self.ranges.half(variant, self._shard(variant[0]))
 
-    def _full(self, layer: int, part: Part) -> tuple[torch.Tensor, Tensors]:
+    def _full(self, layer: int, part: Part, pause: Pause) -> tuple[torch.Tensor, Tensors]:
         """Return the half in full precision, uint8, and its tensors: from filled pages or the source."""
         weights, plan = self._model.weights[layer], self._model.plan.layers[layer][PARTS.index(part)]
         if self._is_filled:
@@ -164,23 +169,23 @@ class LayerVariants:
             return full.memory.tensor(torch.uint8, (plan.nbytes,)), full.tensors
         source = self._model.source
         where = self._device if source.depends_on_device else torch.device("cpu")
-        laid_out = lay_out(plan, source, where).to(self._device)
+        laid_out = lay_out(plan, source, where, pause).to(self._device)
         return laid_out, tensors_in(laid_out, plan)
 
     def _whole(self, variant: VariantKey, image: torch.Tensor) -> LayerHalf:
         """Build the half of all heads and rows over uint8 [n] anywhere."""
         return build_half(self._model, variant, tensors_in(image, self.ranges.plans[variant[1:]]), Shard())
 
-    def _make(self, images: Images[ImageKey], progress: OnProgress) -> None:
+    def _make(self, pause: Pause, images: Images[ImageKey], progress: OnProgress) -> None:
         total, done = sum(self.ranges.plans[variant[1:]].nbytes for variant in self._places()), 0
         for variant in self._places():
             layer, part, precision = variant
             plan = self.ranges.plans[part, precision]
             if precision == "full":  # the first of each half
-                made, tensors = self._full(layer, part)
+                made, tensors = self._full(layer, part, pause)
             else:
                 made = torch.zeros(plan.nbytes, dtype=torch.uint8, device=self._device)
-                write_half(tensors_in(made, plan), self._matrices[precision], layer, tensors)
+                write_half(tensors_in(made, plan), self._matrices[precision], layer, tensors, pause)
             images[*variant, "weights"].copy_(made)
             images[*variant, "sums"].view(torch.int64).copy_(row_sums(made))
             copied = images[*variant, "weights"].to(self._device)

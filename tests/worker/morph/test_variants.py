@@ -31,6 +31,7 @@ from worker.model.quantized_sets import (
 from worker.model.weights import tensors_of
 from worker.shape.checks import WrongVariant, check_outputs
 from worker.shape.copier import GivenUp
+from worker.shape.host_images import MatrixSource, find_matrices
 from worker.shape.ranges import VariantKey
 from worker.shape.variants import LayerVariants
 
@@ -456,6 +457,26 @@ def test_workers_of_a_host_share_the_images_of_a_model(wide: Path, tmp_path: Pat
     assert list(tmp_path.glob("*.images")) == []
     for runner in runners:
         runner.close()
+
+
+def test_making_the_images_can_be_given_up_within_a_half(wide: Path, tmp_path: Path) -> None:
+    runner, told, pauses = Runner(wide), list[tuple[int, int]](), list[None]()
+    found = find_matrices(runner.model.config, runner.model.source, "int4", "rtn")
+    matrices: dict[Precision, MatrixSource] = {"int4": found}
+    variants = LayerVariants(runner.model, runner.pool, matrices=matrices, precisions=["int4"])
+
+    def pause() -> None:
+        pauses.append(None)
+        if len(pauses) == 5:
+            raise GivenUp
+
+    with pytest.raises(GivenUp):
+        variants.open(tmp_path, lambda *at: told.append(at), pause)
+    assert len(told) < 3 and list(tmp_path.glob("*.images")) == []
+    variants.open(tmp_path, lambda *at: told.append(at), lambda: pauses.append(None))
+    assert len(pauses) > 3 * len(told)
+    variants.release()
+    runner.close()
 
 
 def test_other_layouts_and_weights_have_images_of_their_own(wide: Path, tmp_path: Path) -> None:

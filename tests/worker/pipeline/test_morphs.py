@@ -406,6 +406,27 @@ def test_a_burst_makes_the_leader_swap_layers_of_all_stages_and_return_them(
         check_stages(line)
 
 
+def test_no_worker_of_a_pipeline_counts_as_idle_between_two_batches(folder: Path) -> None:
+    with Line(folder, [0, 2, 5]) as line:
+
+        def look(worker: StageWorker) -> tuple[bool, bool]:
+            return worker.thread._may_step, worker.engine.busy_until > time.monotonic()
+
+        assert line.leader.call(partial(look, line.leader)) == (False, False)
+        line.submit("a", prompt(20), 80)
+        line.leader.wait(lambda: bool(line.leader.tokens["a"]), "the first token")
+        seen: dict[str, list[tuple[bool, bool]]] = {worker.name: [] for worker in line.workers}
+        while "a" not in line.leader.ends:
+            for worker in line.workers:
+                seen[worker.name].append(worker.call(partial(look, worker)))
+        for looks in seen.values():
+            before_the_end = looks[:-2]
+            assert any(not may_step for may_step, _ in before_the_end)
+            assert all(is_busy for _, is_busy in before_the_end)
+        for worker in line.workers:
+            worker.wait(lambda worker=worker: not worker.call(partial(look, worker))[1], "rest")  # type: ignore[misc]
+
+
 def test_stages_lose_bits_in_turn_by_the_share_of_their_layers() -> None:
     for seed in range(50):
         random = Random(seed)
