@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels import kv_codes
 from kernels.packing import TILE
 from kernels.plan import AttentionPlan
 from kernels.quantized import QuantizedWeight, dequantize
@@ -108,12 +109,20 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
     return F.linear(x32, dequantize(weight), None if bias is None else bias.float()).to(x.dtype)
 
 
-@kernel(lambda s: [(s.k, s.k, s.kv, s.plan.slot_mapping)], cpu="kernels.cpu.rows", cuda="kernels.gpu.rows")
+@kernel(
+    lambda s: [(s.k, s.k, kv, s.plan.slot_mapping) for kv in s.caches],
+    cpu="kernels.cpu.rows",
+    cuda="kernels.gpu.rows",
+)
 def store_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
     """Write k and v [T, Hkv, D] into the cache kv [B, Hkv, 2, bt, D] at slot_mapping int64 [T].
 
-    A slot is block_id * bt + offset; no two tokens may have the same slot.
+    A slot is block_id * bt + offset; no two tokens may have the same slot. A cache of int8 takes codes
+    (`kernels.kv_codes`).
     """
+    if kv_codes.is_codes(kv):
+        kv_codes.store(k, v, kv, slot_mapping)
+        return
     block_tokens = kv.shape[3]
     blocks, offsets = slot_mapping // block_tokens, slot_mapping % block_tokens
     # Indices on both sides of the slice put the token axis first: [T, Hkv, D].
@@ -122,7 +131,7 @@ def store_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
 
 
 @kernel(
-    lambda s: [(s.q, s.kv, s.plan, s.head_dim**-0.5)],
+    lambda s: [(s.q, kv, s.plan, s.head_dim**-0.5) for kv in s.caches],
     cpu="kernels.cpu.attention",
     cuda="kernels.gpu.attention",
 )
@@ -137,7 +146,8 @@ def paged_attention(
     """Attend causally from the step's tokens to their sequences' blocks (PagedAttention, Kwon et al. 2023).
 
     q [T, Hq, D]; kv [B, Hkv, 2, bt, D] with any strides over the first four dimensions; Hq a multiple of
-    Hkv: the heads of a group share one KV head. `store_kv` must have written this step's keys and values.
+    Hkv: the heads of a group share one KV head. `store_kv` must have written this step's keys and values. A
+    contiguous cache of int8 holds codes (`kernels.kv_codes`).
     sliding_window w > 0: a query sees itself and the w - 1 tokens before it. Returns out [T, Hq, D].
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
@@ -146,6 +156,8 @@ def paged_attention(
         rows = slice(bounds[s], bounds[s + 1])
         num_blocks = -(-context // kv.shape[3])
         blocks = kv[plan.block_table[s, :num_blocks].long()]  # [blocks, Hkv, 2, bt, D]
+        if kv_codes.is_codes(kv):
+            blocks = kv_codes.dequantize(*kv_codes.parts_of(blocks))
         keys, values = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :context].float()
         out[rows] = _attend(q[rows], keys, values, scale, sliding_window)
     return out

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.kv_codes import SCALE_BYTES
 from kernels.packing import TILE, packed_size
 from kernels.plan import AttentionPlan
 from kernels.quantized import GROUP_STEP, QuantizedWeight
@@ -27,6 +28,7 @@ class Sizes:
     hidden_size: int
     intermediate_size: int
     bits: tuple[int, ...] = ()
+    has_codes: bool = False  # the KV cache may be in 8 bits
     make: Callable[..., Tensor] = torch.zeros
 
     @property
@@ -70,6 +72,12 @@ class Sizes:
     @property
     def kv(self) -> Tensor:
         return self.tensor(2, self.num_kv_heads, 2, self.block_tokens, self.head_dim)
+
+    @property
+    def caches(self) -> list[Tensor]:
+        """A cache of the tensors' dtype, and one of codes if there may be one."""
+        shape = (*self.kv.shape[:4], self.head_dim + SCALE_BYTES)
+        return [self.kv, torch.zeros(shape, dtype=torch.int8)][: 1 + self.has_codes]
 
     @property
     def cos_sin(self) -> Tensor:

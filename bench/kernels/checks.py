@@ -22,8 +22,9 @@ import torch
 
 import kernels
 from bench.kernels.quantized_checks import quantized_checks
-from kernels import AttentionPlan
+from kernels import AttentionPlan, kv_codes
 from kernels.examples import Sizes
+from kernels.kv_codes import SCALE_BYTES
 from kernels.registry import KERNELS, KernelCall
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -86,6 +87,10 @@ def dense_checks(backend: str, device: str) -> Iterator[Check]:
         if case is not CASES[0] and dtype == torch.float16:
             continue  # bfloat16 takes the same ways; this keeps the interpreter's run short
         yield f"attention: {case.name}, {dtype}", partial(check_attention, backend, device, case, dtype)
+    for case, dtype in itertools.product(CASES, DTYPES):
+        if not case.is_raw and (case is CASES[0] or dtype == torch.float32):
+            name = f"attention to codes: {case.name}, {dtype}"
+            yield name, partial(check_attention_to_codes, backend, device, case, dtype)
     for call, dtype in itertools.product(KERNELS, DTYPES):
         name = f"examples of {call.reference.__name__}, {dtype}"
         yield name, partial(check_examples, backend, device, call, dtype)
@@ -105,6 +110,7 @@ def check_examples(backend: str, device: str, call: KernelCall[Any, Any], dtype:
         block_tokens=16,
         hidden_size=128,
         intermediate_size=192,
+        has_codes=True,
         make=partial(torch.randn, generator=random),
     )
     with torch.device(device):
@@ -131,9 +137,38 @@ def check_attention(backend: str, device: str, case: AttentionCase, dtype: torch
     tokens = int(plan.cu_seqlens_q[-1])
     # Rows of a wider buffer, as in the output of one fused projection.
     q = torch.randn(tokens, case.num_heads + 1, case.head_dim, generator=random)[:, 1:].to(dtype)
-    kv, scale = kv.to(dtype), case.head_dim**-0.5
+    kv = kv.to(dtype)
+    _compare_attention(backend, device, case, q, kv, plan)
+
+
+def check_attention_to_codes(backend: str, device: str, case: AttentionCase, dtype: torch.dtype) -> None:
+    """Compare attention to a cache in 8 bits, and with attention to the numbers that were stored."""
+    random = torch.Generator().manual_seed(1)
+    plan, num_blocks = plan_of(case, random)
+    shape = (num_blocks, case.num_kv_heads, 2, case.block_tokens)
+    numbers = torch.randn(*shape, case.head_dim, generator=random) * torch.rand(*shape, 1, generator=random)
+    _hide_unowned(numbers, plan)
+    kv = torch.full((*shape, case.head_dim + SCALE_BYTES), 0x7F, dtype=torch.int8)  # scales of 3e38
+    owned = ~numbers[:, 0, 0, :, 0].isnan()
+    slots = owned.flatten().nonzero()[:, 0]
+    keys, values = numbers.permute(2, 0, 3, 1, 4).flatten(1, 2)[:, slots].to(dtype)
+    kernels.store_kv.reference(keys, values, kv, slots)
+    tokens = int(plan.cu_seqlens_q[-1])
+    q = torch.randn(tokens, case.num_heads, case.head_dim, generator=random).to(dtype)
+    result = _compare_attention(backend, device, case, q, kv, plan)
+    exact = kernels.paged_attention.reference(
+        q, numbers.to(dtype), plan, case.head_dim**-0.5, sliding_window=case.window
+    )
+    # A code is off by half a step, 1/254 of the largest number of its row, 4 at most.
+    assert (result.cpu().double() - exact.double()).abs().max() < 0.05
+
+
+def _compare_attention(
+    backend: str, device: str, case: AttentionCase, q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan
+) -> torch.Tensor:
+    scale = case.head_dim**-0.5
     expected = kernels.paged_attention.reference(q, kv, plan, scale, sliding_window=case.window)
-    out = torch.empty(q.shape, dtype=dtype, device=device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=device)
     with kernels.use_backend(backend):
         result = kernels.paged_attention(
             q.to(device),
@@ -145,6 +180,7 @@ def check_attention(backend: str, device: str, case: AttentionCase, dtype: torch
         )
     assert result is out
     assert_close(result, expected)
+    return result
 
 
 def plan_of(case: AttentionCase, random: torch.Generator) -> tuple[AttentionPlan, int]:
@@ -257,6 +293,31 @@ def check_store_kv(backend: str, device: str, dtype: torch.dtype) -> None:
         assert torch.equal(kv.cpu(), expected)
 
 
+def check_store_kv_in_codes(backend: str, device: str, dtype: torch.dtype) -> None:
+    for tokens, heads, head_dim, block_tokens in (
+        (1, 1, 32, 16),
+        (90, 3, 64, 8),
+        (7, 2, 80, 5),
+        (4, 2, 8, 4),
+    ):
+        k, v = (_randn(tokens, heads, head_dim, dtype=dtype) for _ in range(2))
+        k[0, 0], v[0, 0] = 0.0, torch.arange(head_dim) * 1e-6  # a scale of zero, and one that is small
+        slots = torch.randperm(20 * block_tokens, generator=torch.Generator().manual_seed(4))[:tokens]
+        expected = torch.zeros(20, heads, 2, block_tokens, head_dim + SCALE_BYTES, dtype=torch.int8)
+        kv = expected.to(device, copy=True)
+        kernels.store_kv.reference(k, v, expected, slots)
+        with kernels.use_backend(backend):
+            kernels.store_kv(k.to(device), v.to(device), kv, slots.to(device))
+        codes, scales = kv_codes.parts_of(kv.cpu())
+        wanted, wanted_scales = kv_codes.parts_of(expected)
+        assert torch.equal(scales, wanted_scales)
+        # A GPU divides with an error of 2 ulp, which turns a tie.
+        assert (codes.int() - wanted.int()).abs().max() <= (backend == "cuda")
+        stored = kv_codes.dequantize(codes, scales).permute(2, 0, 3, 1, 4).flatten(1, 2)[:, slots]
+        step = scales.permute(2, 0, 3, 1).flatten(1, 2)[:, slots].float()[..., None]
+        assert bool(((stored - torch.stack([k, v]).float()).abs() <= 0.51 * step).all())
+
+
 def check_copy_blocks(backend: str, device: str, dtype: torch.dtype) -> None:
     expected = _randn(9, 2, 2, 5, 80, dtype=dtype)
     kv = expected.to(device, copy=True)
@@ -311,6 +372,7 @@ ROW_CHECKS = (
     check_rotary,
     check_silu_mul,
     check_store_kv,
+    check_store_kv_in_codes,
     check_copy_blocks,
     check_products,
     check_products_of_one_row,

@@ -17,15 +17,18 @@ import numpy as np
 import torch
 
 from kernels import calls
-from kernels.cpu.attention_call import FEW, LAYOUT, ROWS, SPAN, AttentionCall, aligned
+from kernels.cpu.attention_call import CODE, FEW, LAYOUT, ROWS, SPAN, AttentionCall, aligned
 from kernels.cpu.attention_few import attend_few
 from kernels.cpu.attention_many import attend_many
+from kernels.cpu.compiled import compiled
 from kernels.cpu.simd import KINDS, LANES, read_i32, words
 from kernels.cpu.team import Kernel, next_item
+from kernels.kv_codes import is_codes
 from kernels.plan import AttentionPlan
 
 
-def _attend(kind):
+@compiled
+def _attend_items(kind, cache, scaled):
     a = AttentionCall(*words(kind, LAYOUT))
     buffer, scratch = aligned(a.head_dim * ROWS * 2 + (SPAN + 4) * ROWS)
     item = next_item(kind)
@@ -34,14 +37,23 @@ def _attend(kind):
         seq, first_row = read_i32(entry), read_i32(entry + 4)
         rows = (read_i32(a.bounds + seq * 4 + 4) - read_i32(a.bounds + seq * 4)) * a.group
         if rows <= FEW:
-            attend_few(a, kind, seq, item % a.num_kv_heads, scratch)
+            attend_few(a, kind, cache, scaled, seq, item % a.num_kv_heads, scratch)
         else:
-            attend_many(a, kind, seq, item % a.num_kv_heads, first_row, scratch)
+            attend_many(a, kind, cache, scaled, seq, item % a.num_kv_heads, first_row, scratch)
         item = next_item(kind)
     buffer[0] = 0  # keeps the buffer alive to here
 
 
-ATTEND = Kernel(_attend, LAYOUT)
+def _attend(kind):
+    _attend_items(kind, kind, None)
+
+
+def _attend_codes(kind):
+    """Attend to a cache of codes (`kernels.kv_codes`)."""
+    _attend_items(kind, CODE, True)
+
+
+ATTEND, ATTEND_CODES = Kernel(_attend, LAYOUT), Kernel(_attend_codes, LAYOUT)
 
 
 def work_items(plan: AttentionPlan, group: int) -> torch.Tensor:
@@ -76,19 +88,21 @@ def paged_attention(
 ) -> torch.Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     size, num_kv_heads, head_dim = q.element_size(), kv.shape[1], q.shape[2]
-    if q.dtype not in KINDS or kv.dtype != q.dtype or head_dim % LANES:
+    has_codes = kv.dtype != q.dtype and is_codes(kv) and kv.is_contiguous()
+    if q.dtype not in KINDS or head_dim % LANES or not (has_codes or kv.dtype == q.dtype):
         return calls.paged_attention.reference(q, kv, plan, scale, out, sliding_window)
+    kv_size, token = (1, head_dim) if has_codes else (size, kv.stride(3) * size)
     group = q.shape[1] // num_kv_heads
     items = work_items(plan, group)
-    ATTEND(
+    (ATTEND_CODES if has_codes else ATTEND)(
         q.dtype,
         len(items) * num_kv_heads,
         *(items.data_ptr(), q.data_ptr(), q.stride(0) * size, q.stride(1) * size),
-        *(kv.data_ptr(), *(stride * size for stride in kv.stride()[:4])),
+        *(kv.data_ptr(), *(stride * kv_size for stride in kv.stride()[:3]), token),
         *(out.data_ptr(), out.stride(0) * size, out.stride(1) * size),
         *(plan.block_table.data_ptr(), plan.block_table.stride(0) * 4),
         *(plan.cu_seqlens_q.data_ptr(), plan.context_lens.data_ptr()),
-        *(num_kv_heads, group, head_dim, kv.shape[3], sliding_window, size),
+        *(num_kv_heads, group, head_dim, kv.shape[3], sliding_window, size, kv_size),
         scale * math.log2(math.e),
     )
     return out

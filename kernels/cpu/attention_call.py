@@ -10,6 +10,7 @@ import numpy as np
 
 from kernels.cpu.compiled import compiled
 from kernels.cpu.simd import LANES, read_i32
+from kernels.kv_codes import SCALE_BYTES
 
 FEW = 8  # rows; more than this and transposing the queries pays
 ROWS = 48  # rows of a prefill item: three vectors, so that an 8 x 3 tile of scores fills 24 registers
@@ -17,7 +18,8 @@ ROW_BYTES = ROWS * 4
 CHUNK = 64  # tokens between two corrections of the running maximum
 SPAN = CHUNK + LANES  # row of the score buffer: whole vectors, and room for tiles that overshoot
 NEVER = -1e30  # running maximum before the first key; finite, so that a hidden key gives 2^-inf = 0, no NaN
-F32 = np.float32
+F32, BF16 = np.float32, np.uint16
+CODE = np.int8  # an element of a cache of codes
 
 
 class AttentionCall(NamedTuple):
@@ -44,7 +46,8 @@ class AttentionCall(NamedTuple):
     head_dim: int
     block_tokens: int
     window: int  # 0: none
-    element: int  # bytes of one
+    element: int  # bytes of one, in queries and output
+    kv_element: int  # bytes of one in the cache
     scale: float
 
 
@@ -64,3 +67,12 @@ def block_of(a, seq, head, token):
     index, offset = token // a.block_tokens, token % a.block_tokens
     block = read_i32(a.table + seq * a.table_row + index * 4)
     return a.kv + block * a.kv_block + head * a.kv_head + offset * a.kv_token, a.block_tokens - offset
+
+
+@compiled
+def scales_of(a, room, keys):
+    """Return the address of the scale of a token's key, in a cache of codes (`kernels.kv_codes`).
+
+    keys and room: as `block_of` gave them. That of its value lies as far behind as its value.
+    """
+    return keys + room * a.kv_token + (a.block_tokens - room) * SCALE_BYTES

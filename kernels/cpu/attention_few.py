@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels.cpu.attention_call import CHUNK, F32, FEW, NEVER, SPAN, block_of
+from kernels.cpu.attention_call import BF16, CHUNK, F32, FEW, NEVER, SPAN, block_of, scales_of
 from kernels.cpu.compiled import compiled
 from kernels.cpu.simd import (
     LANES,
@@ -28,25 +28,41 @@ from kernels.cpu.simd import (
     write_f32,
 )
 from kernels.cpu.tile import tile
+from kernels.kv_codes import SCALE_BYTES
 
 
 @compiled
-def _dots(a, kind, rows, size, keys, q, scores, ahead):
+def _dots(a, cache, rows, size, keys, q, scores, ahead):
     """Compute scores[r, j] = q[r] . keys[j]; prefetch the keys and values `ahead` bytes further on."""
-    width = LANES * a.element
+    width = LANES * a.kv_element
     vectors = a.head_dim // LANES
     for j in range(size):
         key = keys + j * a.kv_token
         if ahead != 0:
-            for line in range(0, a.head_dim * a.element, 64):
+            for line in range(0, a.head_dim * a.kv_element, 64):
                 prefetch(key + ahead + line)
                 prefetch(key + ahead + a.kv_value + line)
         for r in range(rows):
             row = q + r * a.head_dim * 4
-            total = vload(kind, key) * vload(F32, row)
+            total = vload(cache, key) * vload(F32, row)
             for v in range(1, vectors):
-                total = vfma(vload(kind, key + v * width), vload(F32, row + v * 64), total)
+                total = vfma(vload(cache, key + v * width), vload(F32, row + v * 64), total)
             write_f32(scores + (r * SPAN + j) * 4, hsum(total))
+
+
+@compiled
+def _scale(rows, size, scales, scores):
+    """Multiply column j < size of the scores, or weights, by the scale of token j."""
+    whole = size // LANES * LANES
+    for j in range(0, whole, LANES):
+        factor = vload(BF16, scales + j * SCALE_BYTES)
+        for r in range(rows):
+            place = scores + (r * SPAN + j) * 4
+            vstore(F32, place, vload(F32, place) * factor)
+    for j in range(whole, size):
+        for r in range(rows):
+            place = scores + (r * SPAN + j) * 4
+            write_f32(place, read(F32, place) * read(BF16, scales + j * SCALE_BYTES))
 
 
 @compiled
@@ -66,26 +82,26 @@ def _soften(scores, count, old_max):
 
 
 @compiled
-def _weigh_few(a, kind, rows, size, values, weights, out):
+def _weigh_few(a, cache, rows, size, values, weights, out):
     """Add the sum over j < size of weights[r, j] * values[j] to out[r]."""
-    width, line, span = LANES * a.element, a.head_dim * 4, SPAN * 4
+    width, line, span = LANES * a.kv_element, a.head_dim * 4, SPAN * 4
     for v in range(0, a.head_dim // LANES // 4 * 4, 4):
         r = 0
         while r < rows:
             w, b, c = weights + r * span, values + v * width, out + r * line + v * 64
             if rows - r >= 4:
-                tile(4, 4, 1, F32, kind, size, w, span, 4, b, a.kv_token, c, line)
+                tile(4, 4, 1, F32, cache, size, w, span, 4, b, a.kv_token, c, line)
                 r += 4
             elif rows - r >= 2:
-                tile(2, 4, 1, F32, kind, size, w, span, 4, b, a.kv_token, c, line)
+                tile(2, 4, 1, F32, cache, size, w, span, 4, b, a.kv_token, c, line)
                 r += 2
             else:
-                tile(1, 4, 1, F32, kind, size, w, span, 4, b, a.kv_token, c, line)
+                tile(1, 4, 1, F32, cache, size, w, span, 4, b, a.kv_token, c, line)
                 r += 1
     for v in range(a.head_dim // LANES // 4 * 4, a.head_dim // LANES):
         for r in range(rows):
             w, b, c = weights + r * span, values + v * width, out + r * line + v * 64
-            tile(1, 1, 1, F32, kind, size, w, span, 4, b, a.kv_token, c, line)
+            tile(1, 1, 1, F32, cache, size, w, span, 4, b, a.kv_token, c, line)
 
 
 @compiled
@@ -110,7 +126,7 @@ def _begin(a, kind, start, head, rows, q, out, state):
 
 
 @compiled
-def _scores_of_chunk(a, kind, seq, head, rows, token, count, context, q, scores):
+def _scores_of_chunk(a, cache, scaled, seq, head, rows, token, count, context, q, scores):
     done = 0
     while done < count:
         keys, room = block_of(a, seq, head, token + done)
@@ -119,7 +135,9 @@ def _scores_of_chunk(a, kind, seq, head, rows, token, count, context, q, scores)
         if token + done + room < context:
             following, _ = block_of(a, seq, head, token + done + room)
             ahead = following - keys
-        _dots(a, kind, rows, size, keys, q, scores + done * 4, ahead)
+        _dots(a, cache, rows, size, keys, q, scores + done * 4, ahead)
+        if scaled is not None:
+            _scale(rows, size, scales_of(a, room, keys), scores + done * 4)
         done += size
 
 
@@ -144,12 +162,14 @@ def _soften_chunk(a, rows, token, count, first_position, scores, state, out):
 
 
 @compiled
-def _weigh_chunk(a, kind, seq, head, rows, token, count, weights, out):
+def _weigh_chunk(a, cache, scaled, seq, head, rows, token, count, weights, out):
     done = 0
     while done < count:
         keys, room = block_of(a, seq, head, token + done)
         size = min(room, count - done)
-        _weigh_few(a, kind, rows, size, keys + a.kv_value, weights + done * 4, out)
+        if scaled is not None:
+            _scale(rows, size, scales_of(a, room, keys) + a.kv_value, weights + done * 4)
+        _weigh_few(a, cache, rows, size, keys + a.kv_value, weights + done * 4, out)
         done += size
 
 
@@ -164,7 +184,11 @@ def _finish(a, kind, start, head, rows, state, out):
 
 
 @compiled
-def attend_few(a, kind, seq, head, scratch):
+def attend_few(a, kind, cache, scaled, seq, head, scratch):
+    """Attend for all rows of a sequence.
+
+    cache: the kind of its elements. scaled: None if these are the numbers themselves, without scales.
+    """
     start = read_i32(a.bounds + seq * 4)
     rows = (read_i32(a.bounds + seq * 4 + 4) - start) * a.group
     context = read_i32(a.contexts + seq * 4)
@@ -180,8 +204,8 @@ def attend_few(a, kind, seq, head, scratch):
         token = max(0, first_position - a.window + 1)
     while token < context:
         count = min(CHUNK, context - token)
-        _scores_of_chunk(a, kind, seq, head, rows, token, count, context, q, scores)
+        _scores_of_chunk(a, cache, scaled, seq, head, rows, token, count, context, q, scores)
         _soften_chunk(a, rows, token, count, first_position, scores, state, out)
-        _weigh_chunk(a, kind, seq, head, rows, token, count, scores, out)
+        _weigh_chunk(a, cache, scaled, seq, head, rows, token, count, scores, out)
         token += count
     _finish(a, kind, start, head, rows, state, out)

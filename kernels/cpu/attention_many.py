@@ -9,7 +9,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels.cpu.attention_call import CHUNK, F32, NEVER, ROW_BYTES, ROWS, SPAN, block_of
+from kernels.cpu.attention_call import (
+    BF16,
+    CHUNK,
+    F32,
+    NEVER,
+    ROW_BYTES,
+    ROWS,
+    SPAN,
+    block_of,
+    scales_of,
+)
 from kernels.cpu.compiled import compiled
 from kernels.cpu.simd import (
     LANES,
@@ -26,10 +36,11 @@ from kernels.cpu.simd import (
     write_f32,
 )
 from kernels.cpu.tile import tile
+from kernels.kv_codes import SCALE_BYTES
 
 
 @compiled
-def _scores_of(a, kind, size, room, keys, q, scores):
+def _scores_of(a, cache, size, room, keys, q, scores):
     """Compute scores[j, r] = keys[j] . q[r] with q transposed to [head_dim, ROWS].
 
     It may write up to 7 rows past size if the block has them; they are hidden later.
@@ -38,11 +49,21 @@ def _scores_of(a, kind, size, room, keys, q, scores):
     while j < size:
         key, row = keys + j * a.kv_token, scores + j * ROW_BYTES
         if j + 8 <= room:
-            tile(8, 3, 0, kind, F32, a.head_dim, key, a.kv_token, a.element, q, ROW_BYTES, row, ROW_BYTES)
+            tile(8, 3, 0, cache, F32, a.head_dim, key, a.kv_token, a.kv_element, q, ROW_BYTES, row, ROW_BYTES)
             j += 8
         else:
-            tile(1, 3, 0, kind, F32, a.head_dim, key, a.kv_token, a.element, q, ROW_BYTES, row, ROW_BYTES)
+            tile(1, 3, 0, cache, F32, a.head_dim, key, a.kv_token, a.kv_element, q, ROW_BYTES, row, ROW_BYTES)
             j += 1
+
+
+@compiled
+def _scale(size, scales, scores):
+    """Multiply row j < size of the scores, or weights, by the scale of token j."""
+    for j in range(size):
+        factor = vsplat_load(BF16, scales + j * SCALE_BYTES)
+        for lane in range(0, ROW_BYTES, 64):
+            place = scores + j * ROW_BYTES + lane
+            vstore(F32, place, vload(F32, place) * factor)
 
 
 @compiled
@@ -77,23 +98,24 @@ def _soften_lanes(scores, count, token, hides, window, positions, state, correct
 
 
 @compiled
-def _weigh_many(a, kind, rows, size, values, weights, out):
+def _weigh_many(a, cache, rows, size, values, weights, out):
     """Add the sum over j < size of weights[j, r] * values[j] to out[r], in whole tiles: up to 5 more rows."""
-    width, line, vectors = LANES * a.element, a.head_dim * 4, a.head_dim // LANES
+    width, line, vectors = LANES * a.kv_element, a.head_dim * 4, a.head_dim // LANES
     for r in range(0, rows, 6):
         w, row = weights + r * 4, out + r * line
         for v in range(0, vectors // 4 * 4, 4):
             tile(
-                6, 4, 1, F32, kind, size, w, 4, ROW_BYTES, values + v * width, a.kv_token, row + v * 64, line
+                6, 4, 1, F32, cache, size, w, 4, ROW_BYTES, values + v * width, a.kv_token, row + v * 64, line
             )
         for v in range(vectors // 4 * 4, vectors):
             tile(
-                6, 1, 1, F32, kind, size, w, 4, ROW_BYTES, values + v * width, a.kv_token, row + v * 64, line
+                6, 1, 1, F32, cache, size, w, 4, ROW_BYTES, values + v * width, a.kv_token, row + v * 64, line
             )
 
 
 @compiled
-def attend_many(a, kind, seq, head, first_row, scratch):
+def attend_many(a, kind, cache, scaled, seq, head, first_row, scratch):
+    """Attend for the rows of an item. cache and scaled: as of `attend_few`."""
     start = read_i32(a.bounds + seq * 4)
     length = read_i32(a.bounds + seq * 4 + 4) - start
     before = read_i32(a.contexts + seq * 4) - length
@@ -129,7 +151,9 @@ def attend_many(a, kind, seq, head, first_row, scratch):
         while done < count:
             keys, room = block_of(a, seq, head, token + done)
             size = min(room, count - done)
-            _scores_of(a, kind, size, room, keys, q, scores + done * ROW_BYTES)
+            _scores_of(a, cache, size, room, keys, q, scores + done * ROW_BYTES)
+            if scaled is not None:
+                _scale(size, scales_of(a, room, keys), scores + done * ROW_BYTES)
             done += size
         hides = token + count - 1 > first_position or (a.window > 0 and last_position - a.window >= token)
         if _soften_lanes(scores, count, token, hides, a.window, positions, state, corrections):
@@ -142,7 +166,9 @@ def attend_many(a, kind, seq, head, first_row, scratch):
         while done < count:
             keys, room = block_of(a, seq, head, token + done)
             size = min(room, count - done)
-            _weigh_many(a, kind, rows, size, keys + a.kv_value, scores + done * ROW_BYTES, out)
+            if scaled is not None:
+                _scale(size, scales_of(a, room, keys) + a.kv_value, scores + done * ROW_BYTES)
+            _weigh_many(a, cache, rows, size, keys + a.kv_value, scores + done * ROW_BYTES, out)
             done += size
         token += count
 

@@ -19,20 +19,28 @@ from kernels.cpu.compiled import compiled
 from kernels.cpu.simd import (
     KINDS,
     LANES,
+    hmax,
     hsum,
+    read,
     read_i64,
+    vabs,
     vexp2,
     vfma,
     vload,
+    vmax,
+    vmin,
     vsplat,
     vstore,
     words,
+    write,
 )
 from kernels.cpu.team import Kernel, next_item
+from kernels.kv_codes import LARGEST, SCALE_BYTES, is_codes
 
-F32 = np.float32
+F32, BF16, CODE = np.float32, np.uint16, np.int8
 # Layouts of words.
 NORM, ROTATION, GATING, STORING = "q" * 12 + "d", "q" * 15, "q" * 9, "q" * 18
+CODING = "q" * 17
 ITEM_ELEMENTS = 16384  # elements of a work item: some 4 us, twice the cost of waking a team
 
 
@@ -251,7 +259,7 @@ STORE_KV = Kernel(_store_kv, STORING)
 def store_kv(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     head_dim, size = k.shape[2], k.element_size()
     if not _is_vectors(head_dim, k, v, kv):
-        return calls.store_kv.reference(k, v, kv, slot_mapping)
+        return _store_codes(k, v, kv, slot_mapping)
     step = _rows_per_item(2 * k.shape[1] * head_dim)
     return STORE_KV(
         k.dtype,
@@ -259,5 +267,64 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: t
         *(k.data_ptr(), k.stride(0) * size, k.stride(1) * size),
         *(v.data_ptr(), v.stride(0) * size, v.stride(1) * size),
         *(kv.data_ptr(), *(stride * size for stride in kv.stride()[:4]), slot_mapping.data_ptr()),
+        *(k.shape[0], step, k.shape[1], kv.shape[3], head_dim // LANES, LANES * size),
+    )
+
+
+@compiled
+def _code_row(kind, source, codes, scale, vectors, width):
+    """Write the codes of a row, and their scale as bfloat16 (`kernels.kv_codes.quantize`)."""
+    peak = vsplat(F32(0.0))
+    for v in range(vectors):
+        peak = vmax(peak, vabs(vload(kind, source + v * width)))
+    write(BF16, scale, hmax(peak) / F32(LARGEST))
+    rounded = read(BF16, scale)
+    divisor, most, least = vsplat(rounded if rounded > 0 else F32(1.0)), vsplat(F32(LARGEST)), F32(-LARGEST)
+    for v in range(vectors):
+        code = vload(kind, source + v * width) / divisor
+        vstore(CODE, codes + v * LANES, vmax(vmin(code, most), vsplat(least)))
+
+
+def _store_kv_codes(kind):
+    """Write keys and values as codes to the cache.
+
+    Words: k, v and their strides; cache, bytes of a block, a head and its keys; slots, tokens, tokens of an
+    item, heads, tokens of a block, vectors, bytes of a vector.
+    """
+    (
+        k, k_token, k_head, v, v_token, v_head, kv, kv_block, kv_head, kv_value, slots, tokens, step, heads,
+        block_tokens, vectors, width
+    ) = words(kind, CODING)  # fmt: skip
+    head_dim = vectors * LANES
+    item = next_item(kind)
+    while item >= 0:
+        for t in range(item * step, min(tokens, item * step + step)):
+            slot = read_i64(slots + t * 8)
+            offset = slot % block_tokens
+            for h in range(heads):
+                keys = kv + slot // block_tokens * kv_block + h * kv_head
+                codes, scale = keys + offset * head_dim, keys + block_tokens * head_dim + offset * SCALE_BYTES
+                _code_row(kind, k + t * k_token + h * k_head, codes, scale, vectors, width)
+                _code_row(
+                    kind, v + t * v_token + h * v_head, codes + kv_value, scale + kv_value, vectors, width
+                )
+        item = next_item(kind)
+
+
+STORE_KV_CODES = Kernel(_store_kv_codes, CODING)
+
+
+def _store_codes(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Store as codes what a kernel can, and all else by the reference."""
+    head_dim, size = k.shape[2], k.element_size()
+    if not (is_codes(kv) and kv.is_contiguous() and _is_vectors(head_dim, k, v)):
+        return calls.store_kv.reference(k, v, kv, slot_mapping)
+    step = _rows_per_item(2 * k.shape[1] * head_dim)
+    return STORE_KV_CODES(
+        k.dtype,
+        -(-k.shape[0] // step),
+        *(k.data_ptr(), k.stride(0) * size, k.stride(1) * size),
+        *(v.data_ptr(), v.stride(0) * size, v.stride(1) * size),
+        *(kv.data_ptr(), *kv.stride()[:3], slot_mapping.data_ptr()),
         *(k.shape[0], step, k.shape[1], kv.shape[3], head_dim // LANES, LANES * size),
     )

@@ -11,6 +11,8 @@ kind        memory      becomes float32 by
 float32     float32     nothing
 int16       float16     fpext (one instruction with F16C)
 uint16      bfloat16    a shift: bfloat16 is the upper half of a float32
+int8        int8        a conversion; stored ones are rounded, and must lie
+                        between -127 and 127
 ==========  ==========  ==================================================
 
 A function that writes IR takes the builder and values of LLVM. `intrinsic_of` makes an intrinsic of it, which
@@ -38,7 +40,7 @@ KINDS = {torch.float32: types.float32, torch.float16: types.int16, torch.bfloat1
 
 F32, F64, F16 = ir.FloatType(), ir.DoubleType(), ir.HalfType()
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
-ELEMENTS = {types.float32: F32, types.int16: F16, types.uint16: I16}
+ELEMENTS = {types.float32: F32, types.int16: F16, types.uint16: I16, types.int8: I8}
 
 
 class VecType(types.Type):  # type: ignore[misc]  # numba is untyped
@@ -183,10 +185,13 @@ def store(builder: Any, kind: Kind, address: Int, value: Vec) -> None:
         value = builder.fptrunc(value, wide(F16))
     elif kind == types.uint16:
         value = _rounded_to_bf16(builder, value)
+    elif kind == types.int8:
+        whole = call(builder, "llvm.rint.v16f32", wide(F32), value)
+        value = builder.trunc(builder.fptosi(whole, wide(I32)), wide(I8))
     store_as(builder, value, address, kind.bitwidth // 8)
 
 
-def store_scalar(builder: Any, kind: Any, address: Any, value: Any) -> None:
+def store_scalar(builder: Any, kind: Kind, address: Int, value: Float) -> None:
     """Round one float32 to `kind` and write it at a byte address."""
     if kind == types.int16:
         value = builder.fptrunc(value, F16)
@@ -206,6 +211,8 @@ def _widened(builder: Any, raw: Any, shape: Any) -> Any:
         return raw
     if raw.type == shape(F16):
         return builder.fpext(raw, shape(F32))
+    if raw.type == shape(I8):
+        return builder.sitofp(builder.sext(raw, shape(I32)), shape(F32))
     high = builder.zext(raw, shape(I32))
     shift = constant(I32, 16) if shape is wide else ir.Constant(I32, 16)
     return builder.bitcast(builder.shl(high, shift), shape(F32))
@@ -255,12 +262,23 @@ vsplat = intrinsic_of(splat)
 vfma = intrinsic_of(fused_multiply_add)
 vexp2 = intrinsic_of(exp2)
 read = intrinsic_of(load_scalar)
+write = intrinsic_of(store_scalar)
 prefetch = intrinsic_of(emit_prefetch)
 
 
 @intrinsic_of
 def vmax(builder: Any, a: Vec, b: Vec) -> Vec:
     return call(builder, "llvm.maxnum.v16f32", wide(F32), a, b)
+
+
+@intrinsic_of
+def vmin(builder: Any, a: Vec, b: Vec) -> Vec:
+    return call(builder, "llvm.minnum.v16f32", wide(F32), a, b)
+
+
+@intrinsic_of
+def vabs(builder: Any, a: Vec) -> Vec:
+    return call(builder, "llvm.fabs.v16f32", wide(F32), a)
 
 
 @intrinsic_of

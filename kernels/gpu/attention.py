@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.attention_kernels import chunk_kernel, decode_kernel, join_kernel
+from kernels.kv_codes import SCALE_BYTES, is_codes
 from kernels.plan import AttentionPlan
 
 # Rows of a chunk's tile and keys of one iteration. Exact float32 products run on no tensor core: their tiles
@@ -46,6 +47,7 @@ def paged_attention(
         "BLOCK_DIM": max(LEAST_ROWS, triton.next_power_of_2(q.shape[2])),
         "BLOCK_N": TILES[q.dtype][1],
         "OPERAND": operand(q),
+        "SCALE_BYTES": SCALE_BYTES if is_codes(kv) else 0,
     }
     if q.shape[0] > num_seqs:
         _attend_chunks(q, kv, out, num_seqs, step, sizes)
@@ -62,7 +64,7 @@ def _attend_chunks(
     block_rows = max(TILES[q.dtype][0], triton.next_power_of_2(sizes["GROUP"]))
     block_q = block_rows // sizes["GROUP"]
     chunk_kernel[(q.shape[0] // block_q + num_seqs, kv.shape[1])](
-        *(q, kv, out, *step, num_seqs, *q.stride()[:2], *kv.stride()[:4], *out.stride()[:2]),
+        *(q, kv, out, *step, num_seqs, *q.stride()[:2], *_strides(q, kv), *out.stride()[:2]),
         **sizes,
         BLOCK_ROWS=block_rows,
         BLOCK_Q=block_q,
@@ -84,7 +86,7 @@ def _attend_decodes(
     partial = torch.empty(num_seqs, num_heads, splits, head_dim, dtype=torch.float32, device=q.device)
     state = torch.empty(num_seqs, num_heads, splits, 2, dtype=torch.float32, device=q.device)
     decode_kernel[(num_seqs, kv.shape[1], splits)](
-        *(q, kv, partial, state, *step, splits, num_heads, *q.stride()[:2], *kv.stride()[:4]),
+        *(q, kv, partial, state, *step, splits, num_heads, *q.stride()[:2], *_strides(q, kv)),
         **sizes,
         BLOCK_ROWS=max(LEAST_ROWS, triton.next_power_of_2(sizes["GROUP"])),
         num_warps=4,
@@ -97,6 +99,11 @@ def _attend_decodes(
         BLOCK_SPLITS=MAX_SPLITS,
         num_warps=2,
     )
+
+
+def _strides(q: Tensor, kv: Tensor) -> tuple[int, ...]:
+    """Return the distances of blocks, heads, keys from values, and tokens, in elements of the cache."""
+    return (*kv.stride()[:3], q.shape[2] if is_codes(kv) else kv.stride(3))
 
 
 def operand(q: Tensor) -> Any:

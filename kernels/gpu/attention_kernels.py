@@ -37,6 +37,13 @@ def _soften(scores, value, total, divisor, peak):
 
 
 @triton.jit
+def _scales(place, is_key):
+    """Load float32 [keys] from bfloat16 at `place`, a pointer to bytes; 0 outside."""
+    bits = tl.load(place.to(tl.pointer_type(tl.uint16)), mask=is_key, other=0).to(tl.uint32)
+    return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _attend_rows(
     q,
     positions,
@@ -51,12 +58,13 @@ def _attend_rows(
     BLOCK_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
 ):
     """Attend from q to keys first_key <= j < last_key, first_key a multiple of BLOCK_N.
 
     q [rows, columns] is scaled; positions int32 [rows] are the queries'; kv_ptr is at the KV head. Products
-    are in q's dtype. Returns the weighted sum of the values [rows, columns], its divisor and the running
-    maximum.
+    are in q's dtype. SCALE_BYTES > 0: the cache holds codes (`kernels.kv_codes`). Returns the weighted sum of
+    the values [rows, columns], its divisor and the running maximum.
     """
     columns = tl.arange(0, q.shape[1])
     peak = tl.full([q.shape[0]], -1.0e30, tl.float32)  # finite: a hidden key then gives 0 and no NaN
@@ -71,6 +79,11 @@ def _attend_rows(
         key = tl.load(place[:, None] + columns[None, :], mask=inside, other=0.0)
         value = tl.load(place[:, None] + value_stride + columns[None, :], mask=inside, other=0.0)
         scores = tl.dot(q, tl.trans(key.to(q.dtype)), input_precision="ieee")
+        if SCALE_BYTES > 0:
+            scales = kv_ptr + block * block_stride + BLOCK_TOKENS * HEAD_DIM
+            scales += keys % BLOCK_TOKENS * SCALE_BYTES
+            scores = scores * _scales(scales, is_key)[None, :]
+            value = value.to(tl.float32) * _scales(scales + value_stride, is_key)[:, None]
         age = positions[:, None] - keys[None, :]
         seen = (age >= 0) & (age < window) & is_key[None, :]
         scores = tl.where(seen, scores, float("-inf"))
@@ -118,6 +131,7 @@ def chunk_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
     OPERAND: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
 ):
     """Attend from the sequences with more than one new token; grid (T // BLOCK_Q + S, Hkv).
 
@@ -147,7 +161,7 @@ def chunk_kernel(
             table_ptr + seq.to(tl.int64) * table_stride,
             tl.maximum(0, before + first_query - window + 1) // BLOCK_N * BLOCK_N,
             tl.minimum(context, before + first_query + BLOCK_Q),
-            *(window, block_stride, value_stride, token_stride, BLOCK_TOKENS, HEAD_DIM, BLOCK_N),
+            *(window, block_stride, value_stride, token_stride, BLOCK_TOKENS, HEAD_DIM, BLOCK_N, SCALE_BYTES),
         )
         target = out_ptr + tokens * out_token_stride + heads * out_head_stride
         result = (total / divisor[:, None]).to(out_ptr.dtype.element_ty)
@@ -181,6 +195,7 @@ def decode_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     OPERAND: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
 ):
     """Attend from the sequences with one new token; grid (S, Hkv, splits of a long context).
 
@@ -206,7 +221,7 @@ def decode_kernel(
             table_ptr + seq * table_stride,
             first_key,
             tl.minimum(context, first_key + share * BLOCK_N),
-            *(window, block_stride, value_stride, token_stride, BLOCK_TOKENS, HEAD_DIM, BLOCK_N),
+            *(window, block_stride, value_stride, token_stride, BLOCK_TOKENS, HEAD_DIM, BLOCK_N, SCALE_BYTES),
         )
         place = (seq * num_heads + heads) * num_splits + split
         tl.store(partial_ptr + place[:, None] * HEAD_DIM + columns[None, :], total, mask=inside)

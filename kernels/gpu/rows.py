@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kv_codes import LARGEST, SCALE_BYTES, is_codes
+
 
 def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     if all(grid):
@@ -203,12 +205,85 @@ def _store_kv_kernel(
 
 
 def store_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
+    if is_codes(kv):
+        _store_codes(k, v, kv, slot_mapping)
+        return
     block_heads, block_dim = triton.next_power_of_2(k.shape[1]), triton.next_power_of_2(k.shape[2])
     _launch(
         _store_kv_kernel,
         (k.shape[0],),
         *(k, v, kv, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1), *kv.stride()[:4]),
         *(kv.shape[3], k.shape[1]),
+        HEAD_DIM=k.shape[2],
+        BLOCK_HEADS=block_heads,
+        BLOCK_DIM=block_dim,
+        num_warps=_warps(block_heads * block_dim),
+    )
+
+
+@triton.jit
+def _code_heads(source, target, scales, heads, inside, LARGEST: tl.constexpr):
+    """Write codes [BLOCK_HEADS, BLOCK_DIM] and scales bfloat16 [BLOCK_HEADS, 1] (`kernels.kv_codes`)."""
+    x = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    peaks = tl.div_rn(tl.max(tl.abs(x), 1, keep_dims=True), tl.full([x.shape[0], 1], LARGEST, tl.float32))
+    # Rounded in integers: the interpreter would truncate.
+    bits = peaks.to(tl.uint32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    rounded = (bits << 16).to(tl.float32, bitcast=True)
+    tl.store(scales, bits.to(tl.uint16), mask=heads)
+    codes = x / tl.where(rounded > 0, rounded, 1.0)
+    codes = tl.minimum(tl.maximum(codes, -LARGEST), LARGEST)
+    whole = (codes + 12582912.0) - 12582912.0  # 1.5 * 2^23: leaves the nearest whole number
+    tl.store(target, whole.to(tl.int8), mask=inside)
+
+
+@triton.jit
+def _store_kv_codes_kernel(
+    k_ptr,
+    v_ptr,
+    kv_ptr,
+    slots_ptr,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    block_stride,
+    head_stride,
+    value_stride,
+    block_tokens,
+    num_heads,
+    SCALE_BYTES: tl.constexpr,
+    LARGEST: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """Grid (T,): as `_store_kv_kernel`, to a cache of codes int8 [B, Hkv, 2, bt, D + SCALE_BYTES]."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.arange(0, BLOCK_HEADS)[:, None]
+    columns = tl.arange(0, BLOCK_DIM)[None, :]
+    inside = (heads < num_heads) & (columns < HEAD_DIM)
+    slot = tl.load(slots_ptr + token)
+    offset = slot % block_tokens
+    keys = kv_ptr + slot // block_tokens * block_stride + heads * head_stride
+    codes, scales = keys + offset * HEAD_DIM + columns, keys + block_tokens * HEAD_DIM + offset * SCALE_BYTES
+    key = k_ptr + token * k_token_stride + heads * k_head_stride + columns
+    value = v_ptr + token * v_token_stride + heads * v_head_stride + columns
+    word = tl.pointer_type(tl.uint16)
+    _code_heads(key, codes, scales.to(word), heads < num_heads, inside, LARGEST)
+    codes, scales = codes + value_stride, (scales + value_stride).to(word)
+    _code_heads(value, codes, scales, heads < num_heads, inside, LARGEST)
+
+
+def _store_codes(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
+    block_heads, block_dim = triton.next_power_of_2(k.shape[1]), triton.next_power_of_2(k.shape[2])
+    _launch(
+        _store_kv_codes_kernel,
+        (k.shape[0],),
+        *(k, v, kv, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1), *kv.stride()[:3]),
+        *(kv.shape[3], k.shape[1]),
+        SCALE_BYTES=SCALE_BYTES,
+        LARGEST=LARGEST,
         HEAD_DIM=k.shape[2],
         BLOCK_HEADS=block_heads,
         BLOCK_DIM=block_dim,
