@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
-from bus.precisions import PRECISIONS, Precision, lowest
+from bus.precisions import PRECISIONS, KVPrecision, Precision, lowest
 
 SCHEMA_VERSION = 1
 
@@ -215,6 +215,12 @@ class InstanceTelemetry:
     prefix_hits: int = 0  # prompt tokens found there
     prefix_digests: frozenset[int] = frozenset()  # digests of the blocks used last (`bus.prefix_keys`)
     workers: list[str] = field(default_factory=list)  # members of its group, by shard; empty: it serves alone
+    kv_precision: KVPrecision = "full"  # what its KV cache is held in
+
+
+def lowest_precision(instance: InstanceTelemetry) -> Precision:
+    """Return the precision with the fewest bits of any half of a layer and of the KV cache."""
+    return lowest([lowest_half(instance.layers), instance.kv_precision])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,8 @@ from typing import Final, Literal
 # both equal.
 QuantizedPrecision = Literal["int8", "int4", "int3"]
 Precision = Literal["full", QuantizedPrecision]
+# What a KV cache may be held in: the model's dtype, or codes of 8 bits (`kernels.kv_codes`).
+KVPrecision = Literal["full", "int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,7 @@ TABLE: Final = (
 # What layers are swapped to where nothing else is asked for.
 DEFAULT_SWAP: Final[QuantizedPrecision] = "int4"
 
+KV_PRECISIONS: Final[tuple[KVPrecision, ...]] = ("full", "int8")
 PRECISIONS: Final[tuple[Precision, ...]] = tuple(entry.name for entry in TABLE)
 QUANTIZED: Final[tuple[Precision, ...]] = tuple(entry.name for entry in TABLE if entry.bits)
 LOWEST: Final[Precision] = PRECISIONS[-1]

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from bus import settings_sources as sources
-from bus.precisions import QUANTIZED
+from bus.precisions import QUANTIZED, KVPrecision
 from bus.settings_sources import Layer, SettingsError
 
 __all__ = ["Settings", "SettingsError", "load_settings", "settings_environment"]
@@ -141,6 +141,7 @@ class WorkerSettings(Section):
     memory_mb: int = _key(0, "memory for weights and KV; 0: 2048 on a CPU, 90 % of a free GPU", ge=0)
     page_kib: int = _key(0, "page size; 0: 64 on a CPU, 2048 on a GPU", ge=0)
     block_tokens: int = _key(16, "tokens in a KV block", ge=1)
+    kv_dtype: KVPrecision = _key("full", "the KV cache; full: in the model's dtype, int8: in 8 bits")
     prefix_cache: bool = _key(True, "requests share the KV blocks of equal beginnings")
     max_model_len: int = _key(0, "longest sequence; 0: what the model's config says", ge=0)
     max_num_seqs: int = _key(64, "most sequences in one step", ge=1)
@@ -181,6 +182,14 @@ class WorkerSettings(Section):
         if unknown := [name for name in value if name not in QUANTIZED]:
             raise ValueError(f"{unknown[0]!r} is not a variant; use {', '.join(QUANTIZED)}")
         return value
+
+    @model_validator(mode="after")
+    def _kv_blocks_are_whole_words(self) -> Self:
+        if self.kv_dtype != "full" and self.block_tokens % 2:
+            raise ValueError(
+                f"kv_dtype {self.kv_dtype!r} needs an even block_tokens, not {self.block_tokens}; use 16"
+            )
+        return self
 
 
 class SloSettings(Section):

@@ -134,7 +134,7 @@ def unavailable(message: str, retry_after_s: float = 1.0) -> ApiError:
 def below_floor(model: str, floor: str) -> ApiError:
     """No instance keeps the precision asked for, and the client does not wait for one."""
     message = (
-        f"no instance of {model!r} has every layer at {floor!r} or better at the moment; "
+        f"no instance of {model!r} has its layers and its KV cache at {floor!r} or better now; "
         "lower min_precision, raise max_loss, or leave min_precision_wait out to wait for one"
     )
     code = "precision_unavailable"

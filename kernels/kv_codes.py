@@ -12,8 +12,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bus.precisions import KVPrecision
+
 SCALE_BYTES = 2
 LARGEST = 127.0  # the largest code; -128 is not used
+
+
+def cache_format(precision: KVPrecision, head_dim: int, dtype: torch.dtype) -> tuple[torch.dtype, int]:
+    """Return the dtype of a cache and the elements of a token in it, for a model of `dtype`."""
+    return (dtype, head_dim) if precision == "full" else (torch.int8, head_dim + SCALE_BYTES)
 
 
 def is_codes(kv: Tensor) -> bool:

@@ -56,10 +56,12 @@ def warm_up(
     intermediate_size: int,
     device: str | torch.device = "cpu",
     bits: Sequence[int] = (),
+    has_kv_codes: bool = False,
 ) -> None:
     """Run every kernel once on a prefill chunk and a decode, so that no request waits for a compiler.
 
-    The sizes are the model's; `bits` are those of its quantised variants. It takes some 40 s the first time
+    The sizes are the model's; `bits` are those of its quantised variants. has_kv_codes: its KV cache may be
+    in 8 bits. It takes some 40 s the first time
     on a machine and under 1 s afterwards, with the compiled code on disk.
     """
     sizes = Sizes(
@@ -71,6 +73,7 @@ def warm_up(
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         bits=tuple(bits),
+        has_codes=has_kv_codes,
     )
     with torch.device(device):
         for call in KERNELS:

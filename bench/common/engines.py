@@ -19,6 +19,7 @@ import torch
 
 from bench.common.loading import LoadFormat, load_model
 from bus.messages import SamplingParams, Submit
+from bus.precisions import KVPrecision
 from worker.engine.build import (
     MIB,
     compile_kernels,
@@ -56,6 +57,7 @@ class EngineShape:
     max_model_len: int = 0
     block_tokens: int = 16
     prefix_cache: bool = False
+    kv_dtype: KVPrecision = "full"
 
     def limits(self, model: Model) -> Limits:
         """Raise ModelError for a context longer than the model's config allows."""

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import transformers
 
+from kernels import kv_codes
+
 TINY: dict[str, Any] = {
     "vocab_size": 211,
     "hidden_size": 64,
@@ -55,3 +57,11 @@ def make_oracle(family: str, *, seed: int = 0, **changes: Any) -> Any:
             else:
                 parameter.normal_(0.0, 0.08)
     return oracle
+
+
+class RoundedCache(transformers.DynamicCache):  # type: ignore[misc]  # transformers leaves it untyped
+    """The keys and values of transformers, rounded as a KV cache in 8 bits rounds them."""
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        keys, values = (kv_codes.dequantize(*kv_codes.quantize(x)) for x in (keys, values))
+        return super().update(keys, values, *args, **kwargs)

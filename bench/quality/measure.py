@@ -2,12 +2,12 @@
 
     python -m bench.quality [--windows 40] [--mixed-windows 6] [--methods awq,rtn] [--precisions int4,int3]
 
-Two questions. How fast does perplexity rise with the number of swapped layers, for the profile's order (LIS)
-against front-to-back, back-to-front and random ones? And does a text whose precision changes on the way (the
-rows of MorphServe's Table 1) lie between all-quantised and full? All shapes see the same windows, so every
-comparison is paired and has a standard error. Dense weights that make the same products stand for the codes;
-tests hold them to the engine's own numbers. Prints a card, writes bench/results/quality.json and quality.png,
-and ends in one JSON line.
+Three questions. How fast does perplexity rise with the number of swapped layers, for the profile's order
+(LIS) against front-to-back, back-to-front and random ones? Does a text whose precision changes on the way
+(the rows of MorphServe's Table 1) lie between all-quantised and full? And what does a KV cache in 8 bits
+cost? All shapes see the same windows, so every comparison is paired and has a standard error. Dense weights
+that make the same products stand for the codes; tests hold them to the engine's own numbers. Prints a card,
+writes bench/results/quality.json and quality.png, and ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 
 from bench.quality.perplexity import CorpusText, Evaluator, Shape, difference, perplexity, swapped
 from bench.quality.setup import QualityModel, held_out, make_missing_sets, open_demo
-from bus.precisions import Precision
+from bus.precisions import KV_PRECISIONS, Precision
 from worker.shape.layer_order import load_order, plain_order
 
 RANDOM_SEEDS = (1, 2, 3)
@@ -140,6 +140,26 @@ def over_time(model: QualityModel, text: CorpusText, name: str) -> dict[str, Any
     return rows
 
 
+# --------------------------------------------------------------------------- the KV cache
+
+
+def in_8_bits(folder: Path, text: CorpusText) -> dict[str, Any]:
+    """Return the perplexity with the KV cache in 8 bits, for layers in full and in int4 precision."""
+    losses = {}
+    for kv in KV_PRECISIONS:
+        model = open_demo(folder, "int4", "rtn", "int4", kv)
+        shapes = [(name,) * model.config.num_layers for name in ("full", "int4")]
+        losses[kv] = Evaluator(model.whole, model.layers).losses(text, shapes)
+    found = {}
+    for shape, values in losses["int8"].items():
+        found[f"layers in {shape[0]}"] = {
+            "full": perplexity(losses["full"][shape]),
+            "int8": perplexity(values),
+            "int8_minus_full": difference(values, losses["full"][shape]),
+        }
+    return found
+
+
 # --------------------------------------------------------------------------- the card
 
 
@@ -159,6 +179,16 @@ def show_rows(name: str, rows: dict[str, Any]) -> None:
     for row, found in rows.items():
         mark = "" if found["within_bounds"] else "   OUTSIDE"
         say(f"  {row:<32}{found['perplexity']:>10.3f}{mark}")
+
+
+def show_kv(found: dict[str, Any]) -> None:
+    say("\nKV cache          full      int8")
+    for name, row in found.items():
+        nats, error = row["int8_minus_full"]
+        say(
+            f"  {name:<14}{row['full']:>8.3f}{row['int8']:>10.3f}"
+            f"   {1000 * nats:+.2f}±{1000 * error:.2f} millinats per token"
+        )
 
 
 def verdicts(found: dict[str, dict[str, Any]]) -> list[str]:
@@ -196,6 +226,8 @@ def main() -> int:
     orders, changes = {}, {}
     with tempfile.TemporaryDirectory(prefix="instar-quality-") as folder:
         make_missing_sets(Path(folder), args.methods.split(","), args.precisions.split(","))
+        kv = in_8_bits(Path(folder), text)
+        show_kv(kv)
         for method in args.methods.split(","):
             for precision in args.precisions.split(","):
                 name = f"{precision} {method}"
@@ -213,6 +245,7 @@ def main() -> int:
         "lis_order": load_order(DEMO, "profile")[0],
         "orders": orders,
         "over_time": changes,
+        "kv": kv,
         "LIS_above": above,
         "seconds": round(time.perf_counter() - began, 1),
     }

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from bench.common.results import DEMO, ROOT
-from bus.precisions import BITS, Precision
+from bus.precisions import BITS, KVPrecision, Precision
 from worker.model.config import ModelConfig, read_config
 from worker.model.layer import Layer
 from worker.model.quantized_sets import find_set, set_path
@@ -68,7 +68,9 @@ def make_missing_sets(folder: Path, methods: Sequence[str], precisions: Sequence
     assert all(set_path(folder, p, "awq").is_file() for p in precisions if "awq" in methods)
 
 
-def open_demo(folder: Path, precision: Precision, method: str, name: str) -> QualityModel:
+def open_demo(
+    folder: Path, precision: Precision, method: str, name: str, kv_precision: KVPrecision = "full"
+) -> QualityModel:
     """Open the demo model in float32, with its quantised layers under `name`."""
     config, checkpoint = read_config(folder), CheckpointWeights(folder)
     matrices = find_matrices(config, checkpoint, precision, method)
@@ -78,6 +80,7 @@ def open_demo(folder: Path, precision: Precision, method: str, name: str) -> Qua
         dtype=torch.float32,
         device=CPU,
         window_tokens=config.max_position_embeddings,
+        kv_precision=kv_precision,
     )
     layers = [
         {"full": whole.layer(i), name: whole.quantized_layer(i, precision, matrices)}

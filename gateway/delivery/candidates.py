@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from bus.messages import InstanceMetrics, lowest_half
+from bus.messages import InstanceMetrics, lowest_precision
 from bus.precisions import PRECISIONS
 from bus.prefix_keys import num_blocks_found
 from gateway.delivery.cluster import Cluster, ReadyInstance
@@ -121,7 +121,7 @@ class Candidates:
             num_own_since=sum(one.own.num_since for one in members),
             max_tokens=max_tokens,
             kv_usage=leader.metrics.kv_usage if leader.metrics else 0.0,
-            precision=lowest_half(leader.metrics.last.layers) if leader.metrics else None,
+            precision=lowest_precision(leader.metrics.last) if leader.metrics else None,
             has_refused=any(one.address in refused_by for one in members),
             tp=card.tp if is_group else 1,
             low_tokens=usual_tokens,

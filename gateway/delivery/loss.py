@@ -105,7 +105,7 @@ class LossDetector:
         if state in self._table.for_room:
             return f"no instance could hold its {request.num_tokens} tokens, and no group that can was made"
         if request.min_precision and state.target is None and self._cluster.ready(request.model):
-            return f"no instance had every layer at {request.min_precision!r} or better"
+            return f"no instance had its layers and its KV cache at {request.min_precision!r} or better"
         return ""
 
     def _is_lost(self, state: RequestState, now: float) -> bool:

@@ -99,7 +99,12 @@ def _instance(gateway: Gateway, worker: WorkerCard, card: InstanceCard) -> dict[
         "state": _state(gateway, worker),
         "changing": gateway.morphs.changing(worker.id, card.tp),
         "layers": [asdict(layer) for layer in last.layers] if last else None,
-        "kv": {"blocks": blocks, "used": used, "block_tokens": card.block_tokens},
+        "kv": {
+            "blocks": blocks,
+            "used": used,
+            "block_tokens": card.block_tokens,
+            "precision": last.kv_precision if last else None,
+        },
         "layer_tp": layer_degrees(card, gateway.morphs.transform_of(worker.id)),
         "layers_below_full": layers_below_full(last.layers) if last else None,
         "max_blocks": card.max_blocks * card.tp,

@@ -48,6 +48,7 @@ FLAGS = (
     ("--model", "worker.models", "DIR", "the same as MODEL; may be repeated"),
     ("--load-format", "worker.load_format", "FORMAT", "safetensors, or dummy for random weights"),
     ("--dtype", "worker.dtype", "TYPE", "auto, float32, bfloat16 or float16"),
+    ("--kv-dtype", "worker.kv_dtype", "TYPE", "of the KV cache: full, or int8 for more of it"),
     ("--device", "worker.device", "NAME", "cpu, cuda, cuda:1, ... [a GPU if there is one]"),
     ("--memory-mb", "worker.memory_mb", "MB", "weights and KV cache of a worker"),
     ("--max-model-len", "worker.max_model_len", "TOKENS", "longest prompt and answer together"),

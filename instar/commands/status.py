@@ -114,6 +114,8 @@ def shape_lines(instances: list[dict[str, Any]]) -> list[str]:
             lines.append(f"{name}: shards on {', '.join(workers)}, in this order")
         if any(layer != FULL for layer in layers):
             lines.append(f"{name}: {layers_text(layers)}")
+        if (kv := (instance.get("kv") or {}).get("precision") or "full") != "full":
+            lines.append(f"{name}: KV cache in {kv}")
         if len(set(degrees := instance.get("layer_tp") or [])) > 1:
             lines.append(f"{name}: layers {degrees_text(degrees)}")
         lines += loss_lines(instance)

@@ -72,7 +72,7 @@ class Instance:
             "running": self.running,
             "waiting": 2,
             "layers": [{"attention": name, "ffn": name} for name in self.layers],
-            "kv": {"blocks": self.blocks, "used": self.used, "block_tokens": 16},
+            "kv": {"blocks": self.blocks, "used": self.used, "block_tokens": 16, "precision": "full"},
             "num_layers": NUM_LAYERS,
             "layer_tp": degrees,
             "layers_below_full": sum(name != "full" for name in self.layers),

@@ -130,6 +130,14 @@ def test_a_rule_between_two_keys_names_both() -> None:
     assert "block_ms = 2000 must stay below socket_timeout_s = 1.0" in message
 
 
+def test_a_kv_cache_in_8_bits_needs_blocks_of_whole_words() -> None:
+    environ = {"INSTAR_WORKER__KV_DTYPE": "int8"}
+    assert load_settings(environ={"INSTAR_CONFIG": "", **environ}).worker.kv_dtype == "int8"
+    message = complaint_of(environ | {"INSTAR_WORKER__BLOCK_TOKENS": "5"})
+    assert "kv_dtype 'int8' needs an even block_tokens, not 5; use 16" in message
+    assert "'full' or 'int8'" in complaint(INSTAR_WORKER__KV_DTYPE="int4")
+
+
 def test_a_file_that_was_named_must_exist(tmp_path: Path) -> None:
     missing = tmp_path / "none.toml"
     assert str(missing) in complaint(missing)

@@ -103,6 +103,8 @@ def test_status_shows_workers_memory_and_instances(capsys: pytest.CaptureFixture
         assert shown in out
     assert shape_lines([instance]) == ["demo@w0: 5 full, 3 int4 ffn (5-7)"]
     assert shape_lines([instance | {"layers": layers[:5]}, {"id": "new", "layers": None}]) == []
+    in_8_bits = instance | {"layers": [], "kv": instance["kv"] | {"precision": "int8"}}
+    assert shape_lines([in_8_bits]) == ["demo@w0: KV cache in int8"]
     units, counts = (line for line in out.splitlines() if "of time" in line or "used/all" in line)
     assert (units.count("MiB"), counts.count("reqs")) == (4, 2)
 

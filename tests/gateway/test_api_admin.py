@@ -48,13 +48,13 @@ async def test_the_state_has_the_shapes_others_rely_on(gate: Gate) -> None:
     worker, instance = state["workers"][0], state["instances"][0]
     assert {"id", "host", "device", "epoch", "state", "pages", "page_bytes", "busy"} <= set(worker)
     wanted = {"id", "model", "workers", "tp", "pp", "state", "running", "waiting", "layers", "kv"}
-    assert wanted <= set(instance) and set(instance["kv"]) == {"blocks", "used", "block_tokens"}
+    assert wanted <= set(instance) and set(instance["kv"]) == {"blocks", "used", "block_tokens", "precision"}
     assert worker["pages"] is None and instance["running"] is None  # nothing was reported: absent is not 0
     await report(gate)
     state = await gate.state()
     worker, instance = state["workers"][0], state["instances"][0]
     assert worker["pages"] == {"budget": 100, "weights": 60, "kv": 30, "free": 10} and worker["busy"] == 0.5
-    assert instance["kv"] == {"blocks": 64, "used": 16, "block_tokens": 16}
+    assert instance["kv"] == {"blocks": 64, "used": 16, "block_tokens": 16, "precision": "full"}
     assert (instance["running"], instance["waiting"]) == (2, 1)
     assert (
         instance["layers"] == [{"attention": "full", "ffn": "full"}] * 2 and not instance["layers_below_full"]

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from bus.messages import InstanceCard, LayerShape, RejectReason, layers_below_full, lowest_half
+from bus.messages import (
+    InstanceCard,
+    LayerShape,
+    RejectReason,
+    layers_below_full,
+    lowest_half,
+    lowest_precision,
+)
 from bus.precisions import PRECISIONS, Precision, is_below
 from gateway.delivery.dispatch import Candidate, TooLong, Wait, choose
 from gateway.delivery.request import RequestState
@@ -39,6 +47,14 @@ def test_the_lowest_half_of_a_layer_is_what_an_instance_keeps() -> None:
     assert lowest_half([LayerShape(), LayerShape(attention="int8", ffn="int3"), INT4]) == "int3"
     assert lowest_half([]) == "full" and layers_below_full([LayerShape(), INT4, INT4]) == 2
     assert is_below("int4", "int8") and not is_below("int8", "int8") and not is_below("full", "int3")
+
+
+def test_a_kv_cache_in_8_bits_counts_as_a_layer_in_int8() -> None:
+    (full,) = sample_of().instances
+    assert lowest_precision(full.last) == "full"
+    reported = replace(full.last, kv_precision="int8")
+    assert lowest_precision(reported) == "int8"
+    assert lowest_precision(replace(reported, layers=[INT4])) == "int4"
 
 
 def test_a_floor_is_kept_however_loaded_its_keeper_is() -> None:
@@ -145,7 +161,8 @@ def test_a_deadline_in_the_wait_for_a_precision_says_so() -> None:
     core.now += 100
     core.losses.tick()
     assert isinstance(state.sink, Ear) and state.sink.error is not None
-    assert state.sink.error.status == 504 and "every layer at 'full' or better" in state.sink.error.message
+    message = "no instance had its layers and its KV cache at 'full' or better"
+    assert state.sink.error.status == 504 and message in state.sink.error.message
 
 
 def test_a_stream_that_lost_its_worker_waits_for_its_precision_though_it_would_not_have_at_first() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from bus.messages import Delta, LayerShape, RejectReason, SamplingParams, Submit
+from bus.precisions import KVPrecision
 from kernels.plan import AttentionPlan
 from worker.engine.core import EngineCore
 from worker.engine.engine import Engine
@@ -77,8 +78,9 @@ def toy_instance(
     block_tokens: int = 4,
     model_len: int = 200,
     prefix_cache: bool = False,
+    kv_dtype: KVPrecision = "full",
 ) -> EngineCore:
-    limits = Limits(num_seqs, tokens, model_len, block_tokens, prefix_cache)
+    limits = Limits(num_seqs, tokens, model_len, block_tokens, prefix_cache, kv_dtype)
     cache = ToyCache(num_blocks, block_tokens, prefix_cache=prefix_cache)
     device = torch.device("cpu")
     return EngineCore("toy@w0", ToyModel(), cache, limits, vocab_size=VOCAB, device=device)

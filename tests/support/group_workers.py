@@ -20,7 +20,7 @@ from bench.common.loading import load_model
 from bench.common.oracles import make_oracle
 from bus.messages import Event, SamplingParams
 from bus.morphs import MorphReport, Resize, Swap, Transform
-from bus.precisions import Precision
+from bus.precisions import KVPrecision, Precision
 from tests.support.threaded_worker import ThreadedWorker
 from worker.distributed.messages import Peer
 from worker.distributed.transport import Transport
@@ -79,6 +79,7 @@ class GroupWorker(ThreadedWorker):
         stage_bytes: int = 1 << 14,
         host_dir: Path | None = None,
         prefix_cache: bool = False,
+        kv_dtype: KVPrecision = "full",
     ) -> None:
         super().__init__(name)
         self.pool = PagePool(CpuBackend(page_bytes), int(megabytes * 1024 * 1024))
@@ -88,6 +89,7 @@ class GroupWorker(ThreadedWorker):
             max_num_batched_tokens=max_num_batched_tokens,
             block_tokens=BLOCK_TOKENS,
             prefix_cache=prefix_cache,
+            kv_dtype=kv_dtype,
         ).limits(self.model)
         cache = make_cache(self.pool, self.model, limits, "model")
         fill_cache(self.pool, cache, self.model, limits)

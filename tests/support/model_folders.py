@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bench.common.loading import load_model
+from bus.precisions import KVPrecision
 from kernels import AttentionPlan
 from worker.memory import CpuBackend, KVCache, PagePool
 from worker.model import Model
@@ -21,7 +22,13 @@ class Runner:
     """Runs steps of a model over a paged cache whose blocks are handed out in a shuffled order."""
 
     def __init__(
-        self, folder: Path, *, dtype: torch.dtype = torch.float32, block_tokens: int = 5, **load: Any
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        block_tokens: int = 5,
+        kv_precision: KVPrecision = "full",
+        **load: Any,
     ) -> None:
         self.pool = make_pool()
         self.model: Model = load_model(folder, self.pool, dtype=dtype, **load)
@@ -35,10 +42,12 @@ class Runner:
             dtype=dtype,
             max_blocks=128,
             owner="test",
+            precision=kv_precision,
         )
         self.kv.grow(self.kv.pages_for(128))
         for layer in self.kv.layers:
-            layer.fill_(torch.nan)  # whatever is read without having been written shows
+            # Whatever is read without having been written shows; as codes it is 127 times 3e38.
+            layer.fill_(torch.nan if kv_precision == "full" else 127)
         order = torch.randperm(128, generator=torch.Generator().manual_seed(1)).tolist()
         self._unused = [block for block in order if block < self.kv.num_blocks]
         self._blocks: dict[int, list[int]] = {}

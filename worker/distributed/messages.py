@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bus.messages import LayerShape, Number, Part
-from bus.precisions import LOWEST, Precision
+from bus.precisions import LOWEST, KVPrecision, Precision
 from worker.engine.input_batch import ModelInput
 
 
@@ -58,6 +58,7 @@ class Prepare(GroupMessage, frozen=True, kw_only=True, tag=True):
     grows: bool
     peers: dict[str, Peer]  # all members
     shape: list[LayerShape]  # shape of the leader, and so of the group
+    kv_precision: KVPrecision = "full"  # of the leader's KV cache
 
 
 class Vote(GroupMessage, frozen=True, kw_only=True, tag=True):
@@ -337,6 +338,7 @@ class JoinPipeline(PipelineMessage, frozen=True, kw_only=True, tag=True):
     hidden_size: int
     dtype: str
     block_tokens: int
+    kv_precision: KVPrecision = "full"
     page_bytes: int
     digest: str = ""  # checkpoint digest; "": not compared
     is_last: bool

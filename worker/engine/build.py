@@ -60,7 +60,7 @@ def make_cache(
     """
     config = model.config
     heads = shard.part(config.num_kv_heads, "KV heads")
-    block_bytes = config.kv_block_bytes(limits.block_tokens, model.dtype) // shard.size
+    block_bytes = config.kv_block_bytes(limits.block_tokens, model.dtype, limits.kv_dtype) // shard.size
     return KVCache(
         pool,
         num_layers=config.num_layers,
@@ -70,6 +70,7 @@ def make_cache(
         dtype=model.dtype,
         max_blocks=max_blocks or max(1, pool.num_pages * pool.page_bytes // block_bytes),
         owner=owner,
+        precision=limits.kv_dtype,
     )
 
 
@@ -124,6 +125,7 @@ def compile_kernels(model: Model, limits: Limits, device: torch.device, *, bits:
             block_tokens=limits.block_tokens,
             device=device,
             bits=bits if tp == 1 else (),
+            has_kv_codes=limits.kv_dtype != "full",
         )
 
 

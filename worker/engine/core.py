@@ -22,7 +22,7 @@ from bus.messages import (
     layers_below_full,
     lowest_half,
 )
-from bus.precisions import LOWEST, PRECISIONS, Precision
+from bus.precisions import LOWEST, PRECISIONS, Precision, lowest
 from worker.engine.admission import refusal, why_finished
 from worker.engine.executor import Executor, ExecutorLost, FinishedBatch, LocalExecutor, RunnableModel
 from worker.engine.input_batch import InputBatch, ScheduledBatch
@@ -214,8 +214,9 @@ class EngineCore:
         elif error := refusal(request, self.limits, self.vocab_size):
             self._outputs.append(self._end(seq, "error", error))
         elif error := self._below_floor(request):
-            if request.min_precision:
-                self._refused[request.min_precision] = self._clock()
+            floor = request.min_precision or LOWEST
+            if below_floor(self.shape, floor):  # no swap of layers raises the KV cache
+                self._refused[floor] = self._clock()
             self._outputs.append(self._end(seq, "error", error, RejectReason.PRECISION_FLOOR))
         elif request.sent_token_ids and (finished := why_finished(seq, self.limits)):
             self._outputs.append(self._end(seq, finished))
@@ -270,9 +271,9 @@ class EngineCore:
         """Read the shape again, since a layer or the degree has changed."""
         self.tp = self.executor.tp
         self.shape = self.executor.shape()
-        self.shape_id = shape_id(self.shape, self.tp)
+        self.shape_id = shape_id(self.shape, self.tp, self.limits.kv_dtype)
         self.layers_below_full = layers_below_full(self.shape)
-        self.scheduler.precision = lowest_half(self.shape)
+        self.scheduler.precision = lowest([lowest_half(self.shape), self.limits.kv_dtype])
 
     def use(self, executor: Executor) -> None:
         """Run on `executor` from the next step on; nothing is in flight."""
@@ -349,7 +350,8 @@ class EngineCore:
     # ----------------------------------------------------------------------------- parts of the step
 
     def _below_floor(self, request: Submit) -> str | None:
-        return below_floor(self.shape, request.min_precision) if request.min_precision else None
+        floor = request.min_precision
+        return below_floor(self.shape, floor, self.limits.kv_dtype) if floor else None
 
     def _settle(self, scheduled: SchedulerOutput) -> None:
         """Give rows to sequences that were admitted and take them from those that left."""

@@ -76,7 +76,7 @@ class Scheduler:
 
     def __init__(self, limits: Limits, blocks: BlockAllocator) -> None:
         self.limits = limits
-        self.precision: Precision = "full"  # the lowest of any layer in the next step
+        self.precision: Precision = "full"  # the lowest of any layer and the KV cache in the next step
         self.num_prefix_queried = 0  # prompt tokens looked up in the prefix cache
         self.num_prefix_hits = 0  # prompt tokens found there
         self._holders: Counter[int] = Counter()  # running sequences by block

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Self
 
 from bus.messages import SamplingParams, Submit, TokenLogprobs
-from bus.precisions import Precision
+from bus.precisions import KVPrecision, Precision
 from bus.prefix_keys import first_key, next_key
 
 
@@ -14,7 +14,8 @@ from bus.prefix_keys import first_key, next_key
 class Limits:
     """Limits of one instance: tokens and sequences in one step, and the length of a sequence.
 
-    prefix_cache: whether sequences share the full KV blocks of equal beginnings.
+    prefix_cache: whether sequences share the full KV blocks of equal beginnings. kv_dtype: what the KV cache
+    is held in.
     """
 
     max_num_seqs: int
@@ -22,6 +23,7 @@ class Limits:
     max_model_len: int
     block_tokens: int
     prefix_cache: bool = False
+    kv_dtype: KVPrecision = "full"
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_tokens"):

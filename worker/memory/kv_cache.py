@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping
 from typing import Final
 
 import torch
 
+from bus.precisions import KVPrecision
 from kernels import copy_blocks
+from kernels.kv_codes import cache_format
 from worker.memory.backend import BrokenInvariant, OutOfPages
 from worker.memory.block_allocator import BlockAllocator, in_parts
 from worker.memory.pool import PagePool, VirtualRange
@@ -23,6 +26,8 @@ DISCARDED_BYTES: Final = 256 << 20
 
 class KVCache:
     """The KV blocks of one model on one device: [max_blocks, Hkv, 2, block_tokens, D] per layer.
+
+    In 8 bits D + 2 bytes stand for D numbers (`kernels.kv_codes`).
 
     Each layer has one virtual range. Heads are outermost in a block (header-centric, Gyges §4.1), so a block
     of H heads is also two blocks of H/2 heads at the same addresses. The view spans the reserved space from
@@ -43,13 +48,18 @@ class KVCache:
         dtype: torch.dtype,
         max_blocks: int,
         owner: str,
+        precision: KVPrecision = "full",
     ) -> None:
-        """Reserve addresses for max_blocks per layer; map nothing. Raises MappingFailed."""
-        self.pool, self.owner, self.dtype = pool, owner, dtype
+        """Reserve addresses for max_blocks per layer; map nothing. Raises MappingFailed.
+
+        dtype: the model's, in which the cache is unless it has another precision.
+        """
+        self.pool, self.owner, self.precision = pool, owner, precision
+        self.dtype, token_size = cache_format(precision, head_dim, dtype)
         self.block_tokens, self.max_blocks = block_tokens, max_blocks
         self._most_blocks = max_blocks
-        self.block_shape = (num_kv_heads, 2, block_tokens, head_dim)
-        self.block_bytes: int = 2 * num_kv_heads * block_tokens * head_dim * dtype.itemsize  # one layer's
+        self.block_shape = (num_kv_heads, 2, block_tokens, token_size)
+        self.block_bytes: int = math.prod(self.block_shape) * self.dtype.itemsize  # one layer's
         self.layers: list[torch.Tensor] = []  # empty until the first growth
         self._ranges: list[VirtualRange] = []
         self._allocator = BlockAllocator()

@@ -13,6 +13,8 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bus.families import FAMILIES, BiasRule, Family, architecture_of
+from bus.precisions import KVPrecision
+from kernels.kv_codes import cache_format
 
 # What newer versions of transformers raise for a field of a config.
 _Strict = getattr(huggingface_hub.errors, "StrictDataclassError", ValueError)
@@ -70,9 +72,10 @@ class ModelConfig:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
-    def kv_block_bytes(self, block_tokens: int, dtype: torch.dtype) -> int:
+    def kv_block_bytes(self, block_tokens: int, dtype: torch.dtype, precision: KVPrecision = "full") -> int:
         """Return the bytes of one KV block in all layers together."""
-        return int(2 * self.kv_size * block_tokens * dtype.itemsize * self.num_layers)
+        stored, token_size = cache_format(precision, self.head_dim, dtype)
+        return int(2 * self.num_kv_heads * token_size * block_tokens * stored.itemsize * self.num_layers)
 
 
 def read_config(folder: Path) -> ModelConfig:

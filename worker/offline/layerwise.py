@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from bus.precisions import Precision
+from bus.precisions import KVPrecision, Precision
 from kernels import AttentionPlan
+from kernels.kv_codes import cache_format
 from worker.model.config import ModelConfig
 from worker.model.layer import Layer, build_layer
 from worker.model.layout import RangePlan, plan_model
@@ -34,6 +35,7 @@ class LayerwiseModel:
         dtype: torch.dtype,
         device: torch.device,
         window_tokens: int,
+        kv_precision: KVPrecision = "full",
     ) -> None:
         """Read the embedding and the head. Raises ModelError for a tensor that is missing or misshapen.
 
@@ -47,8 +49,9 @@ class LayerwiseModel:
         ends = Ends(embedding, head["norm"], head.get("head", embedding))
         self._transformer = Transformer(config, [], ends=ends)
         num_blocks = -(-window_tokens // _BLOCK_TOKENS)
-        shape = (num_blocks, config.num_kv_heads, 2, _BLOCK_TOKENS, config.head_dim)
-        self._cache = torch.empty(shape, dtype=dtype, device=device)
+        kv_dtype, width = cache_format(kv_precision, config.head_dim, dtype)
+        shape = (num_blocks, config.num_kv_heads, 2, _BLOCK_TOKENS, width)
+        self._cache = torch.empty(shape, dtype=kv_dtype, device=device)
 
     def tensors(self, index: int) -> tuple[Tensors, Tensors]:
         """Read (attention, FFN) of a layer in full precision, as the layout names them. Raises ModelError."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
 from bus.messages import LayerShape, Number
+from bus.precisions import KVPrecision
 from worker.distributed.messages import Message, Prepare, Vote
 from worker.distributed.rendezvous import members_key
 from worker.distributed.transport import Link
@@ -140,12 +141,20 @@ def vote_on(
         yield "" if prepare.model == local.name else f"it serves {local.name}, not {prepare.model}"
         yield "" if now == wanted else f"it is at one with {', '.join(now)}, not with {', '.join(wanted)}"
         yield difference(local.instance.shape, prepare.shape, prepare.leader) if prepare.grows else ""
+        yield kv_difference(local.cache.precision, prepare.kv_precision, prepare.leader)
         yield not_laid_out
 
     reason = next(filter(None, reasons()), "")
     return Vote(
         group=change.group, worker=change.worker, reason=reason, rendezvous=rendezvous, numbers=numbers
     )
+
+
+def kv_difference(own: KVPrecision, leaders: KVPrecision, leader: str) -> str:
+    """Return why two KV caches cannot exchange blocks, or ""."""
+    if own == leaders:
+        return ""
+    return f"its KV cache is in {own} and in {leaders} at {leader}; start both with the same kv_dtype"
 
 
 def difference(own: Sequence[LayerShape], leaders: Sequence[LayerShape], leader: str) -> str:

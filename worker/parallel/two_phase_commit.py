@@ -70,6 +70,7 @@ class TwoPhaseCommit:
             grows=formation.grows,
             peers=members,
             shape=self.local.instance.shape,
+            kv_precision=self.local.cache.precision,
         )
         self._pending = proposal = Proposal(prepare, formation, self.worker, PeerLinks(links))
         proposal.votes[self.worker] = self._vote(proposal)

@@ -81,7 +81,8 @@ def start_leading(
     )
     ranks = Ranks(Shard(0, 1 + len(beside)), host, str(device), timeout_s, wake)
     try:
-        pipeline.join(model.config, model.dtype, limits.block_tokens, cache.pool.page_bytes, digest)
+        page_bytes, precision = cache.pool.page_bytes, cache.precision
+        pipeline.join(model.config, model.dtype, limits.block_tokens, page_bytes, digest, precision)
         while not pipeline.is_joined:
             yield False
         if (fewest := min(cache.num_blocks, pipeline.num_blocks_possible)) < blocks:

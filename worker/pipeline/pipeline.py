@@ -11,6 +11,7 @@ from queue import Empty, SimpleQueue
 import torch
 
 from bus.messages import LayerShape
+from bus.precisions import KVPrecision
 from worker.distributed import messages
 from worker.distributed.transport import Link, Payload, connect, to_host
 from worker.engine.executor import ExecutorLost
@@ -85,7 +86,13 @@ class Pipeline:
     # ----------------------------------------------------------------------------- coming together
 
     def join(
-        self, config: ModelConfig, dtype: torch.dtype, block_tokens: int, page_bytes: int, digest: str = ""
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        block_tokens: int,
+        page_bytes: int,
+        digest: str = "",
+        kv_precision: KVPrecision = "full",
     ) -> None:
         """Ask all workers, each for its layers. A stage that is being loaded answers when it is ready."""
         own = RemoteStage(config.first_layer, config.first_layer + config.num_layers, self.beside)
@@ -115,6 +122,7 @@ class Pipeline:
                     hidden_size=config.hidden_size,
                     dtype=str(dtype),
                     block_tokens=block_tokens,
+                    kv_precision=kv_precision,
                     page_bytes=page_bytes,
                     digest=digest,
                     is_last=number == len(self.behind),

@@ -223,6 +223,7 @@ class RemoteStageRunner:
             ("hidden size", config.hidden_size, join.hidden_size),
             ("dtype", str(stage.model.dtype), join.dtype),
             ("block_tokens", stage.cache.block_tokens, join.block_tokens),
+            ("KV cache (kv_dtype)", stage.cache.precision, join.kv_precision),
             ("size of a page", stage.cache.pool.page_bytes, join.page_bytes),
         ):
             if own != wanted:

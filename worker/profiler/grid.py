@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from bus.precisions import Precision
+from bus.precisions import KVPrecision, Precision
 from worker.engine.sequence import Limits
 
 LEAST_ROUNDS, ROUNDS, MAX_ROUNDS = 3, 5, 15
@@ -38,6 +38,7 @@ class Grid:
     points: Sequence[Point]
     block_tokens: int
     max_num_batched_tokens: int
+    kv_dtype: KVPrecision = "full"
     rounds: int = ROUNDS
     max_rounds: int = MAX_ROUNDS
     max_seconds: float = MAX_SECONDS
@@ -92,6 +93,7 @@ class Grid:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=max(map(self.context, self.points)),
             block_tokens=self.block_tokens,
+            kv_dtype=self.kv_dtype,
         )
 
     @property

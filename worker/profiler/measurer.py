@@ -31,7 +31,7 @@ from worker.profiler.device_memory import cache_bytes
 from worker.profiler.fingerprint import CutPlan
 from worker.profiler.grid import MAX_ROUNDS, ROUNDS, Grid, Point
 from worker.profiler.links import kinds_with, measure_links
-from worker.profiler.profiler import LentPages, Profiler
+from worker.profiler.profiler import LentPages, Profiler, block_bytes
 from worker.shape.copier import Copier
 from worker.shape.layer_order import losses
 
@@ -67,7 +67,7 @@ class Measurer:
 
     @_refusing()
     def find(self, command: Measure) -> Profile | None:
-        """Return the stored profile of the same checkpoint, kind of device and program, or None.
+        """Return the stored profile of the same checkpoint, kind of device, program and KV, or None.
 
         Raises CannotMeasure.
         """
@@ -84,7 +84,8 @@ class Measurer:
             Point(one.configuration.precision, one.prompt_tokens, one.batch_size, one.configuration.tp)
             for one in found.latency
         }
-        if set(self._grid(command, config).with_shares(plan.shares).points) - measured:
+        grid = self._grid(command, config).with_shares(plan.shares)
+        if set(grid.points) - measured or found.block_bytes_per_layer != block_bytes(plan, grid):
             return None
         known = replace(found, model=command.model, loss=self._losses(command, config))
         return self._with_links(command, with_shapes(known, plan), plan)
@@ -167,6 +168,7 @@ class Measurer:
         grid = Grid(
             points=_points(command),
             block_tokens=self.settings.block_tokens,
+            kv_dtype=self.settings.kv_dtype,
             max_num_batched_tokens=self.settings.max_num_batched_tokens,
             rounds=min(ROUNDS, self.max_rounds),
             max_rounds=self.max_rounds,

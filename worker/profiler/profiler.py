@@ -84,7 +84,7 @@ class Profiler:
             device=device,
             version=version,
             num_layers=self.plan.whole.num_layers,
-            block_bytes_per_layer=self._block_bytes,
+            block_bytes_per_layer=block_bytes(self.plan, self.grid),
             block_tokens=self.grid.block_tokens,
             latency=self.latency,
             memory=self.memory,
@@ -130,6 +130,7 @@ class Profiler:
                 dtype=plan.model.dtype,
                 max_blocks=self.grid.num_blocks,
                 owner=self._name,
+                precision=self.grid.kv_dtype,
             )
             undo.callback(cache.release)
             cache.grow(self._kv_pages)
@@ -173,6 +174,7 @@ class Profiler:
                 block_tokens=self.grid.block_tokens,
                 device=self.pool.backend.device,
                 bits=[BITS[precision] for precision in self.plan.precisions],
+                has_kv_codes=self.grid.kv_dtype != "full",
             )
 
     def _say(self, progress: str) -> None:
@@ -183,15 +185,15 @@ class Profiler:
         return f"fingerprint of {self.plan.config.folder.name}"
 
     @property
-    def _block_bytes(self) -> int:
-        """The bytes of a KV block in one layer."""
-        config = self.plan.config
-        return config.kv_block_bytes(self.grid.block_tokens, self.plan.model.dtype) // config.num_layers
-
-    @property
     def _kv_pages(self) -> int:
         """The KV pages of one layer."""
-        return self.pool.pages_for(self.grid.num_blocks * self._block_bytes)
+        return self.pool.pages_for(self.grid.num_blocks * block_bytes(self.plan, self.grid))
+
+
+def block_bytes(plan: CutPlan, grid: Grid) -> int:
+    """Return the bytes of a KV block in one layer."""
+    config = plan.config
+    return config.kv_block_bytes(grid.block_tokens, plan.model.dtype, grid.kv_dtype) // config.num_layers
 
 
 class NotEnoughPages(Exception):

@@ -15,7 +15,7 @@ import torch
 
 from bench.common.engines import fill_cache, make_instance
 from bench.common.loading import load_model
-from bench.common.oracles import FAMILIES, make_oracle
+from bench.common.oracles import FAMILIES, RoundedCache, make_oracle
 from tests.support.engine_toys import Client, expect_no_growth, request, run
 from tests.support.paths import DEMO_MODEL
 from worker.engine.build import canary_steps, make_cache, make_pool
@@ -87,7 +87,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Saved(oracle, folder, prompts, [generate(oracle, prompt, NUM_NEW) for prompt in prompts])
 
 
-def generate(oracle: Any, prompt: list[int], n: int) -> list[int]:
+def generate(oracle: Any, prompt: list[int], n: int, **options: Any) -> list[int]:
     oracle = oracle.to(DEVICE)
     ids = torch.tensor([prompt], device=DEVICE)
     output: list[int] = oracle.generate(
@@ -97,6 +97,7 @@ def generate(oracle: Any, prompt: list[int], n: int) -> list[int]:
         max_new_tokens=n,
         eos_token_id=None,
         pad_token_id=0,
+        **options,
     )[0].tolist()
     return output[len(prompt) :]
 
@@ -138,6 +139,22 @@ def test_preemption_by_a_tiny_cache_changes_no_token(saved: Saved) -> None:
     client = run(case.engine, Client())
     assert case.instance.scheduler.num_preemptions > 0
     assert_as_expected(client, saved)
+    case.close()
+
+
+@SOME
+def test_a_kv_cache_in_8_bits_gives_what_generate_gives_from_rounded_keys_and_values(saved: Saved) -> None:
+    rounded = [
+        generate(saved.oracle, prompt, NUM_NEW, past_key_values=RoundedCache(config=saved.oracle.config))
+        for prompt in saved.prompts
+    ]
+    case = Case(saved.folder, kv_dtype="int8", prefix_cache=True)
+    for _ in range(2):  # the second time from cached blocks
+        submit_all(case, saved)
+        tokens = run(case.engine, Client()).tokens
+        assert [tokens[str(i)] for i in range(len(LENGTHS))] == rounded
+    assert case.instance.scheduler.num_prefix_hits > 0
+    assert case.instance.shape_id == "tp1-full-kv8"
     case.close()
 
 

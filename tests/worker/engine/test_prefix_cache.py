@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.messages import LayerShape
+from bus.precisions import LOWEST
 from bus.prefix_keys import digest_of, first_key, next_key, num_blocks_found, prompt_digests
 from tests.support.engine_toys import VOCAB, Client, continuation, request, run, toy_engine
 from worker.engine.core import EngineCore
@@ -111,6 +112,20 @@ def test_a_floor_takes_no_block_below_it() -> None:
     use_precision(instance, "int8")
     assert serve(engine, "floor", SYSTEM, min_precision="int8") == 0
     assert serve(engine, "again", SYSTEM, min_precision="int8") == 36
+
+
+def test_a_kv_cache_in_8_bits_counts_as_a_layer_in_int8() -> None:
+    engine, instance = caching_engine(kv_dtype="int8")
+    assert instance.shape_id == "tp1-full-kv8"
+    assert instance_telemetry(instance).kv_precision == "int8"
+    engine.submit("toy@w0", request("no", SYSTEM, min_precision="full"))
+    client = run(engine, Client())
+    assert client.errors == {"no": "the KV cache is in int8; the request takes no less than full"}
+    assert instance.floor_refused() == LOWEST, "no swap of layers would help"
+    serve(engine, "first", SYSTEM)
+    assert serve(engine, "again", SYSTEM, min_precision="int8") == 36
+    use_precision(instance, "int4")
+    assert instance.scheduler.precision == "int4" and instance.shape_id == "tp1-int4x0.5-kv8"
 
 
 def test_free_blocks_stay_findable_until_they_are_needed_oldest_first() -> None:

@@ -10,6 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kernels
+from bus.precisions import KV_PRECISIONS
+from kernels import kv_codes
 from tests.support.memory_backends import BACKENDS, checked_pool
 from worker.engine.build import cache_text
 from worker.engine.sequence import Limits
@@ -344,3 +347,62 @@ def test_what_a_move_empties_is_free_in_a_whole_cache_and_in_no_share() -> None:
         assert blocks.used == [0]
     assert whole.num_free == 7
     assert sorted(share.allocate(share.num_free)) == [2, 4]  # not 6: the group has fewer blocks soon
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "ratio"),
+    [
+        (torch.float32, 64, 256 / 66),  # 3.88
+        (torch.bfloat16, 64, 128 / 66),  # 1.94
+        (torch.bfloat16, 128, 256 / 130),  # 1.97
+    ],
+)
+def test_pages_hold_twice_as_many_blocks_in_8_bits_but_for_the_scales(
+    dtype: torch.dtype, head_dim: int, ratio: float
+) -> None:
+    with checked_pool(CpuBackend, 400) as pool:
+        counts = []
+        for precision in KV_PRECISIONS:
+            kv = KVCache(
+                pool,
+                num_layers=2,
+                num_kv_heads=4,
+                head_dim=head_dim,
+                block_tokens=2,
+                dtype=dtype,
+                max_blocks=20_000,
+                owner="demo",
+                precision=precision,
+            )
+            kv.grow(100)
+            counts.append(kv.num_blocks)
+            assert kv.pages_for(kv.num_blocks) <= 100 < kv.pages_for(kv.num_blocks + 1)
+            kv.check_integrity()
+            kv.release()
+        full, codes = counts
+        assert full * ratio - 1 <= codes <= (full + 1) * ratio
+
+
+def test_blocks_in_8_bits_move_with_their_scales_and_halve_by_heads() -> None:
+    with checked_pool(CpuBackend, PAGES) as pool:
+        kv = KVCache(
+            pool,
+            num_layers=1,
+            num_kv_heads=4,
+            head_dim=16,
+            block_tokens=2,
+            dtype=torch.float32,
+            max_blocks=100,
+            owner="demo",
+            precision="int8",
+        )
+        kv.grow(1)
+        keys, values = torch.randn(2, 6, 4, 16)
+        kernels.store_kv(keys, values, kv.layers[0], torch.arange(6))  # blocks 0 to 2
+        stored = kv_codes.dequantize(*kv_codes.parts_of(kv.layers[0][:3]))
+        kv.copy_blocks({0: 5, 2: 0})
+        moved = kv_codes.dequantize(*kv_codes.parts_of(kv.layers[0][[5, 1, 0]]))
+        assert torch.equal(moved, stored)
+        halves = kv_codes.dequantize(*kv_codes.parts_of(kv.layers_at(2)[0][2:4]))  # those of block 1
+        assert torch.equal(halves.flatten(0, 1), stored[1])
+        kv.release()

@@ -56,6 +56,20 @@ def test_a_recorded_decode_equals_one_that_runs_call_by_call(
         runner.close()
 
 
+def test_a_recorded_decode_reads_and_writes_a_cache_in_8_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path)
+    found = []
+    for most in (recorded.MOST_TOKENS, 0):
+        monkeypatch.setattr(recorded, "MOST_TOKENS", most)
+        runner = Runner(tmp_path, block_tokens=16, kv_precision="int8")
+        found.append(run(runner, conversation()))
+        assert programs(runner) == (dict.fromkeys((1, 2, 3, 4), True) if most else {})
+        runner.close()
+    assert all(map(torch.equal, *found))
+
+
 def test_a_replaced_layer_is_recorded_again(tmp_path: Path) -> None:
     runner = Runner(save(tmp_path))
     before = run(runner, [{0: [1, 2, 3]}, {0: [4]}])[-1]

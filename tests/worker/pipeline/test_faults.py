@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from bench.common.oracles import make_oracle
 from bench.common.service import wait_for
 from bus.messages import RejectReason, SamplingParams
+from bus.precisions import KVPrecision
 from tests.support.pipeline_workers import LIMITS, WAIT_S, Line, StageWorker, follow, load, release
 from worker.distributed.messages import Peer
 from worker.distributed.transport import Link
@@ -249,18 +251,20 @@ def test_a_stage_gives_its_pages_back_when_no_leader_comes(folder: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("layers", "epoch", "why"),
+    ("layers", "epoch", "kv_dtype", "why"),
     [
-        ((1, 4), 1, "its range of layers is"),
-        ((2, 4), 7, "its worker's epoch is 7"),
-        ((2, 4), 1, "1000000 KV blocks are wanted"),
+        ((1, 4), 1, "full", "its range of layers is"),
+        ((2, 4), 7, "full", "its worker's epoch is 7"),
+        ((2, 4), 1, "int8", r"its KV cache \(kv_dtype\) is int8; w0 wants full"),
+        ((2, 4), 1, "full", "1000000 KV blocks are wanted"),
     ],
 )
 def test_a_leader_that_does_not_fit_is_told_why_and_keeps_nothing(
-    folder: Path, layers: tuple[int, int], epoch: int, why: str
+    folder: Path, layers: tuple[int, int], epoch: int, kv_dtype: KVPrecision, why: str
 ) -> None:
     leader, worker = StageWorker("w0"), StageWorker("w1")
-    worker.call(partial(follow, folder, worker, "m@w0", layers, epoch=epoch))
+    limits = replace(LIMITS, kv_dtype=kv_dtype)
+    worker.call(partial(follow, folder, worker, "m@w0", layers, epoch=epoch, limits=limits))
     lead(folder, leader, worker, worker.transport.key, why)
     worker.call(lambda: worker.stages.end("m@w0", "over"))
     wait_empty(leader, worker)

@@ -228,6 +228,16 @@ def test_a_profile_of_another_program_or_a_damaged_one_is_measured_again(
     assert measurer.find(command) is None
 
 
+def test_a_profile_with_another_kv_cache_is_measured_again(folder: Path, pool: PagePool) -> None:
+    command = command_of(folder)
+    full = measured(measurer_of(pool), command)
+    in_8_bits = measurer_of(pool, kv_dtype="int8")
+    assert in_8_bits.find(command) is None
+    profile = measured(in_8_bits, command)
+    assert profile.block_bytes_per_layer == full.block_bytes_per_layer * (8 + 2) // (8 * 4)  # heads of 8
+    assert in_8_bits.find(command) == profile
+
+
 def test_a_checkpoint_that_changed_is_not_measured_and_not_kept(folder: Path, pool: PagePool) -> None:
     measurer, command = measurer_of(pool), command_of(folder)
     profiler = measurer.prepare(command)

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
+from bench.common.oracles import RoundedCache
 from bus.morphs import MorphReport
 from tests.support.group_workers import BLOCK_TOKENS, GroupWorker, model_fixtures, transform, workers
 
@@ -74,20 +76,29 @@ class Load:
             time.sleep(0.002)
         return ended[0]
 
-    def check(self) -> None:
-        """Every answer is whole and what the oracle says; what was cancelled is a beginning of it."""
+    def check(self, cache: Any = DynamicCache) -> None:
+        """Every answer is whole and what the oracle says; what was cancelled is a beginning of it.
+
+        cache: the class of the oracle's.
+        """
         for name, (worker, tokens, n) in self.asked.items():
             if name not in self.cancelled:
                 worker.wait_ends(name)
                 assert worker.ends[name] == "length", worker.ends[name]
             got = worker.tokens[name]
-            wanted = oracle(self.model, tokens, n)
+            wanted = oracle(self.model, tokens, n, cache)
             assert got == (wanted if name not in self.cancelled else wanted[: len(got)]), name
 
 
-def oracle(model: Any, tokens: list[int], n: int) -> list[int]:
+def oracle(model: Any, tokens: list[int], n: int, cache: Any = DynamicCache) -> list[int]:
     with torch.no_grad():
-        out = model.generate(torch.tensor([tokens]), max_new_tokens=n, do_sample=False, eos_token_id=None)
+        out = model.generate(
+            torch.tensor([tokens]),
+            max_new_tokens=n,
+            do_sample=False,
+            eos_token_id=None,
+            past_key_values=cache(config=model.config),
+        )
     made: list[int] = out[0, len(tokens) :].tolist()
     return made
 
@@ -116,6 +127,28 @@ def test_workers_come_together_and_part_while_requests_come_end_and_are_cancelle
             assert worker.instance.scheduler.num_recomputed == 0
             assert worker.fingerprints == {"tp1-full", f"tp{size}-full"}
         assert [worker.pool.counts() for worker in each] == pages
+
+
+def test_workers_with_kv_in_8_bits_come_together_and_part_as_others_do(folder: Path, model: Any) -> None:
+    with workers(folder, 2, kv_dtype="int8") as each:
+        load = Load(each, model)
+        for tp in (2, 1):
+            assert load.during(each[0], transform(each, tp)).state == "applied"
+            for worker in each:
+                worker.wait_degree(tp)
+        load.check(RoundedCache)
+        for worker in each:
+            assert worker.instance.scheduler.num_recomputed == 0
+            assert worker.fingerprints == {"tp1-full-kv8", "tp2-full-kv8"}
+
+
+def test_workers_whose_kv_differs_form_no_group(folder: Path) -> None:
+    with workers(folder, 1) as full, workers(folder, 1, first=1, kv_dtype="int8") as codes:
+        report = transformed([*full, *codes], 2)
+        assert report.state != "applied"
+        assert "w1: its KV cache is in int8 and in full at w0; start both with the same kv_dtype" in (
+            report.reason
+        )
 
 
 @pytest.mark.faults
