@@ -34,15 +34,17 @@ pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(240)]
 Report = Callable[[dict[str, Any]], None]
 
 LEASE_S = 2.0
+# A swap costs a fiftieth of what a stream does: at this share its layers come one by one all the time that the
+# stream runs. With less none comes before its end, and then, at rest, all come at once.
+SLOW_MORPHS = {"WORKER__LEASE_S": str(LEASE_S), "WORKER__MORPH_SHARE": "0.02"}
 COOLDOWN_S = 3.0
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """Two workers of one host behind two gateways. Morphs take so small a share that they can be met."""
-    slow_morphs = {"WORKER__LEASE_S": str(LEASE_S), "WORKER__MORPH_SHARE": "0.004"}
     host_dir = tmp_path_factory.mktemp("host")
-    with Service(num_workers=2, num_gateways=2, settings=settings(host_dir, slow_morphs)) as service:
+    with Service(num_workers=2, num_gateways=2, settings=settings(host_dir, SLOW_MORPHS)) as service:
         Hand(service).manual()
         yield service
 
@@ -106,10 +108,7 @@ def test_a_worker_killed_in_mid_swap_loses_no_request_and_comes_back_at_full(
 def test_the_only_worker_killed_in_mid_swap_finds_its_host_images_again(
     tmp_path: Path, oracle: list[str]
 ) -> None:
-    # The swap costs a fiftieth of what the stream does: at this share its layers come one by one all the time
-    # that the stream runs. With less none comes before its end, and then, at rest, all come at once.
-    slow_morphs = {"WORKER__LEASE_S": str(LEASE_S), "WORKER__MORPH_SHARE": "0.02"}
-    with Service(settings=settings(tmp_path, slow_morphs)) as alone, alone.explained():
+    with Service(settings=settings(tmp_path, SLOW_MORPHS)) as alone, alone.explained():
         hand = Hand(alone).manual()
         before, inode = hand.pages(), images(alone)[0].stat().st_ino
         running = stream(alone, 600)
