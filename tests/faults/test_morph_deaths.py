@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(240)]
 Report = Callable[[dict[str, Any]], None]
 
 LEASE_S = 2.0
-# A swap costs a fiftieth of what a stream does: at this share its layers come one by one all the time that the
+# A swap costs a fiftieth of what a stream does: at this share its layers come one by one as long as the
 # stream runs. With less none comes before its end, and then, at rest, all come at once.
 SLOW_MORPHS = {"WORKER__LEASE_S": str(LEASE_S), "WORKER__MORPH_SHARE": "0.02"}
 COOLDOWN_S = 3.0
