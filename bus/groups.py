@@ -1,4 +1,4 @@
-"""The tensor-parallel groups that workers could form, and how long a sequence each group holds. Pure.
+"""The tensor-parallel groups that workers form or could form, and how long a sequence each holds. Pure.
 
 Shards nest: shard s of n groups becomes n shards of the larger group, one at each, and back.
 """
@@ -7,12 +7,28 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 from bus.messages import InstanceCard, WorkerCard
 
 Members = tuple[str, ...]  # members of one group, in the order of their shards
+GroupMember = tuple[WorkerCard, InstanceCard]
+
+
+def members_of(leader: str, card: InstanceCard, workers: Mapping[str, WorkerCard]) -> list[GroupMember]:
+    """Return the members of a group that serve and whose cards agree on it, in the order of their shards.
+
+    card: the leader's. An instance of one worker has that member alone.
+    """
+    names = card.workers or [leader]
+    return [
+        (worker, one)
+        for worker in (workers[name] for name in names if name in workers)
+        if worker.state == "serving"
+        for one in worker.instances
+        if one.model == card.model and one.tp == card.tp and (one.workers or [worker.id]) == names
+    ]
 
 
 def kv_tokens_at(worker: WorkerCard, card: InstanceCard, degree: int) -> int:

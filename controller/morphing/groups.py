@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from bus.client import LiveWorker
-from bus.groups import kv_tokens_at
+from bus.groups import GroupMember, kv_tokens_at, members_of
 from bus.levers import CostBasis
-from bus.messages import InstanceCard, InstanceMetrics, LayerShape, Metrics, PageCounts, WorkerCard
+from bus.messages import InstanceCard, InstanceMetrics, LayerShape, Metrics, PageCounts
 from bus.precisions import Precision
 from controller.morphing.resting import Rest, Rests, rest_of
 
@@ -75,44 +75,29 @@ class Group:
         return self.kv_tokens_at.get(tp, self.tokens_at[tp])
 
 
-GroupMember = tuple[WorkerCard, InstanceCard]
-
-
 def groups_of(
     metrics: Metrics, workers: Iterable[LiveWorker], lag_s: float = 0.0, rests: Rests | None = None
 ) -> list[Group]:
     """Return every instance whose members serve and rest as `rests` says, by metrics `lag_s` old."""
-    cards = {live.card.id: live.card for live in workers if live.card.state == "serving"}
+    cards = {live.card.id: live.card for live in workers}
     numbers = {(one.worker, one.id, one.epoch): one for one in metrics.instances}
     pages = {(one.worker, one.epoch): one.pages for one in metrics.workers}
     ages = {(one.worker, one.epoch): one.age_seconds + lag_s for one in metrics.workers}
     groups = []
     for worker in cards.values():
         for card in worker.instances:
-            members = _members(worker, card, cards)
+            names, members = card.workers or [worker.id], members_of(worker.id, card, cards)
+            if names[0] != worker.id or not len(members) == len(names) == card.tp:
+                continue  # another leads, or not all agree
             found = [numbers.get((member.id, one.id, member.epoch)) for member, one in members]
             seen = [one for one in found if one is not None]
             resting = [rest for _, one in members if (rest := rest_of(one, rests or {}))]
-            if members and len(seen) == len(resting) == len(members):
+            if len(seen) == len(resting) == len(members):
                 age_s = max(ages.get((member.id, member.epoch), float("inf")) for member, _ in members)
                 group = _group(members, seen, age_s, max(resting, key=lambda rest: rest.tp))
                 there = pages.get((worker.id, worker.epoch))
                 groups.append(_with_pages(group, members, there) if there else group)
     return groups
-
-
-def _members(worker: WorkerCard, card: InstanceCard, cards: Mapping[str, WorkerCard]) -> list[GroupMember]:
-    """Return the members if this worker leads and their cards agree on the group, else []."""
-    names = card.workers or [worker.id]
-    if names[0] != worker.id:
-        return []
-    members = [(cards[name], one) for name in names if name in cards for one in cards[name].instances]
-    agreeing = [
-        (member, one)
-        for member, one in members
-        if one.model == card.model and one.tp == card.tp and (one.workers or [member.id]) == names
-    ]
-    return agreeing if len(agreeing) == len(names) == card.tp else []
 
 
 def _group(members: list[GroupMember], seen: list[InstanceMetrics], age_s: float, rest: Rest) -> Group:

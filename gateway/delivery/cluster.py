@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from bus import histogram
 from bus.client import LiveWorker
-from bus.groups import longest_tokens
+from bus.groups import longest_tokens, members_of
 from bus.messages import InstanceCard, InstanceMetrics, Metrics, WorkerCard, WorkerMetrics, WorkerTelemetry
 
 # A worker seen this recently may be restarting: shapes that need it are still possible.
@@ -268,15 +268,9 @@ class Cluster:
         return max([shapes, *(self.max_tokens(ready, now) for ready in self.ready(model))])
 
     def seats(self, ready: ReadyInstance) -> list[ReadyInstance]:
-        """Return the members of a group that take requests, the leader first: their cards agree on it."""
-        names = ready.card.workers or [ready.worker]
-        return [
-            ReadyInstance(card, worker.id, worker.epoch)
-            for worker in (self.workers[name] for name in names if name in self.workers)
-            if worker.state == "serving"
-            for card in worker.instances
-            if card.model == ready.card.model and (card.workers or [worker.id]) == names
-        ]
+        """Return the members of a group that take requests, the leader first."""
+        members = members_of(ready.worker, ready.card, self.workers)
+        return [ReadyInstance(card, worker.id, worker.epoch) for worker, card in members]
 
     def has_other_epoch(self, worker: str, epoch: int) -> bool:
         """Return True if the worker has another epoch. It is lower if a clock was set back."""
