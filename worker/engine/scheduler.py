@@ -87,7 +87,7 @@ class Scheduler:
         self.num_blocks_aside = 0  # blocks in use by no sequence here
         self.num_recomputed = 0  # tokens whose KV was given up, and is computed again
         self.lengths = OutputLengths()
-        self._needed, self._needed_at = 0, (0, 0, 0)
+        self._needed, self._needed_at = 0, -1  # and the turn of that count; -1: others run or wait since
         self._turn = 0  # which decode is first where not all fit into a step
         # Every running sequence may decode at once.
         self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
@@ -98,10 +98,12 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Append `seq` to the queue."""
+        self._needed_at = -1
         self.waiting.append(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Forget a finished or cancelled sequence and free its blocks. Raises ValueError for a stranger."""
+        self._needed_at = -1
         if seq.block_ids:
             self.running.remove(seq)
             self._free(seq)
@@ -157,7 +159,7 @@ class Scheduler:
             self._forget_kv(seq)
             self.waiting.appendleft(seq)
         self._holders.clear()
-        self.blocks, self.num_blocks_aside = blocks, 0
+        self.blocks, self.num_blocks_aside, self._needed_at = blocks, 0, -1
         return lost
 
     @property
@@ -177,11 +179,11 @@ class Scheduler:
     @property
     def num_blocks_needed(self) -> int:
         """Blocks at the peak of what runs, and of what waits as far as it can run at once."""
-        counts = len(self.running), len(self.waiting), self._turn // TOKENS_A_LOOK
-        if counts != self._needed_at:
+        turn = self._turn // TOKENS_A_LOOK
+        if turn != self._needed_at:
             num_slots = max(0, self._max_running - len(self.running))
             coming = [(seq, self._cached(seq)) for seq in islice(self.waiting, num_slots)]
-            self._needed_at, self._needed = counts, self._peak(coming) + self.num_blocks_aside
+            self._needed_at, self._needed = turn, self._peak(coming) + self.num_blocks_aside
         return self._needed
 
     @property
@@ -287,7 +289,7 @@ class Scheduler:
             seq = self.waiting[0]
             needed = seq.num_blocks_needed(self.limits.block_tokens)
             if needed > self.blocks.capacity:
-                self.waiting.popleft()
+                self._pop_head()
                 output.rejected.append((seq, self._too_long(seq)))
                 continue
             if budget == 0:
@@ -295,7 +297,7 @@ class Scheduler:
             cached = self._cached(seq)
             if self._num_missing(seq, cached) > 0:
                 return
-            self.waiting.popleft()
+            self._pop_head()
             self._start_from(seq, cached)
             self._hold(seq, self.blocks.allocate(needed - len(cached)))
             self.running.append(seq)
@@ -304,7 +306,12 @@ class Scheduler:
 
     # ----------------------------------------------------------------------------- moves
 
+    def _pop_head(self) -> None:
+        self._needed_at = -1
+        self.waiting.popleft()
+
     def _preempt_youngest(self, output: SchedulerOutput) -> None:
+        self._needed_at = -1
         seq = self.running.pop()
         self._free(seq)
         self.waiting.appendleft(seq)
@@ -312,10 +319,12 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _free(self, seq: Sequence) -> None:
-        self._holders.subtract(seq.block_ids)
-        left = [block for block in reversed(seq.block_ids) if not self._holders[block]]
-        for block in left:
-            self._holders.pop(block)
+        holders, left = self._holders, list[int]()
+        for block in reversed(seq.block_ids):
+            holders[block] -= 1
+            if not holders[block]:
+                del holders[block]
+                left.append(block)
         self.blocks.free(left)  # the first block last, so that it is kept longest
         self._forget_kv(seq)
 

@@ -197,11 +197,14 @@ class FreeBlocks:
         known = [block for block in self._indexed if block in wanted and block in self.index]
         self._indexed = OrderedDict.fromkeys(known)
         self._plain = []
-        self.add(sorted(wanted.difference(known)))
+        self.add(sorted(wanted.difference(known) if known else wanted))
 
     def add(self, blocks: Iterable[int]) -> None:
         """Add blocks that were freed; of indexed ones the last stays longest."""
         plain, has_indexed = self._plain, len(self.index) > 0
+        if not has_indexed and not plain:
+            self._plain = sorted(blocks)
+            return
         for block in blocks:
             if has_indexed and block in self.index:
                 self._indexed[block] = None
