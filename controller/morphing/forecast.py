@@ -74,25 +74,31 @@ def observe(forecast: Forecast, needed: float, limit: float, at_s: float) -> tup
 
     limit: of blocks, above which the instance is under pressure.
     """
+    return observe_each(forecast, [(at_s, needed)], limit)
+
+
+def observe_each(
+    forecast: Forecast, needs: Iterable[tuple[float, float]], limit: float
+) -> tuple[Forecast, Score | None]:
+    """Take the blocks that are needed at each of some times. Returns also how the last claim ended."""
     score: Score | None = None
     claim, right, wrong = forecast.claim, forecast.right, forecast.wrong
-    if claim and (needed > claim.limit or at_s >= claim.until_s):
-        score, claim = "right" if needed > claim.limit else "wrong", None
-        right, wrong = MEMORY * right + (score == "right"), MEMORY * wrong + (score == "wrong")
-    level, trend = _smoothed(forecast, needed, at_s)
-    if claim is None and needed <= limit < level + trend * TRENDS_AHEAD:
-        claim = PressureClaim(limit, at_s + HORIZON_S + SLACK_S)
-    return Forecast(at_s=at_s, level=level, trend=trend, claim=claim, right=right, wrong=wrong), score
-
-
-def _smoothed(forecast: Forecast, needed: float, at_s: float) -> tuple[float, float]:
-    """Return the level and the trend with the blocks that are needed now."""
-    seconds = at_s - forecast.at_s
-    if not 0 < seconds <= GAP_S:
-        return needed, 0.0
-    damped = forecast.trend * DAMPING**seconds
-    level = LEVEL * needed + (1 - LEVEL) * (forecast.level + damped * seconds)
-    return level, TREND * (level - forecast.level) / seconds + (1 - TREND) * damped
+    before_s, level, trend = forecast.at_s, forecast.level, forecast.trend
+    for at_s, needed in needs:
+        if claim and (needed > claim.limit or at_s >= claim.until_s):
+            score, claim = "right" if needed > claim.limit else "wrong", None
+            right, wrong = MEMORY * right + (score == "right"), MEMORY * wrong + (score == "wrong")
+        seconds = at_s - before_s
+        if 0 < seconds <= GAP_S:
+            damped, last = trend * DAMPING**seconds, level
+            level = LEVEL * needed + (1 - LEVEL) * (last + damped * seconds)
+            trend = TREND * (level - last) / seconds + (1 - TREND) * damped
+        else:
+            level, trend = needed, 0.0
+        if claim is None and needed <= limit < level + trend * TRENDS_AHEAD:
+            claim = PressureClaim(limit, at_s + HORIZON_S + SLACK_S)
+        before_s = at_s
+    return Forecast(at_s=before_s, level=level, trend=trend, claim=claim, right=right, wrong=wrong), score
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing import Any, Final
 from bus.morphs import MorphOutcome, MorphReport
 from bus.policy import Policy
 from bus.settings import MonitorSettings, WorkerSettings
-from controller.morphing.forecast import expected_blocks, observe
+from controller.morphing.forecast import expected_blocks, observe_each
 from instar.replay.outcomes import UNFINISHED, RequestOutcome
 from instar.replay.schemas import Arrival
 from instar.simulate.calibration import EngineCalibration
@@ -79,10 +79,11 @@ class SimulatedCluster:
         self.record = Record()
         self.instances: dict[int, ActiveInstance] = {}  # instances that ever had a request
         self._calibration, self._policy, self._outage = calibration, policy, outage
-        self._kv_blocks = calibration.memory.kv_blocks
+        self._in_force = policy.in_force() if policy else None
         self._losses = losses_of(calibration.num_layers, calibration.variants, calibration.losses)
         self._monitor = monitor or MonitorSettings()
         self._most_running, self._is_plain = most_running, is_plain
+        self._takes_whole = not (is_plain or self._settles or most_running == 0)
         self._report_s = WorkerSettings().telemetry_s
         self._reports_per_window = max(1, round(self._monitor.interval_s / self._report_s))
         self._active: dict[int, ActiveInstance] = {}
@@ -134,6 +135,8 @@ class SimulatedCluster:
 
     def _end(self, ends_s: float) -> None:
         record = self.record
+        if self._homes:
+            self.now_s = ends_s
         for number in self._homes:
             record.outcomes[number].error, record.outcomes[number].ended_s = UNFINISHED, ends_s
         self._homes.clear()
@@ -171,7 +174,29 @@ class SimulatedCluster:
         self._at(self.now_s + self._calibration.transit_s, self._submit, one, outcome)
 
     def _submit(self, one: ActiveInstance, outcome: RequestOutcome) -> None:
+        if self._runs_alone(one, outcome):
+            self._catch_up(one)
+            one.instance.run_alone(outcome, self.now_s)
+            self._push_step(one)
+            return
         self._change(one, lambda: one.instance.submit(outcome, self.now_s))
+
+    def _runs_alone(self, one: ActiveInstance, outcome: RequestOutcome) -> bool:
+        """Return True if scheduler and reflex have nothing to choose until the request ends or another comes.
+
+        Nothing else is there, it is admitted at once, gets each of its blocks when it needs it, and even with
+        all of them the reflex is at ease.
+        """
+        instance, num_tokens = one.instance, outcome.prompt_asked + outcome.output_asked
+        num_blocks = -(-num_tokens // instance.limits.block_tokens)
+        return (
+            self._takes_whole
+            and not instance.has_work
+            and min(outcome.prompt_asked, outcome.output_asked) > 0
+            and num_tokens <= instance.limits.max_model_len
+            and num_blocks < instance.blocks.num_free
+            and one.morphs.lets_alone(num_blocks)
+        )
 
     def _ended(self, instance: SimulatedInstance, outcome: RequestOutcome) -> None:
         one = self._homes.pop(outcome.number)
@@ -246,7 +271,8 @@ class SimulatedCluster:
         self.instances[number] = self._active[number] = one
         self._report()
         one.ticks, one.num_sampled = self._ticks, len(self.record.samples)
-        self._watch(one)
+        if self._is_plain or self._settles or one.forecast.may_be_trusted:
+            self._watched[number] = one
         return one
 
     def _report(self) -> None:
@@ -272,7 +298,7 @@ class SimulatedCluster:
         morphs = SimulatedMorphs(
             instance,
             self._calibration,
-            self._policy,
+            self._in_force,
             lambda: self.now_s,
             lambda: self._renewed_s(self.now_s),
         )
@@ -317,21 +343,19 @@ class SimulatedCluster:
                 one.num_since = one.tokens_since = 0
                 self._forecast(one, [((first + i) * report_s, needed[i]) for i in windows])
         samples = self.record.samples
-        while one.num_sampled < len(samples):
-            self._gateway.add_to(samples[one.num_sampled], one)
-            one.num_sampled += 1
+        if one.num_sampled < len(samples):
+            self._gateway.add_to(samples[one.num_sampled :], one)
+            one.num_sampled = len(samples)
 
-    def _forecast(self, one: ActiveInstance, needs: Iterable[tuple[float, int]]) -> None:
+    def _forecast(self, one: ActiveInstance, needs: Sequence[tuple[float, int]]) -> None:
         """Let the controller forecast the blocks that the instance needs, from those at some times."""
         if self._policy is None or self._policy.mode == "manual":
             return
         limit = self._policy.kv_usage_high * one.instance.blocks.capacity
-        forecast = one.forecast
-        for at_s, needed in needs:
-            if self._outage is None or self._renewed_s(at_s) == at_s:
-                forecast, _ = observe(forecast, needed, limit, at_s)
-        one.forecast = forecast
-        if forecast.may_be_trusted:
+        if self._outage:
+            needs = [need for need in needs if self._renewed_s(need[0]) == need[0]]
+        one.forecast, _ = observe_each(one.forecast, needs, limit)
+        if one.forecast.may_be_trusted:
             self._watched[one.instance.number] = one
 
     def _judge(self, one: ActiveInstance) -> None:
@@ -342,7 +366,7 @@ class SimulatedCluster:
             self._go_on(one)
         if not instance.is_stepping and (instance.has_work or one.morphs.running or instance.shape.num_below):
             self._boundary(one)  # an idle worker looks now and then whether layers can go back
-        if one.is_idle and self._is_as_made(one) and one.seen.is_settled:
+        if one.is_idle and one.instance.is_as_made and one.seen.is_settled:
             self._rest(one)
         else:
             self._gateway.show(one)
@@ -355,20 +379,17 @@ class SimulatedCluster:
         """
         instance, number = one.instance, one.instance.number
         is_waiting = not instance.is_stepping and (instance.has_work or one.morphs.running is not None)
-        is_changed = one.is_idle and not self._is_as_made(one)
+        is_changed = one.is_idle and not one.instance.is_as_made
         if self._is_plain or self._settles or is_waiting or is_changed or one.forecast.may_be_trusted:
             self._watched[number] = one
             return
         self._watched.pop(number, None)
         if one.is_idle:
-            windows = (self._ticks + one.seen.settles_in) // self._reports_per_window
-            ticks = max(windows, self._ticks // self._reports_per_window + 1) * self._reports_per_window
+            every = self._reports_per_window
+            ticks = -(-(self._ticks + one.seen.settles_in) // every) * every
             if one.settles != ticks:
                 one.settles = ticks
                 self._settling.setdefault(ticks, []).append(one)
-
-    def _is_as_made(self, one: ActiveInstance) -> bool:
-        return one.instance.shape.is_at_rest and one.instance.blocks.capacity == self._kv_blocks
 
     def _is_at_rest(self) -> bool:
         return not self._active

@@ -2,7 +2,7 @@
 
 Steps in which every sequence decodes and nothing else changes are taken together: the scheduler is asked
 once for all of them, and their ends are computed one by one. `is_stepwise` takes each by itself; the results
-are the same.
+are the same. So are those of `run_alone`, which asks no scheduler.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Final, NamedTuple
 
-from bus.messages import SamplingParams, Submit
+from bus.messages import FinishReason, SamplingParams, Submit
 from instar.replay.outcomes import RequestOutcome
+from instar.simulate.alone import LoneRun
 from instar.simulate.calibration import EngineCalibration
 from instar.simulate.shape import SimulatedShape
 from instar.simulate.steps import StepModel
@@ -73,6 +74,16 @@ def _submit(outcome: RequestOutcome) -> Submit:
     )
 
 
+class SimulatedScheduler(Scheduler):
+    """The scheduler, which may be spared a sequence."""
+
+    def pass_by(self, num_chunks: int, num_output: int) -> None:
+        """Count the chunks of a sequence that has run alone and ended."""
+        self._turn += num_chunks
+        self._needed_at = -1
+        self.lengths.add(num_output)
+
+
 class SimulatedInstance:
     """An instance. The cluster calls `start` whenever it is idle, and `finish` at the time `ends[-1]`."""
 
@@ -97,8 +108,9 @@ class SimulatedInstance:
             max_model_len=own.max_model_len,
             block_tokens=own.block_tokens,
         )
-        self.blocks = BlockAllocator(calibration.memory.kv_blocks)
-        self.scheduler = Scheduler(self.limits, self.blocks)
+        self._first_blocks = calibration.memory.kv_blocks
+        self.blocks = BlockAllocator(self._first_blocks)
+        self.scheduler = SimulatedScheduler(self.limits, self.blocks)
         self.shape = SimulatedShape(calibration, losses)
         self.ends: list[float] = []  # ends of the steps in progress
         self.version = 0  # version of `ends`: an event for another one is void
@@ -108,6 +120,7 @@ class SimulatedInstance:
         self.num_planned = 0  # tokens of the next step
         self.model = StepModel(calibration.step, 2 * calibration.num_layers)
         self.is_at_ease = False  # the reflex is not asked at the boundaries of the steps in progress
+        self._lone: LoneRun | None = None  # what runs, where the scheduler does not know of it
         self._chunks: list[ScheduledChunk] = []
         self._num_prompt = 0  # tokens of prompts in each step in progress
         self._began_s = 0.0  # when the first of them began
@@ -121,7 +134,12 @@ class SimulatedInstance:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._inbox or self.scheduler.running or self.scheduler.waiting)
+        return bool(self._lone or self._inbox or self.scheduler.running or self.scheduler.waiting)
+
+    @property
+    def is_as_made(self) -> bool:
+        """True if layers and KV blocks are those of the start."""
+        return self.shape.is_at_rest and self.blocks.capacity == self._first_blocks
 
     @property
     def has_queue(self) -> bool:
@@ -133,7 +151,7 @@ class SimulatedInstance:
 
     @property
     def num_running(self) -> int:
-        return len(self.scheduler.running)
+        return 1 if self._lone else len(self.scheduler.running)
 
     @property
     def num_waiting(self) -> int:
@@ -161,8 +179,8 @@ class SimulatedInstance:
         if error := length_refusal(outcome.prompt_asked, outcome.output_asked, self.limits):
             self._end(outcome, now_s, f"400 {error}")
             return
-        self._inbox.append(SimulatedSequence(outcome, now_s))
         self.interrupt(now_s)
+        self._inbox.append(SimulatedSequence(outcome, now_s))
 
     def withdraw(self, seq: EngineSequence) -> None:
         """Forget a request that waits here."""
@@ -173,6 +191,7 @@ class SimulatedInstance:
 
     def interrupt(self, now_s: float) -> None:
         """Let the steps in progress end with the one that runs now."""
+        self._take_apart(now_s)
         last = bisect_left(self.ends, now_s) + 1
         if last < len(self.ends):
             del self.ends[last:]
@@ -194,6 +213,51 @@ class SimulatedInstance:
         work = self.plan(now_s, is_quiet)
         if self._chunks:
             self.begin(now_s, work, self.model.ends(now_s, *work))
+
+    def run_alone(self, outcome: RequestOutcome, now_s: float) -> None:
+        """Begin all steps of a request at once, where nothing else is here and its blocks are free."""
+        size = self.limits.max_num_batched_tokens
+        self.ends = self.model.ends_alone(now_s, outcome.prompt_asked, outcome.output_asked, size)
+        num_prompts = -(-outcome.prompt_asked // size)
+        self._lone = LoneRun(outcome, now_s, self.ends, num_prompts, self.limits.block_tokens)
+        self._tally.most_running = max(self._tally.most_running, 1)
+        self.version += 1
+
+    def _take_apart(self, now_s: float) -> None:
+        """Have the scheduler do what it would have done by now for a request that ran alone."""
+        if (lone := self._lone) is None:
+            return
+        self._lone, self.ends = None, []
+        self._inbox.append(SimulatedSequence(lone.outcome, lone.began_s))
+        self.start(lone.began_s)
+        while self.ends[-1] < now_s:
+            self.start(self.finish())
+        self.is_at_ease = True
+
+    def _end_alone(self, lone: LoneRun) -> None:
+        """Take note of all steps of a request that ran alone."""
+        self._lone, self.ends = None, []
+        outcome, ends, began_s, left = lone.outcome, lone.ends, lone.began_s, lone.outcome.prompt_asked
+        for at_s in ends[: lone.num_prompts]:
+            num_prompt = min(left, self.limits.max_num_batched_tokens)
+            if left > 1:
+                self.prompt_rate.add(num_prompt, at_s - began_s)
+            began_s, left = at_s, left - num_prompt
+        times, num_output = ends[lone.num_prompts - 1 :], outcome.output_asked
+        outcome.opened_s, outcome.first_s, outcome.last_s = ends[0], times[0], times[-1]
+        if num_output > 1:
+            outcome.longest_pause_s = max(times[1] - times[0], times[-1] - times[-2])
+        outcome.events = num_output
+        outcome.spans.append((num_output, 0))
+        tally = self._tally
+        tally.scheduled += 1
+        tally.steps += len(ends)
+        tally.computed += outcome.prompt_asked + num_output - 1
+        tally.tokens += num_output
+        self._num_chunks += len(ends)
+        self.scheduler.pass_by(len(ends), num_output)
+        self._on_tokens(times, 1)
+        self._leave(outcome, "length", ends[0], times[-1])
 
     def plan(self, now_s: float, is_quiet: IsQuiet, max_tokens: int | None = None) -> StepWork:
         """Choose the next step. max_tokens: what a group allows its member."""
@@ -255,6 +319,8 @@ class SimulatedInstance:
 
     def used_at(self, times: Sequence[float]) -> list[int]:
         """Return the KV blocks in use at these times, with those of the steps that have ended by then."""
+        if self._lone:
+            return self._lone.used_at(times)
         used, ends, most = self.scheduler.blocks.num_used, self.ends, len(self.ends) - 1
         if most < 1 or not self._is_decoding or times[-1] < ends[0]:
             return [used] * len(times)
@@ -266,6 +332,7 @@ class SimulatedInstance:
 
         The reports of instances show it; the step that runs now has its blocks.
         """
+        self._take_apart(now_s)
         count = min(bisect_right(self.ends, now_s), len(self.ends) - 1)
         if count > 0:
             self._apply(count)
@@ -275,7 +342,10 @@ class SimulatedInstance:
     def finish(self) -> float:
         """End the steps in progress. Returns the time."""
         now_s = self.ends[-1]
-        self._apply(len(self.ends))
+        if self._lone:
+            self._end_alone(self._lone)
+        else:
+            self._apply(len(self.ends))
         return now_s
 
     def _apply(self, count: int) -> None:
@@ -339,11 +409,14 @@ class SimulatedInstance:
             outcome.spans.append((len(times), below))
         if finished := why_finished(seq, self.limits):
             self.scheduler.remove(seq)
-            outcome.finish = finished
             self.scheduler.lengths.add(seq.num_output)
-            weight = RESIDENCE_WEIGHT if self.residence_s else 1.0
-            self.residence_s += weight * (times[-1] - seq.started_at - self.residence_s)
-            self._end(outcome, times[-1])
+            self._leave(outcome, finished, seq.started_at, times[-1])
+
+    def _leave(self, outcome: RequestOutcome, finished: FinishReason, started_s: float, now_s: float) -> None:
+        outcome.finish = finished
+        weight = RESIDENCE_WEIGHT if self.residence_s else 1.0
+        self.residence_s += weight * (now_s - started_s - self.residence_s)
+        self._end(outcome, now_s)
 
     def _end(self, outcome: RequestOutcome, now_s: float, error: str = "") -> None:
         outcome.error, outcome.ended_s = error, now_s

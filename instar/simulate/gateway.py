@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -34,6 +34,13 @@ class ActiveInstance:
     ticks: int = 0  # number of the last report that was taken
     num_sampled: int = 0  # samples that it is in
     settles: int = 0  # number of the report at which it may be at rest
+
+    @property
+    def is_as_at_rest(self) -> bool:
+        """True if a sample shows nothing of it that one of an instance at rest does not."""
+        instance, scheduler = self.instance, self.instance.scheduler
+        is_in_group = scheduler.blocks is not instance.blocks
+        return not (instance.has_work or is_in_group or scheduler.num_preemptions) and instance.is_as_made
 
     @property
     def is_idle(self) -> bool:
@@ -70,7 +77,10 @@ class SimulatedGateway:
         idle = self._first_idle()
         if idle is None or num_tokens > idle.max_tokens:
             self._complete()
-        found = choose(self._shortlist.of(num_tokens, idle), num_tokens)
+        candidates = self._shortlist.of(num_tokens, idle)
+        if idle and candidates == [idle] and num_tokens <= idle.max_tokens:  # nothing to choose: it has room
+            return self._idle[0]
+        found = choose(candidates, num_tokens)
         if isinstance(found, Candidate):
             return int(found.instance.rpartition("@w")[2])
         assert isinstance(found, TooLong), found
@@ -145,27 +155,32 @@ class SimulatedGateway:
             instances = {ALL: counts | {"queue_delay_s": 0.0, "tp": 1}}
         return {"at_s": round(at_s, 3), "instances": instances}
 
-    def add_to(self, sample: dict[str, Any], one: ActiveInstance) -> None:
-        """Add an active instance, as it was then."""
-        instances, instance, at_s = sample["instances"], one.instance, sample["at_s"]
-        used, queue_delay_s = instance.used_at([at_s])[0], round(instance.oldest_wait_s(at_s), 4)
-        counts = (
-            instance.scheduler.blocks.capacity,
-            used,
-            instance.num_running,
-            instance.num_waiting,
-            instance.shape.num_below,
-            instance.scheduler.num_preemptions,
-        )
-        if ALL not in instances:
-            shown = dict(zip(COUNTS, counts, strict=True))
-            instances[instance.name] = shown | {"queue_delay_s": queue_delay_s, "tp": 1}
+    def add_to(self, samples: Sequence[dict[str, Any]], one: ActiveInstance) -> None:
+        """Add an active instance, as it was then, to samples since its last event."""
+        instance, is_summed = one.instance, self._num_workers > SHOWN_INSTANCES
+        if is_summed and one.is_as_at_rest:
             return
-        total = instances[ALL]
-        total["kv_blocks"] -= self._kv_blocks
-        for key, count in zip(COUNTS, counts, strict=True):
-            total[key] += count
-        total["queue_delay_s"] = max(total["queue_delay_s"], queue_delay_s)
+        times, has_queue = [sample["at_s"] for sample in samples], instance.has_queue
+        counts = (
+            ("kv_blocks", instance.scheduler.blocks.capacity - (self._kv_blocks if is_summed else 0)),
+            ("running", instance.num_running),
+            ("waiting", instance.num_waiting),
+            ("layers_below_full", instance.shape.num_below),
+            ("preemptions", instance.scheduler.num_preemptions),
+        )
+        changes = [(key, count) for key, count in counts if count]
+        for sample, at_s, used in zip(samples, times, instance.used_at(times), strict=True):
+            if not is_summed:
+                sample["instances"][instance.name] = dict.fromkeys(COUNTS, 0) | {
+                    "queue_delay_s": 0.0,
+                    "tp": 1,
+                }
+            shown = sample["instances"][ALL if is_summed else instance.name]
+            for key, count in changes:
+                shown[key] += count
+            shown["kv_used"] += used
+            if has_queue:
+                shown["queue_delay_s"] = max(shown["queue_delay_s"], round(instance.oldest_wait_s(at_s), 4))
 
     def _at_rest(self) -> dict[str, Any]:
         zeros = dict.fromkeys(("kv_used", "running", "waiting", "layers_below_full", "queue_delay_s"), 0)

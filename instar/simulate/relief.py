@@ -77,7 +77,7 @@ class SimulatedTarget:
 class SimulatedMorphs:
     """Runs the morph that the reflex of an instance began, if there is one; without a policy there is none.
 
-    renewed_s: returns when the controller last renewed its envelopes.
+    policy: in force. renewed_s: returns when the controller last renewed its envelopes.
     """
 
     epoch = 1
@@ -100,7 +100,7 @@ class SimulatedMorphs:
         self._cancelled: list[MorphReport] = []
         self._loop: ReflexLoop | None = None
         self._granted: Envelope | None = None  # without the controller's restrictions
-        if policy is not None and policy.mode != "manual":
+        if policy is not None:
             numbers = count(1)
             self._loop = ReflexLoop(self, clock, lambda: f"{instance.name}-{next(numbers)}")
             self._granted = _granted(instance, policy)
@@ -187,6 +187,17 @@ class SimulatedMorphs:
         found.envelope = replace(found.envelope, expected_blocks=blocks)
         return True
 
+    def lets_alone(self, num_used: int) -> bool:
+        """Return True if the reflex would do nothing for a request that comes alone and uses so many blocks.
+
+        When it comes, it waits for none of them, so that there is no pressure. All layers are in full
+        precision, so that none can go back, and urgency counts for nothing.
+        """
+        if self._loop is None:
+            return True
+        found = self._loop.of(self._instance.name)
+        return found is not None and not found.state.is_by_hand and self._is_at_ease(found, num_used)
+
     def is_quiet(self, num_used: int) -> bool:
         """Return True if the reflex wants nothing from now on until `num_used` blocks are in use.
 
@@ -230,6 +241,6 @@ def _granted(instance: SimulatedInstance, policy: Policy) -> Envelope:
         id="",
         epoch=SimulatedMorphs.epoch,
         instance=instance.name,
-        policy=policy.in_force() or policy,
+        policy=policy,
         precisions=[precision for precision in below if precision in instance.shape.variants],
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 from bus.messages import PARTS, LayerShape, layers_below_full, lowest_half
 from bus.precisions import Precision
@@ -16,6 +17,11 @@ from instar.simulate.calibration import EngineCalibration
 from worker.engine.shape import precision_of
 from worker.morph.losses import Losses
 from worker.morph.plan import Half, order_towards
+
+
+@cache
+def _halves(num_layers: int) -> list[Half]:
+    return [Half(layer, part) for layer in range(num_layers) for part in PARTS]
 
 
 class SimulatedShape:
@@ -26,9 +32,7 @@ class SimulatedShape:
         self._calibration, self._memory = calibration, memory
         self.num_layers = calibration.num_layers
         self.layers = [LayerShape()] * self.num_layers
-        self.halves: dict[Half, Precision] = {
-            Half(layer, part): "full" for layer in range(self.num_layers) for part in PARTS
-        }
+        self.halves: dict[Half, Precision] = dict.fromkeys(_halves(self.num_layers), "full")
         self.counts = Counter(self.halves.values())
         self.losses = losses
         self.num_below = 0  # layers with a half below full precision

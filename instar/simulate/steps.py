@@ -32,6 +32,20 @@ class StepModel:
         rest_s = costs.fixed_s + num_decodes * costs.decode_s + kv_tokens * costs.kv_token_s
         return num_prompt * costs.prompt_token_s * self._prompt + rest_s * self._decode
 
+    def ends_alone(self, now_s: float, num_prompt: int, num_output: int, most_tokens: int) -> list[float]:
+        """Return when each step of a request ends that begins now and is alone.
+
+        most_tokens: of its prompt in a step; the last of these steps makes the first token.
+        """
+        ends, left = list[float](), num_prompt
+        while left:
+            count = min(left, most_tokens)
+            read = num_prompt - left + count
+            now_s += self.seconds(0, 1, read) if left == 1 else self.seconds(count, 0, read)
+            ends.append(now_s)
+            left -= count
+        return ends + self.ends(now_s, 0, 1, num_prompt + 1, num_output - 1) if num_output > 1 else ends
+
     def ends(
         self,
         now_s: float,

@@ -9,6 +9,7 @@ from bus.settings import MonitorSettings
 from instar.simulate.engine import SimulatedInstance
 
 SETTLED = 0.01  # sequences and blocks that count as none
+ROUNDING = 1e-6  # of a report
 
 
 class Smoothed:
@@ -35,11 +36,11 @@ class Smoothed:
 
     @property
     def settles_in(self) -> int:
-        """Reports, about, until `is_settled`, if nothing runs or waits any more; not too many."""
+        """Reports until `is_settled`, if nothing runs or waits any more; not too many, but for rounding."""
         left = 1 - self._settings.smoothing
         if self.is_settled or not left:
             return 1
-        return max(1, int(math.log(SETTLED / (self.load + self.kv_used)) / math.log(left)))
+        return max(1, math.ceil(math.log(SETTLED / (self.load + self.kv_used)) / math.log(left) - ROUNDING))
 
     def forget(self) -> None:
         """Begin anew, after a time without reports."""
@@ -59,7 +60,8 @@ class Smoothed:
         for used in all_used:
             kv_used += weight * (used - kv_used)
             running += weight * (num_running - running)
+        for _ in all_used if waiting or num_waiting else ():
             waiting += weight * (num_waiting - waiting)
         self.kv_used, self.running, self.waiting, self.last_used = kv_used, running, waiting, all_used[-1]
         blocks_waiting = -(-self.waiting_tokens // instance.limits.block_tokens)
-        return [used + blocks_waiting for used in all_used]
+        return [used + blocks_waiting for used in all_used] if blocks_waiting else all_used

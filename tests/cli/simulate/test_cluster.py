@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import msgspec
 import pytest
@@ -134,6 +135,47 @@ def test_steps_and_reports_that_are_taken_together_are_the_same_as_one_by_one(
     assert fast.record == plain.record
     for one, other in zip(fast.instances.values(), plain.instances.values(), strict=True):
         assert one.forecast == other.forecast
+
+
+few_at_a_time = st.lists(
+    st.tuples(st.floats(0.0, 0.6), st.sampled_from([1, 15, 33, 64, 100, 200]), st.integers(1, 60)),
+    min_size=1,
+    max_size=25,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=few_at_a_time,
+    num_workers=st.sampled_from([1, 2]),
+    mode=st.sampled_from(MODES),
+    num_tokens=st.sampled_from([1, 32, 512]),
+    drain_s=st.sampled_from([0.0, 0.01, 60.0]),
+)
+@example([(0.0, 33, 30), (0.2, 33, 30)], 1, "default", 32, 60.0)  # the last step of a prompt has one token
+@example([(0.0, 200, 1), (0.01, 1, 1)], 1, "default", 32, 60.0)  # one comes while the other's prompt runs
+@example([(0.0, 200, 60), (0.0, 200, 60)], 1, "default", 512, 60.0)  # they come together
+def test_a_request_that_runs_alone_leaves_what_the_scheduler_would_whoever_comes_meanwhile(
+    requests: list[tuple[float, int, int]], num_workers: int, mode: Mode, num_tokens: int, drain_s: float
+) -> None:
+    due_s = accumulate(gap_s for gap_s, _, _ in requests)
+    arrivals = [
+        Arrival(at_s, prompt, output) for at_s, (_, prompt, output) in zip(due_s, requests, strict=True)
+    ]
+    calibration = with_limits(max_num_batched_tokens=num_tokens)
+    fast, plain = (cluster(num_workers, mode, calibration, is_plain=is_plain) for is_plain in (False, True))
+    fast.run(arrivals, drain_s)
+    plain.run(arrivals, drain_s)
+    assert fast.record.tally.scheduled <= plain.record.tally.scheduled
+    plain.record.tally.scheduled = fast.record.tally.scheduled
+    plain.record.tally.lost_quality = pytest.approx(fast.record.tally.lost_quality)  # type: ignore[assignment]
+    assert fast.record == plain.record
+    for one, other in zip(fast.instances.values(), plain.instances.values(), strict=True):
+        one.instance.scheduler.check_integrity()
+        assert one.forecast == other.forecast
+        assert one.instance.prompt_rate.per_s == other.instance.prompt_rate.per_s
+        assert one.instance.residence_s == other.instance.residence_s
+        assert one.instance.used_blocks == other.instance.used_blocks
 
 
 @settings(max_examples=15, deadline=None)
