@@ -245,7 +245,7 @@ class SimulatedCluster:
         if due_s is not None and due_s != before_s:
             self._at(due_s, self._go_on, one)
         if instance.has_work:
-            instance.start(now_s, morphs.is_quiet)
+            instance.start(now_s + morphs.spent_s, morphs.is_quiet)
         if instance.is_stepping:
             if self._most_running is not None and instance.num_running > self._most_running:
                 raise Unmeasured(f"{instance.num_running} sequences at once (at {now_s:.1f} s)")

@@ -1,16 +1,19 @@
 """A morph of a simulated instance: halves of layers one after the other, or a resize of the KV cache.
 
-A half takes the calibration's time for its new variant, divided by the share of the time that the worker has
-for morphs: all of it while it is idle, else `worker.morph_share`, or more if the reflex says that it is
-urgent. It is installed between two steps. An urgent morph may spend its share of URGENT_TURN_S ahead, as
-`worker.shape.copier.Pace` allows it, so that several halves may be installed between the same two steps. That
-several are in progress at once in the worker changes little, since one thread copies them.
+A half is mapped and later installed between two steps, each for half of the calibration's `half_s`, as
+`worker.shape.copier.Pace` allows it. The next step waits for that, as it does in the worker. Between the two
+the half is copied beside the steps, with the share of the time that the worker has for copies: all of it
+while it is idle, else that of the calibration, or more if the reflex says that it is urgent. At a boundary an
+urgent morph waits for its copy as long as the pace allows. That several halves are in progress at once in the
+worker changes little, since one thread copies them.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from bus.morphs import MorphOutcome, MorphReport, Resize, Swap
 from bus.precisions import Precision
@@ -20,17 +23,47 @@ from worker.memory import OutOfBlocks, plan_moves_below
 from worker.morph.plan import Half, plan_swap
 from worker.morph.resizer import headroom
 from worker.morph.run import NotApplied
-from worker.shape.copier import URGENT_TURN_S
+from worker.shape.copier import Pace
 
 Command = Swap | Resize
+
+
+COPIED: Final = 1e-9  # seconds left of a copy that is done, but for rounding
+
+
+class Turn:
+    """The time between two steps that morphs take, as `worker.morph.manager.MorphManager` spends it.
+
+    urgency: the share of a busy worker's time that morphs may take at least. spent_s: at this boundary.
+    """
+
+    def __init__(self, share: float, clock: Callable[[], float]) -> None:
+        self._clock, self.spent_s = clock, 0.0
+        self.pace = Pace(share, lambda: self.now_s)
+        self.is_busy, self.urgency = False, 0.0
+
+    @property
+    def now_s(self) -> float:
+        return self._clock() + self.spent_s
+
+    def begin(self, is_busy: bool, urgency: float) -> None:
+        """Begin a boundary. is_busy: steps follow."""
+        self.spent_s, self.is_busy, self.urgency = 0.0, is_busy, urgency
+        self.pace.begin(is_busy, urgency)
+
+    def spend(self, seconds: float) -> None:
+        """Do something that takes so long."""
+        self.spent_s += seconds
+        self.pace.spent()
 
 
 @dataclass(slots=True)
 class SimulatedMorph:
     """A morph in progress, and why it was ordered.
 
-    due_s: when its next half is ready, None while it waits for blocks. spent_s: until when its share of the
-    time is used up. obstacle: why it cannot go on.
+    due_s: when it is to be carried on at the latest, None while it waits for blocks. left_s: of the copy in
+    progress, if it had all the time; None: no half is in progress. since_s, rate: since when it has which
+    share of the time. obstacle: why it cannot go on.
     """
 
     command: Command
@@ -42,51 +75,84 @@ class SimulatedMorph:
     towards: dict[Half, Precision] = field(default_factory=dict)
     num_halves: int = 0
     due_s: float | None = None
-    spent_s: float = 0.0
+    left_s: float | None = None
+    since_s: float = 0.0
+    rate: float = 1.0
     waiting_since_s: float | None = None
     copy_s: float = 0.0  # pauses not counted
+    boundary_s: float = 0.0
+    awaited_s: float = 0.0  # of it, for copies
+    blocks_s: float = 0.0  # until the KV cache had grown first; 0: it has not
     obstacle: str = ""
 
-    def begin(self, instance: SimulatedInstance, now_s: float, urgency: float) -> MorphReport | None:
+    @property
+    def urgency(self) -> float:
+        """The share of a busy worker's time that whoever ordered it gives it at least."""
+        return self.command.urgency if isinstance(self.command, Swap) else 0.0
+
+    def begin(self, instance: SimulatedInstance, turn: Turn) -> MorphReport | None:
         """Begin; returns the report if it ends at once."""
         if isinstance(self.command, Resize):
-            return self._resize(instance, now_s)
+            return self._resize(instance, turn.now_s)
         shape = instance.shape
         order = shape.order_towards(self.command.precision)
         try:
             self.towards = plan_swap(self.command, shape.layers, shape.variants, order)
         except NotApplied as end:
             self.obstacle = end.reason
-            return self._report(instance, now_s, end.state)
+            return self._report(instance, turn.now_s, end.state)
         self.pending.extend(self.towards)
         self.num_halves = len(self.pending)
-        return self.advance(instance, now_s, urgency)
+        return self.advance(instance, turn)
 
-    def advance(self, instance: SimulatedInstance, now_s: float, urgency: float) -> MorphReport | None:
-        """Carry on between two steps; returns the report at the end.
-
-        urgency: the share of a busy worker's time that morphs may take at least.
-        """
+    def advance(self, instance: SimulatedInstance, turn: Turn) -> MorphReport | None:
+        """Carry on between two steps; returns the report at the end."""
         if not isinstance(self.command, Swap):
-            return self._resize(instance, now_s)
-        urgency = max(urgency, self.command.urgency)
-        while True:
-            if self.due_s is not None:
-                if now_s < self.due_s:
-                    return None
-                self._install(instance, self.pending.popleft(), now_s)
-                self.spent_s, self.due_s = self.due_s, None
-            if not self.pending:
-                return self._report(instance, now_s, "applied")
-            since_s = max(self.spent_s, now_s - URGENT_TURN_S) if urgency else now_s
-            if not self._prepare(instance, since_s, urgency):
-                return self._wait(instance, now_s)
+            return self._resize(instance, turn.now_s)
+        if self.left_s:
+            self._copy_on(max(0.0, turn.now_s - self.since_s) * self.rate)
+        while turn.pace.has_time:
+            if self.left_s is None:
+                if not self.pending:
+                    return self._report(instance, turn.now_s, "applied")
+                if not self._prepare(instance, turn):
+                    self.due_s = None
+                    return self._wait(instance, turn.now_s)
+            elif self.left_s:
+                if not self._await_copy(turn):
+                    break
+            else:
+                self._spend(turn, self.costs.half_s / 2)
+                self._install(instance, self.pending.popleft(), turn.now_s)
+                self.left_s = None
+                if not self.pending:
+                    return self._report(instance, turn.now_s, "applied")
+        self.since_s, self.rate = turn.now_s, max(self.costs.share, turn.urgency) if turn.is_busy else 1.0
+        self.due_s = self.since_s + (self.left_s or 0.0) / self.rate
+        return None
 
-    def _prepare(self, instance: SimulatedInstance, since_s: float, urgency: float) -> bool:
-        """Make room for the next half and start its copy. Returns False if KV blocks are in the way.
+    def _copy_on(self, seconds: float) -> None:
+        """Let the copy in progress get on by so many seconds of work."""
+        assert self.left_s is not None
+        self.left_s -= seconds
+        if self.left_s <= COPIED:
+            self.left_s = 0.0
 
-        since_s: the time from which on its share of the time counts.
-        """
+    def _await_copy(self, turn: Turn) -> bool:
+        """Let the next step wait for the copy as long as there is time. Returns False if it is not done."""
+        if self.left_s and turn.is_busy and turn.urgency:
+            seconds = min(self.left_s, turn.pace.left_s)
+            self.awaited_s += seconds
+            self._spend(turn, seconds)
+            self._copy_on(seconds)
+        return not self.left_s
+
+    def _spend(self, turn: Turn, seconds: float) -> None:
+        turn.spend(seconds)
+        self.boundary_s += seconds
+
+    def _prepare(self, instance: SimulatedInstance, turn: Turn) -> bool:
+        """Make room for the next half and start its copy. Returns False if KV blocks are in the way."""
         half, shape = self.pending[0], instance.shape
         pages = shape.pages_to_take(half, self.towards[half])
         if pages:
@@ -97,11 +163,10 @@ class SimulatedMorph:
                 self.obstacle = f"{needed} of {instance.blocks.capacity} KV blocks must stay"
                 return False
             shape.resize(-pages)
+        self._spend(turn, self.costs.half_s / 2)
         nbytes = shape.half_pages(half, self.towards[half]) * self.page_bytes
-        seconds = self.costs.half_s + nbytes * self.costs.byte_s
-        share = max(self.costs.share, urgency) if instance.has_work else 1.0
-        self.copy_s += seconds
-        self.due_s = since_s + seconds / share
+        self.left_s = nbytes * self.costs.byte_s
+        self.copy_s += self.left_s
         self.waiting_since_s = None
         return True
 
@@ -111,6 +176,7 @@ class SimulatedMorph:
         if pages := shape.growth():
             shape.resize(pages)
             instance.blocks.extend(shape.kv_blocks)
+            self.blocks_s = self.blocks_s or now_s - self.began_s
         instance.reshaped(now_s)
 
     def _resize(self, instance: SimulatedInstance, now_s: float) -> MorphReport | None:
@@ -159,6 +225,9 @@ class SimulatedMorph:
                 "halves": self.num_halves,
                 "halves_applied": done,
                 "copy_seconds": self.copy_s,
+                "boundary_seconds": self.boundary_s,
+                "awaited_seconds": self.awaited_s,
+                "blocks_seconds": self.blocks_s,
                 "blocks_after": instance.blocks.capacity,
                 "stands_seconds": self.command.stands_s if isinstance(self.command, Swap) else 0.0,
             },

@@ -14,7 +14,7 @@ from bus.policy import Envelope, Policy
 from bus.precisions import LOWEST, PRECISIONS, Precision
 from instar.simulate.calibration import EngineCalibration
 from instar.simulate.engine import SimulatedInstance
-from instar.simulate.morphs import SimulatedMorph
+from instar.simulate.morphs import SimulatedMorph, Turn
 from worker.distributed.messages import MemberLoad
 from worker.morph import reflex
 from worker.morph.plan import Half
@@ -96,6 +96,7 @@ class SimulatedMorphs:
         self._instance, self._clock, self._renewed_s = instance, clock, renewed_s
         self._costs, self._page_bytes = calibration.morph, calibration.memory.page_bytes
         self._target = SimulatedTarget(instance, clock)
+        self._turn = Turn(calibration.morph.share, clock)
         self._ordered: SimulatedMorph | None = None  # begins when the reflex has decided
         self._cancelled: list[MorphReport] = []
         self._loop: ReflexLoop | None = None
@@ -150,9 +151,14 @@ class SimulatedMorphs:
         assert found
         return found.lever
 
+    @property
+    def spent_s(self) -> float:
+        """Seconds that the morph has taken at this boundary: the next step begins so much later."""
+        return self._turn.spent_s
+
     def at_boundary(self) -> list[MorphReport]:
         """Ask the reflex, and carry its morph on, between two steps; returns the reports of what ended."""
-        loop = self._loop
+        loop, self._turn.spent_s = self._loop, 0.0
         if loop is None:
             return []
         if found := loop.of(self._instance.name):
@@ -168,13 +174,16 @@ class SimulatedMorphs:
         return reports
 
     def _advance(self) -> MorphReport | None:
-        report, now_s = None, self._clock()
-        urgency = self.urgencies.get(self._instance.name, 0.0)
+        running = self.running or self._ordered
+        if running is None:
+            return None
+        urgency = max(running.urgency, self.urgencies.get(self._instance.name, 0.0))
+        self._turn.begin(self._instance.has_work, urgency)
         if self._ordered:
-            self.running, self._ordered = self._ordered, None
-            report = self.running.begin(self._instance, now_s, urgency)
-        elif self.running:
-            report = self.running.advance(self._instance, now_s, urgency)
+            self.running, self._ordered = running, None
+            report = running.begin(self._instance, self._turn)
+        else:
+            report = running.advance(self._instance, self._turn)
         if report:
             self.running = None
         return report
