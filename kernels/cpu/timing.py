@@ -145,12 +145,16 @@ class WeightMemory:
         self._used = 0
 
     def take(self, product: Product) -> list[Weight]:
-        """Return weights of some TURN_BYTES; of a matrix that is larger, its first rows."""
+        """Return weights of some TURN_BYTES; of a matrix that is larger, its first rows.
+
+        They are as many more than whole lanes as all its rows, so that the same kernels can run.
+        """
         row = self._row_bytes(product)
         rows, columns = product.outputs, product.inputs
         if product.form == "linear_t":
             rows, columns = columns, rows
-        rows = max(LANES, min(rows, TURN_BYTES // row))
+        left_out = max(0, rows - TURN_BYTES // row)
+        rows = max(LANES, rows - -(-left_out // LANES) * LANES)
         count = max(1, min(MOST_WEIGHTS, TURN_BYTES // (rows * row)))
         return [self._one(product, rows, columns) for _ in range(count)]
 

@@ -243,6 +243,18 @@ def test_a_turn_reads_the_same_bytes_whatever_the_product(product: Product) -> N
         assert 0.6 * timing.TURN_BYTES <= read <= timing.TURN_BYTES
 
 
+@pytest.mark.parametrize(("outputs", "can_use_lanes"), [(4864, True), (8192, True), (8200, False)])
+def test_a_part_of_a_matrix_is_measured_with_the_kernels_of_the_whole(
+    outputs: int, can_use_lanes: bool
+) -> None:
+    product = Product("linear", "float32", outputs, 768)
+    (part,) = timing.WeightMemory().take(product)
+    assert isinstance(part, torch.Tensor) and part.shape[0] < outputs
+    x = torch.ones(64, 768)
+    assert can_run("lanes", "linear", x, part) is can_use_lanes
+    assert can_run("lanes", "linear", x, torch.ones(outputs, 768)) is can_use_lanes
+
+
 def test_measuring_ends_in_time_and_the_next_start_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
