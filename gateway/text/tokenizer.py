@@ -15,6 +15,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 
+from bus.sentencepiece import FILE as SENTENCEPIECE
+from bus.sentencepiece import BadSentencePiece, load_sentencepiece
 from gateway.errors import invalid
 from gateway.text.vocabulary import UnknownTokenizer, Vocabulary
 
@@ -40,7 +42,7 @@ class Tokenizer:
         try:
             self.vocabulary = Vocabulary(self._rust, vocab_size)
         except UnknownTokenizer as error:
-            raise TokenizerError(f"{folder}/tokenizer.json cannot be used: {error}") from error
+            raise TokenizerError(f"the tokenizer of {folder} cannot be used: {error}") from error
         self.stop_token_ids = self._read_stop_ids()
         self._template = _read_template(folder, self._config)
         self._bytes_per_token = self.vocabulary.longest if self._rust.normalizer is None else None
@@ -83,7 +85,14 @@ class Tokenizer:
 def _load(folder: Path) -> RustTokenizer:
     file = folder / "tokenizer.json"
     try:
-        tokenizer = RustTokenizer.from_file(str(file)) if file.is_file() else _convert(folder)
+        if file.is_file():
+            tokenizer = RustTokenizer.from_file(str(file))
+        elif (folder / SENTENCEPIECE).is_file():
+            tokenizer = load_sentencepiece(folder)
+        else:
+            tokenizer = _convert(folder)
+    except BadSentencePiece as error:
+        raise TokenizerError(str(error)) from error
     except Exception as error:  # the Rust library raises nothing narrower
         raise TokenizerError(f"{file} cannot be read: {error}") from error
     tokenizer.no_truncation()

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from bus.sentencepiece import FILE as SENTENCEPIECE
+from bus.sentencepiece import BadSentencePiece, load_sentencepiece
 from worker.model.config import ModelConfig, ModelError
 
 WINDOW_TOKENS = 2048  # the papers' length; shorter for a model of shorter context
@@ -101,11 +103,15 @@ def _read(path: Path) -> str:
 
 
 def _tokenizer(folder: Path) -> Tokenizer:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ModelError(f"{folder}: no tokenizer.json in it, which tokenises the calibration text")
+    path, pieces = folder / "tokenizer.json", folder / SENTENCEPIECE
+    if not path.is_file() and not pieces.is_file():
+        raise ModelError(
+            f"{folder}: no {path.name} and no {pieces.name} in it to tokenise the calibration text with"
+        )
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else load_sentencepiece(folder)
+    except BadSentencePiece as error:
+        raise ModelError(str(error)) from error
     except Exception as error:
         raise ModelError(f"{path}: not a readable tokenizer: {error}") from error
     tokenizer.no_truncation()
