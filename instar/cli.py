@@ -33,6 +33,7 @@ COMMANDS: Final = {
 OFFLINE: Final = {
     "quantize": "quantise layers, to swap to under load",
     "profile": "find the order in which layers are swapped",
+    "convert": "make safetensors of a model's .bin files",
 }
 CANNOT_RUN: Final = 2
 

@@ -72,7 +72,8 @@ def _folder_problem(folder: Path, load_format: str) -> str:
     if load_format == "dummy" or any((folder / name).is_file() for name in WEIGHTS):
         return ""
     others = sorted(path.name for pattern in OTHER_WEIGHTS for path in folder.glob(pattern))
-    found = f" ({others[0]} is not read: weights must be safetensors)" if others else ""
+    how = f"; `instar convert {folder} TARGET` makes them" if others and others[0].endswith(".bin") else ""
+    found = f" ({others[0]} is not read: weights must be safetensors{how})" if others else ""
     return (
         f"a config.json and no weights in {folder}{found}; put {WEIGHTS[0]} or {WEIGHTS[1]} there, or try "
         "its shape with random weights: `--load-format dummy`"

@@ -1,4 +1,4 @@
-"""`python -m worker.offline COMMAND MODEL`: the command lines of `instar quantize` and `instar profile`.
+"""`python -m worker.offline COMMAND ...`: the command lines of `instar quantize`, `profile` and `convert`.
 
 Nothing imports torch up to `main`: help must not wait for it.
 """
@@ -36,6 +36,13 @@ MODEL/instar/profile-PRECISION.json, which workers follow and `max_loss` of a de
   instar profile DIR --weights 0,0,1 --metric l2    rank by the distance of the whole model's output alone
 """
 
+CONVERT_TEXT = """\
+Make safetensors of a checkpoint of PyTorch's .bin files, in a new folder. No code in the files is run: a file
+that holds anything but tensors is refused. An interrupted run continues where it stopped.
+
+  instar convert DIR DIR-safetensors
+"""
+
 
 class OfflineParser(argparse.ArgumentParser):
     """A parser that answers a mistake in two lines, as `instar` does, not with the whole usage."""
@@ -50,6 +57,16 @@ def _parser(name: str) -> OfflineParser:
         allow_abbrev=False, prog=f"instar {name}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
+    if name == "convert":
+        parser.description = CONVERT_TEXT
+        add("source", type=Path, metavar="SOURCE", help="model folder with .bin files")
+        add(
+            "target",
+            type=Path,
+            metavar="TARGET",
+            help="a new folder; what lies beside the weights is copied too",
+        )
+        return parser
     add("model", type=Path, metavar="MODEL", help="model folder, full precision")
     if name == "quantize":
         _add_quantize_options(parser)
@@ -108,7 +125,8 @@ def _weights(text: str) -> tuple[float, float, float]:
     return first, second, third
 
 
-AFTER_INTERRUPT = {"quantize": "run the same command again to continue", "profile": "nothing was written"}
+_CONTINUE = "run the same command again to continue"
+AFTER_INTERRUPT = {"quantize": _CONTINUE, "profile": "nothing was written", "convert": _CONTINUE}
 FAILED, INTERRUPTED = 2, 130
 
 
@@ -120,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from worker.model.config import ModelError
     from worker.offline import commands
 
-    run = {"quantize": commands.quantize, "profile": commands.profile}[name]
+    run = {"quantize": commands.quantize, "profile": commands.profile, "convert": commands.convert}[name]
     try:
         run(args)
     except (ModelError, OSError) as problem:

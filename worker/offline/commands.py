@@ -1,4 +1,4 @@
-"""The commands `instar quantize` and `instar profile`."""
+"""The commands `instar quantize`, `instar profile` and `instar convert`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from worker.model.config import ModelError, read_config
 from worker.model.quantized_sets import Method
 from worker.model.sources import CheckpointWeights, checkpoint_digest
+from worker.offline.bin_checkpoint import convert_bin
 from worker.offline.calibration import read_calibration
 from worker.offline.importance import LayerRanking, Metric, ScoreWeights
 from worker.offline.layerwise import LayerwiseModel
@@ -45,6 +46,14 @@ def quantize(args: argparse.Namespace) -> None:
         targets.remove(target)
     if targets:
         quantizer.make(targets)
+
+
+def convert(args: argparse.Namespace) -> None:
+    """Run `instar convert`. Raises ModelError, OSError."""
+    target = args.target.expanduser().resolve()
+    convert_bin(args.source.expanduser().resolve(), target)
+    size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
+    say(f"{target}: {size / 1e6:.1f} MB")
 
 
 def device_of(name: str) -> torch.device:

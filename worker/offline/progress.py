@@ -26,10 +26,10 @@ class ProgressLine:
     def seconds(self) -> float:
         return time.monotonic() - self._began
 
-    def advance(self) -> None:
-        self._done += 1
+    def advance(self, amount: int = 1) -> None:
+        self._done = min(self._total, self._done + amount)
         now = time.monotonic()
-        if now - self._said < EVERY_S and self._done < self._total:
+        if not self._done or (now - self._said < EVERY_S and self._done < self._total):
             return
         self._said = now
         left = self.seconds / self._done * (self._total - self._done)
