@@ -27,6 +27,7 @@ __all__ = [
     "silu_mul",
     "stacked_linear",
     "store_kv",
+    "take_columns",
 ]
 
 
@@ -74,6 +75,12 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     gate and up [T, I] may be views of one buffer [T, 2I].
     """
     return (F.silu(gate.float()) * up.float()).to(gate.dtype)
+
+
+@kernel(lambda s: [(s.x, torch.arange(s.hidden_size - 1, -1, -1, dtype=torch.int32))], cpu="kernels.cpu.rows")
+def take_columns(x: Tensor, order: Tensor) -> Tensor:
+    """Return the columns order int32 [K] of x [T, K], in this order."""
+    return x.index_select(1, order)
 
 
 @kernel(lambda s: s.products(TILE, s.hidden_size), cpu="kernels.cpu.products")

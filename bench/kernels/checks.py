@@ -276,6 +276,16 @@ def check_silu_mul(backend: str, device: str, dtype: torch.dtype) -> None:
             assert_close(kernels.silu_mul(moved[:, :width], moved[:, width:]), expected)
 
 
+def check_take_columns(backend: str, device: str, dtype: torch.dtype) -> None:
+    for rows, width in ((1, 64), (70, 512), (3, 100)):
+        wide = _randn(rows, 2 * width, dtype=dtype)
+        order = torch.randperm(width, generator=torch.Generator().manual_seed(5)).int()
+        expected = torch.stack([wide[:, k] for k in order.tolist()], 1)
+        with kernels.use_backend(backend):
+            taken = kernels.take_columns(wide.to(device)[:, :width], order.to(device))
+        assert torch.equal(taken.cpu(), expected)
+
+
 def check_store_kv(backend: str, device: str, dtype: torch.dtype) -> None:
     for tokens, heads, head_dim, block_tokens in (
         (1, 1, 32, 16),
@@ -371,6 +381,7 @@ ROW_CHECKS = (
     check_add_rms_norm,
     check_rotary,
     check_silu_mul,
+    check_take_columns,
     check_store_kv,
     check_store_kv_in_codes,
     check_copy_blocks,

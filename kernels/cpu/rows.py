@@ -1,4 +1,4 @@
-"""Norms, rotary embedding, SwiGLU and the cache's writes on the CPU: one pass over each row.
+"""Norms, rotary embedding, SwiGLU, reordering and the cache's writes on the CPU: one pass over each row.
 
 Torch makes four to eight passes, each with a launch and a buffer. A work item is a few rows; a call too small
 for two threads runs on the calling thread. Rows that are not whole vectors of 16 elements (32 for `rotary`)
@@ -22,6 +22,7 @@ from kernels.cpu.simd import (
     hmax,
     hsum,
     read,
+    read_i32,
     read_i64,
     vabs,
     vexp2,
@@ -39,7 +40,7 @@ from kernels.kv_codes import LARGEST, SCALE_BYTES, is_codes
 
 F32, BF16, CODE = np.float32, np.uint16, np.int8
 # Layouts of words.
-NORM, ROTATION, GATING, STORING = "q" * 12 + "d", "q" * 15, "q" * 9, "q" * 18
+NORM, ROTATION, GATING, TAKING, STORING = "q" * 12 + "d", "q" * 15, "q" * 9, "q" * 8, "q" * 18
 CODING = "q" * 17
 ITEM_ELEMENTS = 16384  # elements of a work item: some 4 us, twice the cost of waking a team
 
@@ -219,6 +220,40 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         -(-rows // step),
         *(gate.data_ptr(), gate.stride(0) * size, up.data_ptr(), up.stride(0) * size),
         *(out.data_ptr(), rows, step, width // LANES, LANES * size),
+    )
+    return out
+
+
+# --------------------------------------------------------------------------- columns in another order
+
+
+def _take_columns(kind):
+    """Take columns one by one.
+
+    Words: x and its row stride, order, out, rows, rows of an item, columns, bytes of an element.
+    """
+    x, x_row, order, out, rows, step, columns, size = words(kind, TAKING)
+    item = next_item(kind)
+    while item >= 0:
+        for row in range(item * step, min(rows, item * step + step)):
+            source, target = x + row * x_row, out + row * columns * size
+            for j in range(columns):
+                write(kind, target + j * size, read(kind, source + read_i32(order + j * 4) * size))
+        item = next_item(kind)
+
+
+TAKE_COLUMNS = Kernel(_take_columns, TAKING)
+
+
+def take_columns(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    width, size = x.shape[1], x.element_size()
+    if not _is_vectors(width, x):
+        return calls.take_columns.reference(x, order)
+    out, rows, step = _new(x), x.shape[0], _rows_per_item(4 * width)
+    TAKE_COLUMNS(
+        x.dtype,
+        -(-rows // step),
+        *(x.data_ptr(), x.stride(0) * size, order.data_ptr(), out.data_ptr(), rows, step, width, size),
     )
     return out
 
