@@ -380,6 +380,11 @@ class InstanceCard:
     losses: dict[Precision, float] = field(default_factory=dict)  # measured: of perplexity, all layers in it
     losses_assumed: dict[Precision, str] = field(default_factory=dict)  # why the others were not measured
 
+    @property
+    def best(self) -> Precision:
+        """The most bits that its layers can have: full, or those of a quantised checkpoint."""
+        return min(self.variants, key=PRECISIONS.index, default="full")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCard:

@@ -141,6 +141,15 @@ def below_floor(model: str, floor: str) -> ApiError:
     return ApiError(503, message, kind="overloaded", code=code, param="min_precision", retry_after_s=1.0)
 
 
+def never_so_precise(model: str, floor: str, best: str) -> ApiError:
+    """Refuse a floor above the bits of a quantised checkpoint."""
+    message = (
+        f"the layers of {model!r} are in {best!r} alone, since its checkpoint is quantised; lower"
+        f" min_precision from {floor!r}"
+    )
+    return invalid(message, "min_precision", "precision_unavailable")
+
+
 def deadline_exceeded(waited_s: float, unmet_wish: str = "") -> ApiError:
     """`unmet_wish`: what the request waited for, if that is known."""
     why = f" ({unmet_wish})" if unmet_wish else ""

@@ -11,7 +11,8 @@ from worker.memory import PagePool
 from worker.model.config import ModelConfig, ModelError, read_config
 from worker.model.layout import ModelPlan, plan_model
 from worker.model.model import DTYPES, Model
-from worker.model.sources import CheckpointWeights, RandomWeights, WeightSource
+from worker.model.ready_weights import open_checkpoint
+from worker.model.sources import RandomWeights, WeightSource
 from worker.model.weights import ModelWeights, OnProgress, check_budget, reserve_weights, view_mapped
 from worker.profiler.fingerprint import CutPlan, Fingerprint
 
@@ -47,7 +48,7 @@ def load_model(
             f"{config.folder}: dtype {dtype} is not supported; these are: {', '.join(map(str, DTYPES))}"
         )
     plan = plan_model(config, dtype, pool.page_bytes, max_tp)
-    source: WeightSource = RandomWeights(seed) if load_format == "dummy" else CheckpointWeights(config.folder)
+    source: WeightSource = RandomWeights(seed) if load_format == "dummy" else open_checkpoint(config)
     weights = _load_weights(config, plan, pool, source, progress)
     return Model(config, plan, weights, source)
 

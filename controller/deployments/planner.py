@@ -163,7 +163,12 @@ def _shapes(question: Question, profile: Profile, devices: Sequence[WorkerView])
 
 
 def kept_by(profile: Profile, devices: Iterable[WorkerView]) -> Profile:
-    """Return the profile without precisions that one of these workers does not keep."""
+    """Return the profile without precisions that one of these workers does not keep.
+
+    A quantised checkpoint, which was measured in its own precision alone, needs no variants.
+    """
+    if all(one.configuration.precision != "full" for one in profile.latency):
+        return profile
     kept = set.intersection(*(set(device.card.variants) for device in devices))
     return replace(
         profile,

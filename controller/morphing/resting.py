@@ -13,7 +13,7 @@ from bus.precisions import LOWEST, Precision
 class Rest:
     """A shape at rest.
 
-    What workers serve by their settings rests in full precision on one worker, a deployment in the
+    What workers serve by their settings rests in the most bits that it has on one worker, a deployment in the
     configuration that its intent chose. Under pressure layers may be swapped down to `coarsest`, as far as
     they lose no more than `loss_left`; None: as much as the policy allows.
     """
@@ -29,4 +29,4 @@ Rests = Mapping[str, Rest]  # rests of deployments, by instance
 
 def rest_of(card: InstanceCard, rests: Rests) -> Rest | None:
     """Return the shape at rest; None for a deployment that `rests` lacks: nothing morphs it by itself."""
-    return rests.get(card.id) if card.deployed else Rest()
+    return rests.get(card.id) if card.deployed else Rest(precision=card.best)

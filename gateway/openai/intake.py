@@ -12,7 +12,7 @@ from bus.messages import InstanceCard, SamplingParams
 from bus.precisions import Precision, is_below, lowest
 from gateway.delivery.cluster import Cluster
 from gateway.delivery.request import GenerationRequest
-from gateway.errors import invalid, too_long
+from gateway.errors import invalid, never_so_precise, too_long
 from gateway.openai.params import CallBody, ChatBody, CompletionBody
 from gateway.openai.request_log import RequestLog
 from gateway.text.tokenizer import Tokenizer
@@ -106,8 +106,11 @@ def floor_of(
     """Return the precision that no layer may be below; "": any will do.
 
     `max_loss` is kept by the fewest bits that all layers can be in without losing more. A precision whose
-    loss was not measured is not among them. Where both are asked for, more bits win.
+    loss was not measured is not among them. Where both are asked for, more bits win. Raises ApiError 400 if
+    the model's checkpoint has fewer bits.
     """
+    if min_precision and is_below(card.best, min_precision):
+        raise never_so_precise(card.model, min_precision, card.best)
     if max_loss is None:
         return min_precision or ""
     kept = lowest(one for one in card.variants if card.losses.get(one, inf) <= max_loss)

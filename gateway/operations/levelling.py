@@ -51,7 +51,7 @@ def with_equal_layers(
         return list(steps)
     card = places[members[0][0]].card
     in_force = policy.in_force() or Policy(loss_budget=policy.loss_budget).in_force() or policy
-    resting = card.precision if card.deployed else "full"
+    resting = card.precision if card.deployed else card.best
     common = common_shape(layers, card.losses, in_force.most_loss, resting=resting)
     if isinstance(common, str):
         raise ApiError(409, f"these workers form no group: {common}", param="workers", code="shapes_differ")

@@ -109,7 +109,12 @@ def _profile_lines(profile: dict[str, Any]) -> list[str]:
         f"    tensor-parallel degrees that its weights can be cut to: {_listed(profile['degrees'])}",
         f"    between two workers: {links or 'not measured; no other worker of its kind was free then'}",
     ]
-    if losses:
+    if "full" not in profile["precisions"]:
+        lines.append(
+            f"    the checkpoint is quantised: its layers are in {_listed(profile['precisions'])} alone, and "
+            "no swap frees memory"
+        )
+    elif losses:
         shown = [f"{name} {loss:.1%}" for name, loss in losses.items()]
         lines.append(f"    loss of perplexity: {_listed(shown)}")
     if unknown:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -202,11 +203,22 @@ def test_a_limit_of_loss_is_the_fewest_bits_within_it(
     assert floor_of(None, 0.5, card_with(losses={})) == "full"
 
 
-def card_with(losses: dict[Precision, float]) -> InstanceCard:
-    variants: list[Precision] = list(PRECISIONS)
+def test_more_bits_than_a_quantised_checkpoint_has_are_refused_at_once() -> None:
+    card = card_with(losses={"int4": 0.0}, variants=["int4"])
+    assert [floor_of(floor, None, card) for floor in (None, "int4", "int3")] == ["", "int4", "int3"]
+    assert floor_of(None, 0.0, card) == "int4"
+    for floor in ("int8", "full"):
+        with pytest.raises(
+            ApiError, match=f"are in 'int4' alone, .* lower min_precision from '{floor}'"
+        ) as no:
+            floor_of(floor, None, card)
+        assert no.value.status == 400
+
+
+def card_with(losses: dict[Precision, float], variants: Sequence[Precision] = PRECISIONS) -> InstanceCard:
     facts: dict[str, Any] = {"max_model_len": 8, "vocab_size": 8, "num_layers": 1, "block_tokens": 1}
     return InstanceCard(
-        id="m@w0", model="m", model_path="", dtype="float32", variants=variants, losses=losses, **facts
+        id="m@w0", model="m", model_path="", dtype="float32", variants=list(variants), losses=losses, **facts
     )
 
 

@@ -104,7 +104,7 @@ class LoadRun(Run):
             layer_pages=layer_pages(target.variants, num_layers),
             attention_pages=layer_pages(target.variants, num_layers, ["attention"]),
             deployed=command.id,
-            precision=command.precision,
+            precision=loader.precision,
             products=loader.products,
             losses=whole_losses(loader.num_layers, loader.losses),
             losses_assumed=loader.losses_assumed,
@@ -129,7 +129,7 @@ class LoadRun(Run):
             self._pages_mapped += piece.num_pages
             self._claim()
             yield True
-        if self._host.settings.variants:
+        if self._loader.held:
             yield from self._do(loader.make_images, "images")
         self._total_bytes = sum(piece.nbytes for piece in loader.pieces)
         for piece in loader.pieces:
@@ -239,7 +239,7 @@ class LoadRun(Run):
         weights, kv, missing = loader.weight_pages, loader.least_kv_pages, max(0, -host.num_spare_pages)
         reason = (
             f"{self._command.model} needs {weights} pages of {host.pool.page_bytes} bytes for its weights in"
-            f" {self._command.precision} and {kv} for KV at least; {missing} are missing, {why}."
+            f" {loader.precision} and {kv} for KV at least; {missing} are missing, {why}."
             f" {host.pool.num_free} of {host.pool.num_pages} are free; {host.who_has_what()}"
         )
         return NotApplied(

@@ -30,8 +30,9 @@ from worker.model import Model, ModelError, read_config
 from worker.model.config import ModelConfig
 from worker.model.layout import ModelPlan, RangePlan, degrees, plan_model
 from worker.model.model import DTYPES, reserve_model
+from worker.model.ready_weights import open_checkpoint
 from worker.model.shard import Shard
-from worker.model.sources import CheckpointWeights, RandomWeights, WeightSource
+from worker.model.sources import RandomWeights, WeightSource
 from worker.model.weights import LoadedRange, view_mapped
 from worker.morph.losses import Measured, losses_of
 from worker.morph.resizer import KVResizer
@@ -71,6 +72,10 @@ class ModelLoader:
         self.shard = own_shard(command, host.worker)
         self.variants: Variants = NoVariants()
         self._cache: KVCache | None = None
+        self.precision: Precision = command.precision  # of the layers; `read` knows that of the checkpoint
+        self.held: list[Precision] = [
+            one for one in PRECISIONS if one in host.settings.variants
+        ]  # below full
         self.products: list[str] = []  # the kernels of products, as text
         self._model: Model | None = None
 
@@ -79,14 +84,21 @@ class ModelLoader:
     def read(self, pause: Pause) -> None:
         """Read the folder, but for its weights."""
         command, settings = self.command, self.settings
-        if command.precision != "full" and command.precision not in settings.variants:
+        self.folder = Path(command.path).expanduser().resolve()
+        whole = read_config(self.folder)
+        self.num_layers = whole.num_layers  # of all stages
+        if fixed := whole.fixed_precision:
+            if command.precision not in ("full", fixed):
+                asked = command.precision
+                raise NotApplied(
+                    "failed", f"{self.folder}: the checkpoint has its layers in {fixed} alone, not in {asked}"
+                )
+            self.precision, self.held = fixed, [fixed]
+        elif command.precision != "full" and command.precision not in settings.variants:
             there_are = ", ".join(["full", *settings.variants])
             raise NotApplied(
                 "failed", f"this worker keeps no {command.precision} variants; there are {there_are}"
             )
-        self.folder = Path(command.path).expanduser().resolve()
-        whole = read_config(self.folder)
-        self.num_layers = whole.num_layers  # of all stages
         self.config: ModelConfig = own_part(whole, command, self.host.worker)
         dtype = dtype_of(settings.dtype, self.pool.backend.device) or self.config.dtype
         if dtype not in DTYPES:
@@ -95,7 +107,7 @@ class ModelLoader:
         self.plan: ModelPlan = plan_model(self.config, dtype, self.pool.page_bytes, settings.max_tp)
         check_degree(self.config, self.shard.size, settings.max_tp)
         is_dummy = settings.load_format == "dummy"
-        self.source: WeightSource = RandomWeights() if is_dummy else CheckpointWeights(self.folder)
+        self.source: WeightSource = RandomWeights() if is_dummy else open_checkpoint(self.config)
         self.source.check([source for part in self.plan.ranges() for source in part.sources])
         self.order, self.order_name = (
             (list(range(self.num_layers)), "front-to-back")
@@ -104,9 +116,10 @@ class ModelLoader:
         )
         self.losses: Measured = {}
         self.losses_assumed: dict[Precision, str] = {}
-        if not is_dummy:
-            below = [one for one in PRECISIONS if one in settings.variants]
-            found = half_losses_or_why(whole, below, settings.quantization)
+        if whole.fixed_precision:  # nothing is lost against the checkpoint
+            self.losses = {whole.fixed_precision: dict.fromkeys(PARTS, [0.0] * whole.num_layers)}
+        elif not is_dummy:
+            found = half_losses_or_why(whole, self.held, settings.quantization)
             self.losses, self.losses_assumed = found
             for name, why in self.losses_assumed.items():
                 log.warning("the loss of %s is assumed: %s", name, why)
@@ -126,7 +139,7 @@ class ModelLoader:
         """Find the matrices of the variants below full precision."""
         self._matrices: dict[Precision, MatrixSource] = {}
         model, method = self.model, self.settings.quantization
-        for name in (one for one in PRECISIONS if one in self.settings.variants):
+        for name in self.held:
             self._matrices[name] = find_matrices(model.config, model.source, name, method)
             pause()
 
@@ -156,7 +169,8 @@ class ModelLoader:
         others = (Shard(0, size) for size in degrees(self.config, self.plan.max_tp))
         shards = dict.fromkeys((Shard(0, self.shard.size), *others))
         if isinstance(self.variants, LayerVariants):
-            yield from products_of(self.model, self.variants.ranges.plans, shards)
+            plans, held = self.variants.ranges.plans, self.variants.precisions
+            yield from products_of(self.model, {key: plans[key] for key in plans if key[1] in held}, shards)
         else:
             full = dict(zip(PARTS, self.plan.layers[0], strict=True))
             yield from products_of(self.model, {(part, "full"): full[part] for part in PARTS}, shards)
@@ -187,7 +201,7 @@ class ModelLoader:
 
     def reserve_rest(self) -> None:
         """Reserve addresses for the variants and the KV cache; from here on the needs are known."""
-        if self.settings.variants:
+        if self.held:
             self.variants = LayerVariants(
                 self.model, self.pool, precisions=list(self._matrices), matrices=self._matrices
             )
@@ -225,7 +239,8 @@ class ModelLoader:
             useful_pages=self.useful_kv_pages,
             owns_rest=not self.host.models,
         )
-        losses = losses_of(self.config.num_layers, self.variants.precisions, self.losses)
+        precisions = self.variants.precisions
+        losses = losses_of(self.config.num_layers, precisions, self.losses, precisions[0])
         return Target(instance, self.variants, resizer, self.order, losses)
 
     def release(self) -> None:
@@ -248,7 +263,7 @@ class ModelLoader:
         }
         for loaded, plan in zip(self.model.ranges, self.plan.ranges(), strict=True):
             place = places.get(id(plan))
-            if place and self.settings.variants:
+            if place and self.held:
                 yield self._half(*place, loaded, plan)
             else:
                 yield self._whole(loaded, plan, place)
@@ -274,8 +289,8 @@ class ModelLoader:
         )
 
     def _half(self, layer: int, part: Part, loaded: LoadedRange, plan: RangePlan) -> Piece:
-        """Return the piece of a half of a layer from the host's images, in the precision of the command."""
-        variants, place = self.variants, (layer, part, self.command.precision)
+        """Return the piece of a half of a layer from the host's images."""
+        variants, place = self.variants, (layer, part, self.precision)
         assert isinstance(variants, LayerVariants)
 
         def map_it() -> bool:
@@ -283,7 +298,7 @@ class ModelLoader:
             return False
 
         def install() -> None:
-            if self.command.precision == "full":
+            if self.precision == "full":
                 view_mapped(loaded, plan.at(self.shard))
             variants.check(*place)
             variants.install(*place)

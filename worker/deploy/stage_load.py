@@ -130,7 +130,8 @@ class PipelineLoadRun(LoadRun):
         instance.on_lost = partial(host.retire, command.instance, wait_s=0.0)
         assert isinstance(instance.executor, PipelineExecutor)
         instance.executor.on_going = partial(host.retire, command.instance, wait_s=GOING_WAIT_S)
-        losses = losses_of(loader.num_layers, loader.variants.precisions, over_layers(loader.losses))
+        precisions = loader.variants.precisions
+        losses = losses_of(loader.num_layers, precisions, over_layers(loader.losses), precisions[0])
         return leader_target(
             instance,
             cache,

@@ -1,8 +1,9 @@
 """Models: a Hugging Face folder becomes weights in the page pool and a forward pass over them.
 
 `config` reads the folder (`bus.families` has the differences between architectures), `layout` and
-`quantized_layout` place every weight, `sources` and `quantized_sets` read them, `weights` reserves the
-ranges, `layer` builds what a step runs out of a variant's tensors, `transformer` runs the layers.
+`quantized_layout` place every weight, `sources`, `ready_weights` and `quantized_sets` read them, `weights`
+reserves the ranges, `layer` builds what a step runs out of a variant's tensors, `transformer` runs the
+layers.
 """
 
 from worker.model.config import ModelConfig, ModelError, read_config

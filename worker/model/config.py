@@ -13,8 +13,9 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bus.families import FAMILIES, BiasRule, Family, architecture_of
-from bus.precisions import KVPrecision
+from bus.precisions import KVPrecision, Precision
 from kernels.kv_codes import cache_format
+from worker.model.ready_format import ReadyFormat, parse_format
 
 # What newer versions of transformers raise for a field of a config.
 _Strict = getattr(huggingface_hub.errors, "StrictDataclassError", ValueError)
@@ -48,6 +49,7 @@ class ModelConfig:
     rope: Rope
     first_layer: int = 0  # number in the model of layer 0 of this part
     has_ends: bool = True  # embedding, final norm and head
+    ready: ReadyFormat | None = None  # of a checkpoint that others quantised
 
     def part(self, first: int, end: int) -> ModelConfig:
         """Return the config of layers [first, end): a pipeline stage, of which the first has the ends.
@@ -63,6 +65,11 @@ class ModelConfig:
             first_layer=self.first_layer + first,
             has_ends=self.has_ends and first == 0,
         )
+
+    @property
+    def fixed_precision(self) -> Precision | None:
+        """The only precision that the layers of a quantised checkpoint have; None: full, and any below."""
+        return self.ready.precision if self.ready else None
 
     @property
     def q_size(self) -> int:
@@ -90,7 +97,10 @@ def read_config(folder: Path) -> ModelConfig:
     _refuse_unsupported(folder, raw)
     try:
         hf = AutoConfig.for_model(**(raw | {"model_type": family.model_type}))
-        return _convert(folder, architecture, family, hf)
+        config = _convert(folder, architecture, family, hf)
+        if quantization := raw.get("quantization_config"):
+            return replace(config, ready=parse_format(quantization))
+        return config
     except (TypeError, ValueError, KeyError, AttributeError, _Strict) as error:
         raise ModelError(f"{folder / 'config.json'}: {error}") from error
 
@@ -120,13 +130,6 @@ def _architecture(folder: Path, raw: dict[str, Any]) -> str:
 
 
 def _refuse_unsupported(folder: Path, raw: dict[str, Any]) -> None:
-    if quantization := raw.get("quantization_config"):
-        method = (
-            quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
-        )
-        raise ModelError(
-            f"{folder}: quantised weights ({method}) are not supported; float32, bfloat16 and float16 are"
-        )
     if (activation := raw.get("hidden_act", "silu")) != "silu":
         raise ModelError(f"{folder}: hidden_act {activation!r} is not supported; silu is")
     if raw.get("mlp_bias"):

@@ -1,7 +1,7 @@
 """One layer for one rank, over the tensors of one of its variants; letters as in `transformer`.
 
 A dense matrix is a tensor of its own name. A quantised one has `.codes`, `.scales`, `.zeros` and perhaps
-`.input_scale`, [outputs, ...] or [units, outputs, ...] (see `layout` and `quantized_layout`).
+`.input_scale` and `.input_order`, [outputs, ...] or [units, outputs, ...] (`layout`, `quantized_layout`).
 """
 
 from __future__ import annotations
@@ -191,7 +191,9 @@ def build_feed_forward(config: ModelConfig, tensors: Tensors, precision: Precisi
         return _dense_feed_forward(config, tensors)
     down = _quantized(tensors, "down", "inputs", precision)
     return FeedForward(
-        QuantizedLinear(_quantized(tensors, "gate_up", "outputs", precision)),
+        QuantizedLinear(
+            _quantized(tensors, "gate_up", "outputs", precision), order=_input_order(tensors, "gate_up")
+        ),
         QuantizedLinear(down),
         size=down.unit_inputs,
         units=down.num_units,
@@ -226,14 +228,22 @@ def _rows(tensors: Tensors, rows: slice, precision: Precision) -> Linear:
     bias = None if bias is None else bias[rows]
     if "qkv" in tensors:
         return DenseLinear(tensors["qkv"][rows], bias)
-    return QuantizedLinear(outputs_of(_quantized(tensors, "qkv", "outputs", precision), rows), bias)
+    whole = _quantized(tensors, "qkv", "outputs", precision)
+    return QuantizedLinear(outputs_of(whole, rows), bias, _input_order(tensors, "qkv"))
 
 
 def _o(tensors: Tensors, columns: slice | None, bias: torch.Tensor | None, precision: Precision) -> Linear:
     if "o" in tensors:
         return DenseLinear(tensors["o"] if columns is None else tensors["o"][:, columns], bias)
     whole = _quantized(tensors, "o", "inputs", precision)
-    return QuantizedLinear(whole if columns is None else inputs_of(whole, columns), bias)
+    if columns is not None:
+        return QuantizedLinear(inputs_of(whole, columns), bias)
+    return QuantizedLinear(whole, bias, _input_order(tensors, "o"))
+
+
+def _input_order(tensors: Tensors, name: str) -> torch.Tensor | None:
+    order = tensors.get(f"{name}.input_order")
+    return order if order is None or order.dim() == 1 else order[0]  # each unit has that of the whole input
 
 
 def _quantized(tensors: Tensors, name: str, split: Split, precision: Precision) -> QuantizedWeight:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from kernels import QuantizedWeight, linear, linear_t, quantized_linear, stacked_linear
+from kernels import QuantizedWeight, linear, linear_t, quantized_linear, stacked_linear, take_columns
 from kernels.cpu.choice import Form, Product
 
 
@@ -82,15 +82,25 @@ class TransposedLinear(Linear):
 
 
 class QuantizedLinear(Linear):
-    """x times a quantised weight, plus bias [N]; x is padded to the weight's whole tiles of inputs."""
+    """x times a quantised weight, plus bias [N]; x is padded to the weight's whole tiles of inputs.
 
-    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
+    order: int32 [K] or None, the input that each of the weight's inputs is.
+    """
+
+    def __init__(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None = None, order: torch.Tensor | None = None
+    ) -> None:
         super().__init__(weight.num_inputs, weight.num_outputs, weight.codes.device)
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias, self.order = weight, bias, order
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return quantized_linear(self.arranged(x), self.weight, self.bias)
+
+    def arranged(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x as the weight takes it: padded, and in the order of its inputs."""
         missing = self.num_inputs - x.shape[1]
-        return quantized_linear(F.pad(x, (0, missing)) if missing else x, self.weight, self.bias)
+        x = F.pad(x, (0, missing)) if missing else x
+        return x if self.order is None else take_columns(x, self.order)
 
     def products(self) -> Iterator[Product]:
         yield Product.quantized(self.weight.bits, self.weight.group, self.num_outputs, self.num_inputs)

@@ -14,6 +14,10 @@ copied into the attention's range, so that a half is one range in any variant.
 Codes are `kernels.packing`'s; scales are float16 and zeros uint8, one for each group of inputs. With
 activation-aware scales, `input_scale` float32 is beside each product's zeros (each unit's gate and up have
 their own). o stays dense if a head shard of the largest degree is not a whole number of tiles.
+
+With activation-ordered groups (GPTQ's desc_act) columns lie in the order of their groups, and `input_order`
+int32 says which input each is of. down needs none: its order is that of the rows of gate and up. The order of
+o's inputs goes across heads, so o stays dense where a rank takes its heads' columns out of it.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ def plan_quantized(
     *,
     group: int | None = None,
     has_input_scale: bool = False,
+    has_input_order: bool = False,
 ) -> tuple[RangePlan, RangePlan]:
     """Lay out (attention, FFN) of any layer in fewer bits; the layers are alike.
 
@@ -47,7 +52,7 @@ def plan_quantized(
     if group < 1 or group % GROUP_STEP:
         raise ValueError(f"the group is {group}; it must be a multiple of {GROUP_STEP}")
     units = degrees(config, plan.max_tp)[-1]
-    product = _Products(BITS[precision], group, has_input_scale)
+    product = _Products(BITS[precision], group, has_input_scale, has_input_order)
     return (
         _attention(config, plan, units, product, f"attention {precision}"),
         _feed_forward(config, units, page_bytes, product, f"FFN {precision}"),
@@ -57,8 +62,9 @@ def plan_quantized(
 class _Products:
     """Adds quantised matrices to a plan."""
 
-    def __init__(self, bits: int, group: int, has_input_scale: bool) -> None:
-        self._bits, self._group, self._has_input_scale = bits, group, has_input_scale
+    def __init__(self, bits: int, group: int, has_input_scale: bool, has_input_order: bool) -> None:
+        self._bits, self._group = bits, group
+        self._has_input_scale, self.has_input_order = has_input_scale, has_input_order
 
     def add(self, plan: RangePlan, name: str, outputs: int, inputs: int, shards: int = 1) -> None:
         """Add a matrix whose inputs can be cut into `shards` runs."""
@@ -68,13 +74,15 @@ class _Products:
         plan.add(f"{name}.zeros", (outputs, inputs // group), torch.uint8)
         if self._has_input_scale:
             plan.add(f"{name}.input_scale", (inputs,), torch.float32)
+        if self.has_input_order and name != "down":
+            plan.add(f"{name}.input_order", (inputs,), torch.int32)
 
 
 def _attention(config: ModelConfig, full: ModelPlan, units: int, products: _Products, name: str) -> RangePlan:
     plan = RangePlan(name)
     products.add(plan, "qkv", config.q_size + 2 * config.kv_size, whole_tiles(config.hidden_size))
     # A rank takes its heads' columns out of o: they must begin and end with a tile, and with a group.
-    if units == 1 or config.q_size // units % TILE == 0:
+    if units == 1 or (config.q_size // units % TILE == 0 and not products.has_input_order):
         products.add(plan, "o", config.hidden_size, whole_tiles(config.q_size), units)
     kept, _ = full.layers[0]
     for name, param in kept.params.items():

@@ -12,12 +12,13 @@ tensor             dtype and shape              meaning
 {name}.scales      float16 [N, ceil(K/group)]   w[n, k] = scale * (code - zero)
 {name}.zeros       uint8 [N, ceil(K/group)]
 {name}.input_scale float32 [K], may be missing  inputs are multiplied by it first
+{name}.input_order int32 [K], may be missing    column k of codes is of input input_order[k]
 =================  ===========================  ==========================================================
 
-Groups begin at input 0 and the last may be short. q, k and v of a layer have the same input_scale, and so do
-gate and up, since each of these products reads one input. Metadata: `format`, `bits`, `group`, `method`,
-`model` (`checkpoint_digest` of the checkpoint), `calibration` (SHA-256 of its tokens, empty
-without) and `crc32` (JSON, of each matrix's tensors in the order above).
+Groups begin at input 0 and the last may be short. q, k and v of a layer have the same input_scale and the
+same input_order, and so do gate and up, since each of these products reads one input. Metadata: `format`,
+`bits`, `group`, `method`, `model` (`checkpoint_digest` of the checkpoint), `calibration` (SHA-256 of its
+tokens, empty without) and `crc32` (JSON, of each matrix's tensors in the order above).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -61,7 +62,7 @@ class QuantizedMatrix:
     """A packed matrix [N, K]: w[n, k] = scale * (code - zero) * input_scale[k].
 
     codes uint8 [N, K rounded up to 64 * bits / 8], scales float16 and zeros uint8 [N, ceil(K / group)],
-    input_scale float32 [K] or None.
+    input_scale float32 [K] or None, input_order int32 [K] or None: the input that each column of codes is of.
     """
 
     codes: torch.Tensor
@@ -71,18 +72,27 @@ class QuantizedMatrix:
     bits: int
     group: int
     num_inputs: int
+    input_order: torch.Tensor | None = None
 
     def dense(self) -> torch.Tensor:
         """Return float32 [N, K], the full matrix that makes the same product."""
         codes = unpack(self.codes, self.bits)[:, : self.num_inputs].float()
         groups = torch.arange(self.num_inputs, device=codes.device) // self.group
         values = codes.sub_(self.zeros[:, groups]).mul_(self.scales[:, groups])
+        if self.input_order is not None:
+            values = torch.empty_like(values).index_copy_(1, self.input_order.long(), values)
         return values if self.input_scale is None else values.mul_(self.input_scale)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors by the endings of their names in a file."""
         parts = {"codes": self.codes, "scales": self.scales, "zeros": self.zeros}
-        return parts if self.input_scale is None else {**parts, "input_scale": self.input_scale}
+        perhaps = {"input_scale": self.input_scale, "input_order": self.input_order}
+        return parts | {name: part for name, part in perhaps.items() if part is not None}
+
+    def with_outputs(self, order: torch.Tensor) -> QuantizedMatrix:
+        """Return the matrix whose output n is the output order[n] of this one."""
+        rows = order.long()
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=self.zeros[rows])
 
 
 def round_to_nearest(
@@ -101,6 +111,7 @@ def pack_matrix(
     bits: int,
     group: int,
     input_scale: torch.Tensor | None,
+    input_order: torch.Tensor | None = None,
 ) -> QuantizedMatrix:
     """Pack codes uint8 [N, K], padded to whole tiles."""
     padding = zeros[:, -1:].expand(-1, -codes.shape[1] % TILE).clamp(max=2**bits - 1)
@@ -112,7 +123,22 @@ def pack_matrix(
         bits=bits,
         group=group,
         num_inputs=codes.shape[1],
+        input_order=input_order,
     )
+
+
+def common_order(orders: Mapping[str, torch.Tensor | None], where: Path) -> torch.Tensor | None:
+    """Return the order of inputs that the matrices of one product have. Raises ModelError if they differ."""
+    (first, order), *others = orders.items()
+    for name, other in others:
+        if (other is None) != (order is None) or (
+            other is not None and order is not None and not torch.equal(other, order)
+        ):
+            raise ModelError(
+                f"{where}: {first} and {name} read one input and group it in different orders (g_idx);"
+                " one order is supported"
+            )
+    return order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +212,9 @@ class QuantizedSet:
             bits=info.bits,
             group=info.group,
             num_inputs=inputs,
+            input_order=self._read(f"{name}.input_order", torch.int32, (inputs,))
+            if f"{name}.input_order" in self._names
+            else None,
         )
         if self._checksums.get(name) != checksum(made):
             raise ModelError(f"{self.path}: {name} is damaged: its checksum does not match; {_REMEDY}")
@@ -222,7 +251,7 @@ def write_set(path: Path, info: SetInfo, matrices: Iterator[tuple[str, Quantized
         for ending, part in matrix.tensors().items():
             stored = part.contiguous().cpu()
             # q, k and v share one input_scale, and safetensors refuses shared memory.
-            tensors[f"{name}.{ending}"] = stored.clone() if ending == "input_scale" else stored
+            tensors[f"{name}.{ending}"] = stored.clone() if ending.startswith("input_") else stored
         checksums[name] = checksum(matrix)
     metadata = {
         "format": FORMAT,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,7 +55,18 @@ class CheckpointWeights:
         for path, group in by_file.items():
             with _open(path) as file:
                 for source in group:
-                    _check_tensor(file, path, source)
+                    _check_tensor(file, path, source.tensor, source.shape, _FLOATS)
+
+    def check_stored(self, tensor: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> None:
+        """Check that a tensor is there with this shape and one of these dtypes. Raises ModelError."""
+        if tensor not in self._file_of:
+            raise ModelError(f"{self.folder}: the checkpoint has no tensor {tensor}")
+        with _open(self._file_of[tensor]) as file:
+            _check_tensor(file, self._file_of[tensor], tensor, shape, dtypes)
+
+    def stored(self, source: CheckpointTensor) -> Iterator[tuple[str, int]]:
+        """Yield the stored tensors that a tensor of the model is made from, each with its rows."""
+        yield source.tensor, source.shape[0]
 
     def fill(self, target: torch.Tensor, source: CheckpointTensor) -> None:
         stored = self.read(source.tensor)
@@ -123,20 +134,17 @@ def _files_of_tensors(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _check_tensor(file: Any, path: Path, source: CheckpointTensor) -> None:
+def _check_tensor(file: Any, path: Path, tensor: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> None:
     try:
-        stored = file.get_slice(source.tensor)
+        stored = file.get_slice(tensor)
     except SafetensorError as error:
-        raise ModelError(f"{path}: no tensor {source.tensor} in it, where the index says it is") from error
-    if tuple(stored.get_shape()) != source.shape:
+        raise ModelError(f"{path}: no tensor {tensor} in it, where the index says it is") from error
+    if tuple(stored.get_shape()) != shape:
         raise ModelError(
-            f"{path}: tensor {source.tensor} has shape {list(stored.get_shape())};"
-            f" config.json says {list(source.shape)}"
+            f"{path}: tensor {tensor} has shape {list(stored.get_shape())}; config.json says {list(shape)}"
         )
-    if stored.get_dtype() not in _FLOATS:
-        raise ModelError(
-            f"{path}: tensor {source.tensor} is {stored.get_dtype()}; supported: {', '.join(_FLOATS)}"
-        )
+    if stored.get_dtype() not in dtypes:
+        raise ModelError(f"{path}: tensor {tensor} is {stored.get_dtype()}; supported: {', '.join(dtypes)}")
 
 
 def _open(path: Path) -> Any:
@@ -154,12 +162,14 @@ def checkpoint_digest(config: ModelConfig, checkpoint: CheckpointWeights) -> str
     """
     digest = hashlib.sha256(repr((config.num_heads, config.num_kv_heads, config.rms_norm_eps)).encode())
     digest.update(repr((config.rope, config.sliding_windows)).encode())
+    if config.ready:
+        digest.update(repr(config.ready).encode())
     plan = plan_model(config, config.dtype, page_bytes=4096, max_tp=1)
     sources = sorted((s for part in plan.ranges() for s in part.sources), key=lambda s: s.tensor)
     for source in sources:
-        last = source.shape[0] - 1
-        rows = [checkpoint.read(source.tensor, slice(at, at + 1)) for at in (0, last)]
-        digest.update(f"{source.tensor} {source.shape} {rows[0].dtype}".encode())
-        for row in rows:
-            digest.update(row.contiguous().view(torch.uint8).numpy().data)
+        for tensor, num_rows in checkpoint.stored(source):
+            rows = [checkpoint.read(tensor, slice(at, at + 1)) for at in (0, num_rows - 1)]
+            digest.update(f"{tensor} {source.shape} {rows[0].dtype}".encode())
+            for row in rows:
+                digest.update(row.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -24,20 +24,22 @@ MayTouch = Callable[[Halves, Half], bool]  # True: the half may lose bits in thi
 class Losses:
     """The loss of each half alone in each precision that the instance has.
 
-    `assumed` lists the precisions without a profile.
+    `assumed` lists the precisions without a profile. `best` is the one with the most bits that a half can be
+    held in, which loses nothing: full, or that of a quantised checkpoint.
     """
 
     shares: Mapping[Half, Mapping[Precision, float]] = field(default_factory=dict)
     assumed: tuple[Precision, ...] = ()
+    best: Precision = "full"
 
     @property
     def precisions(self) -> list[Precision]:
         """The precisions that a half can be held in, most bits first."""
-        return ["full", *next(iter(self.shares.values()), {})]
+        return [self.best, *next(iter(self.shares.values()), {})]
 
     def of(self, half: Half, precision: Precision) -> float:
-        """Return the loss of `half` in `precision`; 0.0 in full precision."""
-        return self.shares[half][precision] if precision != "full" else 0.0
+        """Return the loss of `half` in `precision`; 0.0 in the best."""
+        return self.shares[half][precision] if is_below(precision, self.best) else 0.0
 
     def total(self, halves: Halves, resting: Precision = "full") -> float:
         """Return the loss of a whole shape beyond that at rest."""
@@ -48,13 +50,16 @@ class Losses:
         )
 
 
-def losses_of(num_layers: int, precisions: Iterable[Precision], measured: Measured) -> Losses:
-    """Return the table of a model.
+def losses_of(
+    num_layers: int, precisions: Iterable[Precision], measured: Measured, best: Precision = "full"
+) -> Losses:
+    """Return the table of a model. best: the most bits that its layers can have.
 
     A precision that is not `measured` gets a share of ASSUMED_LOSSES for every half alike. Noise may make
     fewer bits look better than more: they count as equal.
     """
-    below = [precision for precision in PRECISIONS if precision in set(precisions) and precision != "full"]
+    held = set(precisions)
+    below = [precision for precision in PRECISIONS if precision in held and is_below(precision, best)]
     shares: dict[Half, dict[Precision, float]] = {}
     for half in (Half(layer, part) for layer in range(num_layers) for part in PARTS):
         row, least = dict[Precision, float](), 0.0
@@ -65,7 +70,7 @@ def losses_of(num_layers: int, precisions: Iterable[Precision], measured: Measur
                 loss = ASSUMED_LOSSES[precision] / (num_layers * len(PARTS))
             row[precision] = least = max(least, loss)
         shares[half] = row
-    return Losses(shares, tuple(precision for precision in below if precision not in measured))
+    return Losses(shares, tuple(precision for precision in below if precision not in measured), best)
 
 
 def whole_losses(num_layers: int, measured: Measured) -> dict[Precision, float]:

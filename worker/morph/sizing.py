@@ -143,7 +143,8 @@ def why_nothing(
 def restore(state: ReflexState, load: Load, shape: Shape, envelope: Envelope, need: Need) -> Decision | None:
     """Return the swap that gives layers back as far as the KV use stays low enough; None if none can go."""
     policy, is_for_floor = envelope.policy, need.cause == "precision_floor"
-    goal = load.floor_refused if is_for_floor else envelope.resting
+    wanted = load.floor_refused if is_for_floor else envelope.resting
+    goal = lowest((wanted, shape.losses.best))  # a quantised checkpoint has no more bits to go back to
     halves = {half: one for half, one in shape.halves.items() if is_below(one, goal)}
     if not halves:
         return None

@@ -192,9 +192,10 @@ class Target(MemberTarget):
         super().__init__(lambda: instance.shape, variants, resizer)
         self.instance = instance
         self.order = list(order) or list(range(len(instance.shape)))
-        self.losses = losses or losses_of(len(self.order), variants.precisions, {})
-        # Layers below full, the last swapped last.
-        self._swapped = [layer for layer in self.order if instance.shape[layer] != LayerShape()]
+        self.losses = losses or losses_of(len(self.order), variants.precisions, {}, variants.precisions[0])
+        self._best = variants.precisions[0]
+        # Layers below the best, the last swapped last.
+        self._swapped = [layer for layer in self.order if self._is_swapped(layer)]
         instance.executor.carry_out, instance.executor.status = self.carry_out, self.status
         instance.executor.used_blocks = lambda: resizer.cache.allocator.used
 
@@ -206,9 +207,9 @@ class Target(MemberTarget):
 
     @property
     def saved_pages(self) -> int:
-        """Pages by which the halves are smaller than in full precision."""
+        """Pages by which the halves are smaller than in the best precision."""
         halves = [Half(layer, part) for layer in self._swapped for part in PARTS]
-        return sum(self.pages(half, "full") - self.pages(half, self.precision(half)) for half in halves)
+        return sum(self.pages(half, self._best) - self.pages(half, self.precision(half)) for half in halves)
 
     def order_towards(self, precision: Precision) -> list[int]:
         """Return the order in which layers go to `precision`; towards full the last swapped goes first."""
@@ -288,8 +289,11 @@ class Target(MemberTarget):
         self.instance.reshaped()
         if half.layer in self._swapped:
             self._swapped.remove(half.layer)
-        if self.instance.shape[half.layer] != LayerShape():
+        if self._is_swapped(half.layer):
             self._swapped.append(half.layer)
+
+    def _is_swapped(self, layer: int) -> bool:
+        return self.instance.shape[layer] != LayerShape(attention=self._best, ffn=self._best)
 
     def check_integrity(self, with_pool: bool = True) -> None:
         """Raise BrokenInvariant or AssertionError if a page or a block is lost or owned twice.

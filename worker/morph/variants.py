@@ -15,7 +15,10 @@ class Variants(Protocol):
 
     @property
     def precisions(self) -> Sequence[Precision]:
-        """The precisions that the halves of this model's layers can have; "full" always, and first."""
+        """The precisions that the halves of this model's layers can have, most bits first.
+
+        The first is "full", except of a quantised checkpoint, which has its own alone.
+        """
 
     def pages(self, layer: int, part: Part, precision: Precision) -> int:
         """Return how many pages a variant takes while it is mapped."""
@@ -49,9 +52,9 @@ def layer_pages(variants: Variants, num_layers: int, parts: Sequence[Part] = PAR
 
 
 def reserve_pages(variants: Variants, num_layers: int) -> int:
-    """Return the free pages with which any layer can be swapped to its most bits below full."""
+    """Return the free pages with which any layer can be swapped to its most bits below the best."""
     pages = layer_pages(variants, num_layers)
-    return max((pages[precision] for precision in pages if precision != "full"), default=0)
+    return max((pages[precision] for precision in variants.precisions[1:]), default=0)
 
 
 class NoVariants:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from worker.model.config import ModelError, read_config
+from worker.model.config import ModelConfig, ModelError, read_config
 from worker.model.quantized_sets import Method
 from worker.model.sources import CheckpointWeights, checkpoint_digest
 from worker.offline.bin_checkpoint import convert_bin
@@ -28,7 +28,7 @@ from worker.shape.layer_order import OrderProfile, profile_path, read_profile, w
 
 def quantize(args: argparse.Namespace) -> None:
     """Run `instar quantize`. Raises ModelError, OSError."""
-    config = read_config(args.model)
+    config = _full_config(args.model)
     checkpoint = CheckpointWeights(config.folder)
     if args.ready:
         path = convert_checkpoint(config, checkpoint, args.ready, args.group)
@@ -46,6 +46,17 @@ def quantize(args: argparse.Namespace) -> None:
         targets.remove(target)
     if targets:
         quantizer.make(targets)
+
+
+def _full_config(folder: Path) -> ModelConfig:
+    """Read the config of a model in full precision. Raises ModelError."""
+    config = read_config(folder)
+    if config.ready:
+        raise ModelError(
+            f"{folder}: its layers are in {config.fixed_precision} alone ({config.ready.method}), which is"
+            " served as it is; only a folder in full precision has layers to quantise and to measure"
+        )
+    return config
 
 
 def convert(args: argparse.Namespace) -> None:
@@ -68,7 +79,7 @@ def device_of(name: str) -> torch.device:
 
 def profile(args: argparse.Namespace) -> None:
     """Run `instar profile`. Raises ModelError, OSError."""
-    config = read_config(args.model)
+    config = _full_config(args.model)
     checkpoint = CheckpointWeights(config.folder)
     device = device_of(args.device)
     calibration = read_calibration(config, args.calibration, args.windows, args.window_tokens)

@@ -18,11 +18,12 @@ from worker.memory import KVCache, PagePool
 from worker.model import Model, ModelConfig, Segment
 from worker.model.layer import Attention, FeedForward, Layer
 from worker.model.layout import RangePlan, degrees, plan_model
+from worker.model.ready_weights import open_checkpoint
 from worker.model.shard import Shard
-from worker.model.sources import CheckpointWeights, RandomWeights, WeightSource
+from worker.model.sources import RandomWeights, WeightSource
 from worker.model.weights import LoadedRange, reserve_weights, tensors_of, view_mapped
 from worker.shape.copier import Pause
-from worker.shape.host_images import MatrixSource, find_matrices, plan_variants, write_half
+from worker.shape.host_images import MatrixSource, find_matrices, kept_tensors, plan_variants, write_half
 from worker.shape.ranges import VariantKey, VariantRanges
 
 DEPTHS = (1, 2)
@@ -54,16 +55,16 @@ class CutPlan:
         self.depths = sorted({min(depth, config.num_layers) for depth in depths})
         self.whole, self.config = config, config.part(0, self.depths[-1])
         self.all_precisions = list(dict.fromkeys(precisions))
-        self.precisions = [name for name in self.all_precisions if name != "full"]
+        self.precisions: list[Precision] = [name for name in self.all_precisions if name != "full"]
         self.page_bytes = page_bytes
         self.model = plan_model(self.config, dtype, page_bytes, max_tp)
         is_dummy = load_format == "dummy"
-        self.source: WeightSource = RandomWeights() if is_dummy else CheckpointWeights(config.folder)
+        self.source: WeightSource = RandomWeights() if is_dummy else open_checkpoint(config)
         self.matrices: dict[Precision, MatrixSource] = {
             name: find_matrices(config, self.source, name, method) for name in self.precisions
         }
         self.quantized = plan_variants(self.config, self.model, page_bytes, self.matrices)
-        names: tuple[Precision, ...] = ("full", *self.precisions)
+        names: list[Precision] = self.precisions if config.fixed_precision else ["full", *self.precisions]
         self.turns = {name: self._num_turns(name, cache_bytes) for name in names}
         self.config = config.part(0, max(self.turns.values()))
         self.model = plan_model(self.config, dtype, page_bytes, max_tp)
@@ -123,9 +124,10 @@ class Fingerprint:
     def __init__(self, plan: CutPlan, pool: PagePool) -> None:
         """Reserve addresses. Raises ModelError and MappingFailed."""
         plan.source.check([tensor for part in plan.model.ranges() for tensor in part.sources])
-        weights, turns = reserve_weights("fingerprint", plan.model, pool), plan.turns["full"]
-        # A layer that takes turns in fewer bits only shares the full pages of another.
-        for index in range(turns, len(weights.layers)):
+        weights, turns = reserve_weights("fingerprint", plan.model, pool), plan.turns.get("full", 0)
+        # A layer that takes turns in fewer bits only shares the full pages of another. A quantised checkpoint
+        # has no full pages.
+        for index in range(turns, len(weights.layers) if turns else 0):
             weights.layers[index].attention.memory.release()
             weights.layers[index].feed_forward.memory.release()
             weights.layers[index] = weights.layers[index % turns]
@@ -136,9 +138,12 @@ class Fingerprint:
             self.model.release()
             raise
         full = dict[int, tuple[LoadedRange, RangePlan]]()
+        ends = (plan.model.embedding, plan.model.head)
         for loaded, part in zip(weights.ranges(), plan.model.ranges(), strict=True):
-            full.setdefault(id(loaded), (loaded, part))
+            if turns or any(part is end for end in ends):
+                full.setdefault(id(loaded), (loaded, part))
         self._full = list(full.values())
+        self._device = pool.backend.device
         self._group: SilentGroup | None = None
         self._layers: dict[tuple[Precision, int], list[Layer]] = {}
         self._used: tuple[list[Layer], int] = [], 0
@@ -168,15 +173,22 @@ class Fingerprint:
             say(f"making {precision}")
             weights = self.model.weights[index]
             tensors = tensors_of(self._ranges.memory(variant), plan.quantized[part_name, precision])
-            full = weights.attention if part_name == "attention" else weights.feed_forward
-            write_half(tensors, plan.matrices[precision], index, full.tensors, pause)
+            matrices = plan.matrices[precision]
+            if "full" in plan.turns:
+                loaded = weights.attention if part_name == "attention" else weights.feed_forward
+                full = loaded.tensors
+            else:
+                of_full = plan.model.layers[index][PARTS.index(part_name)]
+                layout = plan.quantized[part_name, precision]
+                full = kept_tensors(of_full, layout, matrices, plan.source, self._device, pause)
+            write_half(tensors, matrices, index, full, pause)
 
     def build(self) -> None:
         """Build the layers over their pages, once these are filled."""
         self.model.complete()
         for precision in self.plan.turns:
             self._take(precision)
-        self.use(self.plan.depths[-1], "full")
+        self.use(self.plan.depths[-1], next(iter(self.plan.turns)))
 
     def _below_full(self) -> Iterator[VariantKey]:
         for precision in self.plan.precisions:

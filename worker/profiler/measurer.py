@@ -72,13 +72,13 @@ class Measurer:
         Raises CannotMeasure.
         """
         self._check_digest(command)
+        command, config = _of_checkpoint(command)
         try:
             found = msgspec.json.decode(self._path(command).read_bytes(), type=Profile)
         except (OSError, ValueError):
             return None
         if (found.digest, found.device, found.version) != (command.digest, self.device, program_version()):
             return None
-        config = read_config(Path(command.path))
         plan = self._plan(command, config)
         measured = {
             Point(one.configuration.precision, one.prompt_tokens, one.batch_size, one.configuration.tp)
@@ -93,7 +93,7 @@ class Measurer:
     @_refusing()
     def prepare(self, command: Measure) -> Profiler:
         """Make the profiler of a command. Raises CannotMeasure."""
-        config = read_config(Path(command.path))
+        command, config = _of_checkpoint(command)
         plan, grid = self._plan(command, config), self._grid(command, config)
         max_pages, probe = command.max_bytes // self.pool.page_bytes, self._probe(command, plan)
         return Profiler(
@@ -157,6 +157,8 @@ class Measurer:
         """Return what `instar profile` stored beside the model; read each time, as it may come later."""
         if self.settings.load_format == "dummy":
             return {}
+        if config.fixed_precision:
+            return {config.fixed_precision: 0.0}  # against the checkpoint
         try:
             return losses(config, command.precisions, self.settings.quantization)
         except ModelError as error:
@@ -198,6 +200,13 @@ def measurer_of(model_host: ModelHost) -> Measurer:
     settings = model_host.settings
     copier = model_host.morphs.make_copier(settings.morph_share)
     return Measurer(model_host.pool, settings, LentPages(model_host), copier)
+
+
+def _of_checkpoint(command: Measure) -> tuple[Measure, ModelConfig]:
+    """Return the command with the precisions that the checkpoint has, and its config. Raises ModelError."""
+    config = read_config(Path(command.path))
+    fixed = config.fixed_precision
+    return (replace(command, precisions=[fixed]) if fixed else command), config
 
 
 def _points(command: Measure) -> list[Point]:

@@ -87,7 +87,7 @@ def _reference(product: Linear, x: torch.Tensor) -> torch.Tensor:
     with kernels.use_backend("reference"):
         if not isinstance(product, QuantizedLinear):
             return product(x)
-        weight, made = product.weight, []
+        x, weight, made = product.arranged(x), product.weight, []
         rows = max(1, _REFERENCE_ELEMENTS // (weight.num_units * weight.unit_inputs))
         for first in range(0, weight.unit_outputs, rows):
             part = outputs_of(weight, slice(first, first + rows))

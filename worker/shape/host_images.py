@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -30,9 +31,10 @@ from worker.model.quantized_sets import (
     round_to_nearest,
     set_path,
 )
+from worker.model.ready_weights import QuantizedCheckpoint
 from worker.model.sources import CheckpointWeights, WeightSource, checkpoint_digest
-from worker.model.weights import Tensors
-from worker.shape.copier import Pause
+from worker.model.weights import Tensors, tensors_in
+from worker.shape.copier import Pause, lay_out
 
 # Elements that are rounded at a time: temporaries then stay in caches (measured on two cores: 8 ns an
 # element; with 2^24 at a time 20).
@@ -46,6 +48,7 @@ class MatrixSource(Protocol):
     method: str
     group: int
     has_input_scale: bool
+    has_input_order: bool
 
     def read(self, layer: int, product: str, full: Tensors, pause: Pause) -> list[QuantizedMatrix]:
         """Read the matrices of one of `INPUTS`, in its order. full: the half's tensors in full precision."""
@@ -60,6 +63,7 @@ class SetMatrices:
             contents = sorted((file.metadata() or {}).items())  # checksums of all matrices among them
             tensors: list[str] = list(file.keys())
             self.has_input_scale = any(tensor.endswith(".input_scale") for tensor in tensors)
+            self.has_input_order = any(tensor.endswith(".input_order") for tensor in tensors)
         self.method, self.group = stored.info.method, stored.info.group
         self.name = f"{stored.path.name} {hashlib.sha256(repr(contents).encode()).hexdigest()}"
 
@@ -72,12 +76,33 @@ class SetMatrices:
         return made
 
 
+class ReadyMatrices:
+    """Matrices of a checkpoint that is quantised itself."""
+
+    has_input_scale = False
+
+    def __init__(self, config: ModelConfig, checkpoint: QuantizedCheckpoint) -> None:
+        self._config, self._checkpoint = config, checkpoint
+        self.method: str = checkpoint.form.method
+        self.group = checkpoint.group
+        self.has_input_order = checkpoint.form.is_ordered
+        self.name = f"{checkpoint.form} of the checkpoint"
+
+    def read(self, layer: int, product: str, full: Tensors, pause: Pause) -> list[QuantizedMatrix]:
+        made = []
+        for name in INPUTS[product]:
+            made.append(self._checkpoint.matrix(matrix_name(self._config.first_layer + layer, name)))
+            pause()
+        return made
+
+
 class RoundedMatrices:
     """The loaded weights, rounded to nearest."""
 
     def __init__(self, config: ModelConfig, precision: Precision) -> None:
         self._config, self._bits = config, BITS[precision]
-        self.method, self.group, self.has_input_scale = "rtn", ENTRIES[precision].group, False
+        self.method, self.group = "rtn", ENTRIES[precision].group
+        self.has_input_scale = self.has_input_order = False
         self.name = f"rounded to {self._bits} bits in groups of {self.group}"
 
     def read(self, layer: int, product: str, full: Tensors, pause: Pause) -> list[QuantizedMatrix]:
@@ -119,6 +144,13 @@ def find_matrices(
     method: "awq", "gptq", "rtn", or "" for the best set there is. Raises ModelError for a set that is
     damaged, of another model, or asked for and missing.
     """
+    if isinstance(source, QuantizedCheckpoint):
+        if precision != config.fixed_precision:
+            raise ModelError(
+                f"{config.folder}: the checkpoint has its layers in {config.fixed_precision} alone, not in"
+                f" {precision}"
+            )
+        return ReadyMatrices(config, source)
     if isinstance(source, CheckpointWeights):
         if path := find_set(config.folder, precision, method):
             whole = read_config(config.folder)
@@ -145,6 +177,7 @@ def plan_variants(
             precision,
             group=source.group,
             has_input_scale=source.has_input_scale,
+            has_input_order=source.has_input_order,
         )
         made |= {(part, precision): half for part, half in zip(PARTS, halves, strict=True)}
     return made
@@ -155,8 +188,14 @@ def write_half(
 ) -> None:
     """Fill the views of a quantised half, which hold zeros."""
     products = [product for product in INPUTS if f"{product}.codes" in target]
-    for product in products:
-        _write_product(target, product, matrices.read(layer, product, full, pause))
+    rows: torch.Tensor | None = None  # the order of down's inputs, which gate and up make
+    for product in reversed(products):
+        made = matrices.read(layer, product, full, pause)
+        if product == "down":
+            rows = made[0].input_order
+        elif product == "gate_up" and rows is not None:
+            made = [matrix.with_outputs(rows) for matrix in made]
+        _write_product(target, product, made)
         pause()
     for name, kept in target.items():
         if name.partition(".")[0] not in products:
@@ -179,8 +218,12 @@ def _write_product(target: Tensors, product: str, matrices: Sequence[QuantizedMa
             units.copy_(whole.unflatten(1, (units.shape[0], -1)).transpose(0, 1))
         else:
             _write_outputs(units, parts)
+    order, scale = matrices[0].input_order, matrices[0].input_scale
     if f"{product}.input_scale" in target:
-        _write_input_scale(target[f"{product}.input_scale"], product, matrices[0].input_scale)
+        in_order = scale if scale is None or order is None else scale[order.long()]
+        _write_input_scale(target[f"{product}.input_scale"], product, in_order)
+    if f"{product}.input_order" in target:
+        _write_input_order(target[f"{product}.input_order"], order)
 
 
 def _write_outputs(units: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
@@ -205,6 +248,28 @@ def _write_input_scale(target: torch.Tensor, product: str, input_scale: torch.Te
         target.copy_(whole.view(units, inputs))
     else:
         target[..., : len(input_scale)] = input_scale.to(target.device)
+
+
+def _write_input_order(target: torch.Tensor, order: torch.Tensor | None) -> None:
+    """Write [K], or [U, K]; what the weight does not order, such as padding, keeps its place."""
+    target.copy_(torch.arange(target.shape[-1], dtype=torch.int32).expand_as(target))
+    if order is not None:
+        target[..., : len(order)] = order.to(target.device)
+
+
+def kept_tensors(
+    plan: RangePlan,
+    quantized: RangePlan,
+    matrices: MatrixSource,
+    source: WeightSource,
+    device: torch.device,
+    pause: Pause,
+) -> Tensors:
+    """Read those tensors of a half that `write_half` needs and that are not in `matrices` already."""
+    if isinstance(matrices, ReadyMatrices):
+        kept = [each for each in plan.sources if f"{each.param}.codes" not in quantized.params]
+        plan = replace(plan, sources=kept)
+    return tensors_in(lay_out(plan, source, device, pause), plan)
 
 
 def _fit(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -14,7 +14,8 @@ from bus.messages import PARTS
 from bus.precisions import DEFAULT_SWAP, QUANTIZED, Precision
 from worker.model.config import ModelConfig, ModelError, read_config
 from worker.model.quantized_sets import FOLDER, find_set, set_path, writing_whole
-from worker.model.sources import CheckpointWeights, checkpoint_digest
+from worker.model.ready_weights import open_checkpoint
+from worker.model.sources import checkpoint_digest
 
 OrderName = Literal["profile", "front-to-back", "back-to-front", "random"]
 ORDERS: tuple[OrderName, ...] = get_args(OrderName)
@@ -121,7 +122,7 @@ def load_order(folder: str | Path, name: str = "") -> tuple[list[int], OrderName
             f'worker.layer_order = "profile", and {folder} has none: make one with `instar profile {folder}`'
         )
     if path is not None and name in ("", "profile"):
-        digest = checkpoint_digest(config, CheckpointWeights(folder))
+        digest = checkpoint_digest(config, open_checkpoint(config))
         return read_profile(path, model=digest, num_layers=config.num_layers).sequence, "profile"
     plain = next((order for order in ORDERS[1:] if order == name), ORDERS[1])
     return plain_order(config, plain), plain
@@ -176,7 +177,7 @@ def _profiles(
         if not path.is_file():
             unknown[name] = f"there is no profile; make one with `instar profile {folder} --precision {name}`"
             continue
-        model = model or checkpoint_digest(config, CheckpointWeights(folder))
+        model = model or checkpoint_digest(config, open_checkpoint(config))
         try:
             profile = read_profile(path, model=model, num_layers=config.num_layers)
         except ModelError as error:

@@ -16,13 +16,14 @@ from bus.messages import PARTS, Part
 from bus.precisions import PRECISIONS, QUANTIZED, Precision
 from worker.memory import PagePool
 from worker.model.layer import LayerHalf
+from worker.model.layout import RangePlan
 from worker.model.model import Model
 from worker.model.shard import Shard
 from worker.model.sources import CheckpointWeights, checkpoint_digest
 from worker.model.weights import Tensors, tensors_in
 from worker.shape.checks import CheckedPages, check_outputs, expected_outputs, num_outputs, num_rows, row_sums
 from worker.shape.copier import CopyJob, Pause, host_copy, lay_out
-from worker.shape.host_images import MatrixSource, find_matrices, plan_variants, write_half
+from worker.shape.host_images import MatrixSource, find_matrices, kept_tensors, plan_variants, write_half
 from worker.shape.host_store import HostStore, Images
 from worker.shape.ranges import PageMask, VariantKey, VariantRanges, build_half, checked_pages, variant_name
 from worker.shape.shared_file import OnProgress
@@ -46,16 +47,22 @@ class LayerVariants:
     ) -> None:
         """Reserve the ranges, and open this model's host images, making them if no worker has yet.
 
-        precisions: besides full. method: as in `find_matrices`. matrices: found already, for a model without
-        pages; then call `open` for the images. Raises ModelError: a set that cannot be used, no room.
+        precisions: besides full; a quantised checkpoint has its own alone. method: as in `find_matrices`.
+        matrices: found already, for a model without pages; then call `open` for the images. Raises
+        ModelError: a set that cannot be used, no room.
         """
         self._model, self._pool = model, pool
-        self.precisions: list[Precision] = [name for name in PRECISIONS if name in ("full", *precisions)]
+        fixed = model.config.fixed_precision
+        self.precisions: list[Precision] = (
+            [fixed] if fixed else [name for name in PRECISIONS if name in ("full", *precisions)]
+        )
         self._proven: set[VariantKey] = set()  # their outputs were right once
         self._is_filled = matrices is None
         if matrices is None:
             matrices = {
-                name: find_matrices(model.config, model.source, name, method) for name in self.precisions[1:]
+                name: find_matrices(model.config, model.source, name, method)
+                for name in self.precisions
+                if name != "full"
             }
         self._matrices = matrices
         self._opened: HostStore[ImageKey] | None = None
@@ -163,14 +170,26 @@ class LayerVariants:
 
     def _full(self, layer: int, part: Part, pause: Pause) -> tuple[torch.Tensor, Tensors]:
         """Return the half in full precision, uint8, and its tensors: from filled pages or the source."""
-        weights, plan = self._model.weights[layer], self._model.plan.layers[layer][PARTS.index(part)]
+        weights, plan = self._model.weights[layer], self._plan(layer, part)
         if self._is_filled:
             full = weights.attention if part == "attention" else weights.feed_forward
             return full.memory.tensor(torch.uint8, (plan.nbytes,)), full.tensors
-        source = self._model.source
-        where = self._device if source.depends_on_device else torch.device("cpu")
-        laid_out = lay_out(plan, source, where, pause).to(self._device)
+        laid_out = lay_out(plan, self._model.source, self._source_device, pause).to(self._device)
         return laid_out, tensors_in(laid_out, plan)
+
+    def _kept(self, layer: int, part: Part, precision: Precision, pause: Pause) -> Tensors:
+        """Return the tensors that a half of a quantised checkpoint keeps as they are."""
+        plan, quantized = self._plan(layer, part), self.ranges.plans[part, precision]
+        source, where = self._model.source, self._source_device
+        return kept_tensors(plan, quantized, self._matrices[precision], source, where, pause)
+
+    def _plan(self, layer: int, part: Part) -> RangePlan:
+        """Return the layout of the half in full precision."""
+        return self._model.plan.layers[layer][PARTS.index(part)]
+
+    @property
+    def _source_device(self) -> torch.device:
+        return self._device if self._model.source.depends_on_device else torch.device("cpu")
 
     def _whole(self, variant: VariantKey, image: torch.Tensor) -> LayerHalf:
         """Build the half of all heads and rows over uint8 [n] anywhere."""
@@ -184,6 +203,8 @@ class LayerVariants:
             if precision == "full":  # the first of each half
                 made, tensors = self._full(layer, part, pause)
             else:
+                if precision == self.precisions[0]:
+                    tensors = self._kept(layer, part, precision, pause)
                 made = torch.zeros(plan.nbytes, dtype=torch.uint8, device=self._device)
                 write_half(tensors_in(made, plan), self._matrices[precision], layer, tensors, pause)
             images[*variant, "weights"].copy_(made)

@@ -254,9 +254,13 @@ def test_an_architecture_is_known_by_its_model_type_too(tmp_path: Path) -> None:
     assert read_config(folder).architecture == "Qwen2ForCausalLM"
 
 
-def test_quantised_checkpoints_are_refused_by_their_method(tmp_path: Path) -> None:
-    folder = config_folder(tmp_path / "m", quantization_config={"quant_method": "awq", "bits": 4})
-    refused(folder, r"quantised weights \(awq\) are not supported")
+def test_other_ways_of_quantising_are_refused_by_their_method(tmp_path: Path) -> None:
+    folder = config_folder(tmp_path / "m", quantization_config={"quant_method": "fp8"})
+    refused(folder, r"config\.json: quant_method 'fp8' is not supported; supported: awq and gptq")
+    refused(
+        config_folder(tmp_path / "n", quantization_config="awq"),
+        "quantization_config is a str, not an object",
+    )
 
 
 @pytest.mark.parametrize(

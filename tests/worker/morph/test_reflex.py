@@ -292,6 +292,19 @@ def test_why_nothing_is_done_under_pressure_is_told(
     assert stale and stale.code == "stale"
 
 
+def test_a_quantised_checkpoint_has_nothing_to_give_and_nothing_to_go_back_to() -> None:
+    of = shape(dict.fromkeys(HALVES, "int4"), losses=losses_of(LAYERS, ["int4"], {}, "int4"))
+    assert of.losses.precisions == ["int4"] and of.losses.total(of.halves) == 0.0
+    need = Need("relief", "queue_delay", "words")
+    about = ReflexState(), BURST, of, replace(envelope(), precisions=["int8", "int4"])
+    assert sizing.relieve(*about, need, may_lose=True) is None
+    why = sizing.why_nothing(*about, may_lose=True)
+    assert why and why.code == "lowest"
+    assert back(EASE, of) is None
+    assert back(replace(EASE, floor_refused="full"), of, "precision_floor") is None
+    assert relief(of=replace(of, pages_spare=80)).lever == "resize"  # type: ignore[union-attr]
+
+
 def test_what_is_withheld_is_told_once_in_a_burst() -> None:
     state, told = ReflexState(), list[float]()
     for at_s in (0.0, 0.1, 5.0, 14.0, 24.0):

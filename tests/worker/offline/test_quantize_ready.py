@@ -15,7 +15,11 @@ from safetensors.torch import load_file, save_file
 from bench.common.oracles import make_oracle
 from kernels import quantize_rtn
 from tests.support.dense_layers import Named, build_dense, open_layerwise, read_named
+from tests.support.model_folders import Runner
+from tests.support.ready_models import AWQ_ORDER, words
+from tests.support.ready_models import Ready as WholeReady
 from tests.support.tiny_model import byte_level
+from tests.support.variant_models import Morphing
 from worker.model import read_config
 from worker.model.quantized_sets import MATRICES, QuantizedMatrix, QuantizedSet, set_path
 from worker.model.sources import CheckpointWeights, checkpoint_digest
@@ -23,7 +27,6 @@ from worker.offline.__main__ import main
 
 CPU = torch.device("cpu")
 GROUP = 32
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 SIZES = {"vocab_size": 400, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
 
 
@@ -36,14 +39,6 @@ def make_full(folder: Path, *, num_kv_heads: int = 8) -> Path:
 @pytest.fixture(params=[8, 4], ids=["as many KV heads", "fewer KV heads"])
 def full(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return make_full(tmp_path / "full", num_kv_heads=request.param)
-
-
-def words(codes: torch.Tensor, dim: int, order: tuple[int, ...]) -> torch.Tensor:
-    """Eight codes along `dim` to one int32; piece i of a word is the code order[i]."""
-    groups = codes.long().unflatten(dim, (-1, 8))
-    word = sum(groups.select(dim + 1, order[i]) << 4 * i for i in range(8))
-    assert isinstance(word, torch.Tensor)
-    return torch.where(word >= 2**31, word - 2**32, word).to(torch.int32)
 
 
 @dataclass
@@ -262,7 +257,22 @@ def test_another_way_of_quantising_is_refused_by_name(
     assert complaint in capsys.readouterr().err
 
 
-def test_groups_in_order_of_activations_are_refused(
+def test_groups_in_order_of_activations_become_a_set(tmp_path: Path) -> None:
+    full = make_full(tmp_path / "full")
+    ready = WholeReady(full, is_ordered=True)
+    assert take(full, ready.write(tmp_path / "gptq")) == 0
+    for name, matrix in taken(full, "gptq").layer(read_config(full), 1).items():
+        assert matrix.input_order is not None
+        torch.testing.assert_close(matrix.dense(), ready.twin[f"model.layers.1.{name}.weight"])
+    made, twin = Morphing(full, tmp_path), Runner(ready.write_twin(tmp_path / "twin"))
+    made.swap_all("int4")
+    prompt = list(range(40))
+    torch.testing.assert_close(made.runner.step({0: prompt}), twin.step({0: prompt}), rtol=2e-4, atol=2e-4)
+    made.close()
+    twin.close()
+
+
+def test_groups_in_an_order_that_the_config_denies_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     full = make_full(tmp_path / "full")
@@ -270,7 +280,9 @@ def test_groups_in_order_of_activations_are_refused(
     name = "model.layers.1.self_attn.o_proj.g_idx"
     ready.tensors[name] = ready.tensors[name].flip(0)
     assert take(full, ready.write()) == 2
-    assert "o_proj with groups in order of activations (desc_act) is not supported" in capsys.readouterr().err
+    assert (
+        "o_proj.g_idx has groups in the order of activations, and config.json says" in capsys.readouterr().err
+    )
     assert not (full / "instar").exists()
 
 

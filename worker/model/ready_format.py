@@ -1,0 +1,60 @@
+"""The formats of checkpoints that others quantised, as the `quantization_config` of config.json says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from bus.precisions import Precision, precision_of_bits
+from kernels.quantized import GROUP_STEP
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyFormat:
+    """One format. group 0: one scale for all inputs. zero_offset: what is added to a stored zero.
+
+    is_ordered: inputs are grouped in the order of their activations (GPTQ's desc_act).
+    """
+
+    method: Literal["awq", "gptq"]
+    bits: int
+    group: int
+    zero_offset: int
+    is_ordered: bool = False
+
+    @property
+    def precision(self) -> Precision:
+        return precision_of_bits(self.bits)
+
+
+def parse_format(said: Any) -> ReadyFormat:
+    """Return the format of a `quantization_config`. Raises ValueError for one that is not supported."""
+    if not isinstance(said, Mapping):
+        raise ValueError(f"quantization_config is a {type(said).__name__}, not an object")
+    method, bits, group = said.get("quant_method", "unnamed"), said.get("bits", 0), said.get("group_size")
+    if method not in ("awq", "gptq"):
+        raise _unsupported(f"quant_method {method!r}", "awq and gptq")
+    if bits not in ((4,) if method == "awq" else (4, 8)):
+        raise _unsupported(f"{method} with bits {bits!r}", "4 (and 8 with gptq)")
+    if not isinstance(group, int) or not (group == -1 or (group > 0 and group % GROUP_STEP == 0)):
+        raise _unsupported(f"group_size {group!r}", f"-1 and multiples of {GROUP_STEP}")
+    for name in ("dynamic", "lm_head"):
+        if said.get(name):
+            raise _unsupported(
+                f"{name} {said[name]!r}", "one format for all matrices of layers, and no other"
+            )
+    if method == "awq":
+        version, zero_point = said.get("version", "gemm"), said.get("zero_point", True)
+        if str(version).lower() != "gemm" or not zero_point:
+            raise _unsupported(f"AWQ version {version!r}, zero_point {zero_point!r}", "gemm with zeros")
+        return ReadyFormat("awq", int(bits), max(group, 0), 0)
+    packing = said.get("checkpoint_format", "gptq")
+    if packing not in ("gptq", "gptq_v2"):
+        raise _unsupported(f"GPTQ checkpoint_format {packing!r}", "gptq and gptq_v2")
+    is_ordered = bool(said.get("desc_act")) and group > 0
+    return ReadyFormat("gptq", int(bits), max(group, 0), 1 if packing == "gptq" else 0, is_ordered)
+
+
+def _unsupported(what: str, supported: str) -> ValueError:
+    return ValueError(f"{what} is not supported; supported: {supported}")
