@@ -12,6 +12,7 @@ from kernels.packing import TILE, check_bits, packed_size, unpack
 Split = Literal["outputs", "inputs"]
 GROUP_STEP = 32  # a group is a whole number of half tiles
 SPLITS = get_args(Split)
+_FLOAT16_STEP, _FLOAT16_NORMAL = 2.0**-24, 2.0**-14  # below the second, float16 counts in the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +136,11 @@ def quantize_rtn(w: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, 
     top = 2**bits - 1
     least, largest = values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0)
     # Codes are chosen for the scale as float16 stores it. For the exact scale, the largest codes would be off
-    # by half a unit in float16's last place, which is 0.12 codes of 255.
-    scales = ((largest - least) / top).half()
+    # by half a unit in float16's last place, which is 0.12 codes of 255. Small scales are rounded up: float16
+    # stores them in steps of 6e-8, and one that is too small would cut off the largest weights.
+    exact = (largest - least) / top
+    in_steps = (exact / _FLOAT16_STEP).ceil() * _FLOAT16_STEP
+    scales = torch.where(exact < _FLOAT16_NORMAL, in_steps, exact).half()
     if not bool(scales.isfinite().all()):
         worst = float((largest - least).max())
         raise ValueError(

@@ -47,20 +47,24 @@ def test_packing_gives_back_every_byte(bits: int) -> None:
     ("bits", "inputs", "group"), [*itertools.product(CODE_BITS, (64, 96, 200), (32, 64, 96))]
 )
 def test_a_rounded_weight_is_within_half_a_step(bits: int, inputs: int, group: int) -> None:
-    w = torch.randn(5, inputs) * torch.logspace(-3, 1, 5)[:, None]
+    w = torch.randn(12, inputs) * torch.logspace(-10, 1, 12)[:, None]
     codes, scales, zeros = kernels.quantize_rtn(w, bits, group)
     groups = -(-inputs // group)
-    assert codes.shape == w.shape and scales.shape == zeros.shape == (5, groups)
+    assert codes.shape == w.shape and scales.shape == zeros.shape == (12, groups)
     assert int(codes.max()) < 2**bits
     steps = scales.float().repeat_interleave(group, 1)[:, :inputs]
     values = (codes.float() - zeros.float().repeat_interleave(group, 1)[:, :inputs]) * steps
-    # Half a step for the code, half for the zero that clamps the ends, and what float16 took off the scale.
-    assert bool(((values - w).abs() <= steps * (1.0 + 2**bits * 2**-11)).all())
+    # Half a step for the code, and at the ends what float16 took off the scale.
+    assert bool(((values - w).abs() <= steps * (0.5 + 2**bits * 2**-11)).all())
+    # A step is no longer than the group's range needs, but for a unit in float16's last place.
+    spread = w.amax(-1).clamp(min=0) - w.amin(-1).clamp(max=0)
+    assert bool((scales.amax(-1) <= spread / (2**bits - 1) * (1 + 2**-11) + 2**-24).all())
 
 
 @pytest.mark.parametrize("bits", CODE_BITS)
 def test_zeros_stay_exactly_zero(bits: int) -> None:
-    w = torch.randn(4, 256)
+    w = torch.randn(5, 256)
+    w[4] *= 1e-9  # less than half of the smallest float16
     w[1] = 0.0  # a padding row
     w[2, 64:128] = 0.0  # a padding group
     w[3, 130:] = 0.0  # padding inside a group
@@ -68,6 +72,7 @@ def test_zeros_stay_exactly_zero(bits: int) -> None:
     codes, scales, zeros = kernels.quantize_rtn(w, bits, 64)
     weight = QuantizedWeight(kernels.pack(codes, bits)[None], scales[None], zeros[None], bits, 64)
     assert bool((kernels.dequantize(weight)[w == 0] == 0).all())
+    assert bool((scales[4] == 2**-24).all())
     assert not codes[1].any() and not scales[1].any() and not zeros[1].any()
     assert torch.equal(kernels.quantized_linear(torch.randn(3, 256), weight)[:, 1], torch.zeros(3))
 
@@ -166,6 +171,16 @@ def test_a_product_of_bytes_is_the_plain_one_whatever_the_number_of_tokens(
         expected = _product("decode", x[:tokens], weight, bias)
         size = expected.norm() / expected.numel() ** 0.5
         assert float((product - expected).abs().max() / size) < 1e-5
+
+
+@pytest.mark.parametrize("name", of_quantized())
+def test_products_with_scales_that_float16_stores_coarsely_agree(name: str) -> None:
+    codes, scales, zeros = kernels.quantize_rtn(torch.randn(144, 128) * 1e-5, 8, 64)
+    assert float(scales.max()) < 2**-14
+    weight = QuantizedWeight(kernels.pack(codes, 8)[None], scales[None], zeros[None], 8, 64)
+    x = torch.randn(5, 128)
+    expected = x @ kernels.dequantize(weight).T
+    torch.testing.assert_close(_product(name, x, weight, torch.zeros(144)), expected, rtol=1e-4, atol=1e-8)
 
 
 def _product(name: str, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor) -> torch.Tensor:
