@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -23,6 +24,14 @@ def pytest_collection_finish() -> None:
     some tests collect on purpose."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Seed what draws without a generator of its own, fixtures too: what failed can then be repeated."""
+    random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -49,7 +49,6 @@ def test_the_last_tokens_are_kept_and_those_they_attend_to_most() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
     path = tmp_path_factory.mktemp("tiny")
     config = LlamaConfig(
         vocab_size=64,
