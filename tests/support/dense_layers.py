@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -30,7 +30,9 @@ class NamedWeights:
     def check(self, sources: Iterable[CheckpointTensor]) -> None:
         pass
 
-    def fill(self, target: torch.Tensor, source: CheckpointTensor) -> None:
+    def fill(
+        self, target: torch.Tensor, source: CheckpointTensor, pause: Callable[[], object] = lambda: None
+    ) -> None:
         stored = self._named[source.tensor]
         target.copy_(stored.T if source.is_transposed else stored)
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +46,8 @@ METHODS: tuple[Method, ...] = get_args(Method)  # the better first
 
 FORMAT = "1"
 FOLDER = "instar"  # inside the model's
+# An open set is mapped: the disk reads what the checksum reads, so many bytes between two pauses.
+_PIECE_BYTES = 1 << 22
 
 # The matrices of a layer by the product that reads one input; matrices of one product share an input_scale.
 INPUTS: dict[str, tuple[str, ...]] = {
@@ -197,8 +199,13 @@ class QuantizedSet:
                 f" {_REMEDY}"
             )
 
-    def matrix(self, name: str, shape: tuple[int, int]) -> QuantizedMatrix:
-        """Read the matrix of N x K = shape. Raises ModelError: missing, another shape, or damaged."""
+    def matrix(
+        self, name: str, shape: tuple[int, int], pause: Callable[[], object] = lambda: None
+    ) -> QuantizedMatrix:
+        """Read the matrix of N x K = shape, and call `pause` after each _PIECE_BYTES.
+
+        Raises ModelError: missing, another shape, or damaged; and what `pause` raises.
+        """
         info, (outputs, inputs) = self.info, shape
         groups = (outputs, -(-inputs // info.group))
         packed = (outputs, packed_size(-(-inputs // TILE) * TILE, info.bits))
@@ -216,7 +223,7 @@ class QuantizedSet:
             if f"{name}.input_order" in self._names
             else None,
         )
-        if self._checksums.get(name) != checksum(made):
+        if self._checksums.get(name) != checksum(made, pause):
             raise ModelError(f"{self.path}: {name} is damaged: its checksum does not match; {_REMEDY}")
         return made
 
@@ -279,11 +286,13 @@ def writing_whole(path: Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
-def checksum(matrix: QuantizedMatrix) -> int:
-    """Return the CRC-32 of all bytes of the matrix's tensors."""
+def checksum(matrix: QuantizedMatrix, pause: Callable[[], object] = lambda: None) -> int:
+    """Return the CRC-32 of all bytes of the matrix's tensors. pause: called after each _PIECE_BYTES."""
     value = 0
     for part in matrix.tensors().values():
-        value = zlib.crc32(part.contiguous().cpu().numpy().data, value)
+        for piece in part.contiguous().cpu().flatten().view(torch.uint8).split(_PIECE_BYTES):
+            value = zlib.crc32(piece.numpy().data, value)
+            pause()
     return value
 
 

@@ -19,6 +19,8 @@ and `QuantizedMatrix.input_order` says which input is where.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -91,13 +93,15 @@ class QuantizedCheckpoint(CheckpointWeights):
         """Read one matrix. Raises ModelError."""
         return read_matrix(self, self.form, name, self._shapes[name], self.group)
 
-    def read(self, tensor: str, rows: slice | None = None) -> torch.Tensor:
-        """Read a tensor or some of its rows; of a quantised weight float32 [N, K]. Raises ModelError."""
+    @contextmanager
+    def opened(self, tensor: str) -> Iterator[Any]:
+        """Yield a tensor to take rows of; of a quantised weight float32 [N, K]. Raises ModelError."""
         name = tensor.removesuffix(_WEIGHT)
-        if name not in self._shapes or not tensor.endswith(_WEIGHT):
-            return super().read(tensor, rows)
-        dense = self.matrix(name).dense()
-        return dense if rows is None else dense[rows]
+        if name in self._shapes and tensor.endswith(_WEIGHT):
+            yield self.matrix(name).dense()
+        else:
+            with super().opened(tensor) as stored:
+                yield stored
 
     def stored(self, source: CheckpointTensor) -> Iterator[tuple[str, int]]:
         name = source.tensor.removesuffix(_WEIGHT)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +22,9 @@ _FLOATS = ("F32", "BF16", "F16", "F64")
 # With 0.02, the usual initialisation, greedy output of a random model repeats one token.
 DUMMY_STD = 0.06
 
+# Elements that are written at a time: some MiB, which a slow disk has in a tenth of a second.
+PIECE_ELEMENTS = 1 << 20
+
 
 class WeightSource(Protocol):
     """A source of weight values."""
@@ -29,8 +34,13 @@ class WeightSource(Protocol):
     def check(self, sources: Iterable[CheckpointTensor]) -> None:
         """Check that every tensor is there with its shape, reading no weights. Raises ModelError."""
 
-    def fill(self, target: torch.Tensor, source: CheckpointTensor) -> None:
-        """Write a tensor's values into `target`, in the dtype of `target`. Raises ModelError."""
+    def fill(
+        self, target: torch.Tensor, source: CheckpointTensor, pause: Callable[[], object] = lambda: None
+    ) -> None:
+        """Write a tensor's values into `target`, in its dtype, and call `pause` after each PIECE_ELEMENTS.
+
+        Raises ModelError, and what `pause` raises.
+        """
 
 
 class CheckpointWeights:
@@ -68,15 +78,27 @@ class CheckpointWeights:
         """Yield the stored tensors that a tensor of the model is made from, each with its rows."""
         yield source.tensor, source.shape[0]
 
-    def fill(self, target: torch.Tensor, source: CheckpointTensor) -> None:
-        stored = self.read(source.tensor)
-        target.copy_(stored.T if source.is_transposed else stored)
+    def fill(
+        self, target: torch.Tensor, source: CheckpointTensor, pause: Callable[[], object] = lambda: None
+    ) -> None:
+        as_stored = target.T if source.is_transposed else target
+        with self.opened(source.tensor) as stored:
+            for rows in _pieces(source.shape):
+                as_stored[rows].copy_(stored[rows])
+                pause()
 
     def has(self, tensor: str) -> bool:
         return tensor in self._file_of
 
     def read(self, tensor: str, rows: slice | None = None) -> torch.Tensor:
         """Read a tensor or some of its rows, in the checkpoint's dtype. Raises ModelError."""
+        with self.opened(tensor) as stored:
+            read: torch.Tensor = stored[rows or slice(None)]
+            return read
+
+    @contextmanager
+    def opened(self, tensor: str) -> Iterator[Any]:
+        """Yield a tensor of which rows are read when they are asked for. Raises ModelError."""
         # Opened for each tensor, so that memory peaks at the weights plus one tensor: an open file keeps what
         # was read of it. Opening costs less than a millisecond.
         path = self._file_of.get(tensor)
@@ -84,10 +106,9 @@ class CheckpointWeights:
             raise ModelError(f"{self.folder}: the checkpoint has no tensor {tensor}")
         with _open(path) as file:
             try:
-                stored: torch.Tensor = file.get_slice(tensor)[rows] if rows else file.get_tensor(tensor)
+                yield file.get_slice(tensor)
             except SafetensorError as error:
                 raise ModelError(f"{path}: tensor {tensor}: {error}") from error
-            return stored
 
 
 class RandomWeights:
@@ -104,13 +125,24 @@ class RandomWeights:
     def check(self, sources: Iterable[CheckpointTensor]) -> None:
         """Accept every tensor."""
 
-    def fill(self, target: torch.Tensor, source: CheckpointTensor) -> None:
+    def fill(
+        self, target: torch.Tensor, source: CheckpointTensor, pause: Callable[[], object] = lambda: None
+    ) -> None:
         if source.is_norm:
             target.fill_(1.0)
             return
         generator = torch.Generator(target.device)
         generator.manual_seed(zlib.crc32(f"{self.seed} {source.tensor}".encode()))  # a CPU's uses 32 bits
-        target.normal_(0.0, DUMMY_STD, generator=generator)
+        for rows in _pieces(target.shape):
+            target[rows].normal_(0.0, DUMMY_STD, generator=generator)
+            pause()
+
+
+def _pieces(shape: Sequence[int]) -> Iterator[slice]:
+    """Yield the rows of a tensor of this shape, PIECE_ELEMENTS at a time."""
+    at_once = max(1, PIECE_ELEMENTS // math.prod(shape[1:]))
+    for first in range(0, shape[0], at_once):
+        yield slice(first, min(first + at_once, shape[0]))
 
 
 def _files_of_tensors(folder: Path) -> dict[str, Path]:

@@ -166,8 +166,7 @@ class Fingerprint:
         say("loading")
         for loaded, part in self._full:
             for tensor in part.sources:
-                plan.source.fill(tensor.target(loaded.tensors), tensor)
-                pause()
+                plan.source.fill(tensor.target(loaded.tensors), tensor, pause)
         for variant in self._below_full():
             index, part_name, precision = variant
             say(f"making {precision}")

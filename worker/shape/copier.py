@@ -324,7 +324,7 @@ def source_copy(
 ) -> CopyJob:
     """Return a job that lays out a half from the checkpoint and copies `spans` as `host_copy` does.
 
-    It pauses after each tensor, some tens of MiB, too, and also raises ModelError.
+    It also raises ModelError.
     """
 
     def copy(pause: Pause) -> None:
@@ -342,6 +342,5 @@ def lay_out(
     laid_out = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device)
     tensors = tensors_in(laid_out, plan)
     for each in plan.sources:
-        source.fill(each.target(tensors), each)
-        pause()
+        source.fill(each.target(tensors), each, pause)
     return laid_out

@@ -71,8 +71,7 @@ class SetMatrices:
         shapes, made = matrix_shapes(self._config), []
         for name in INPUTS[product]:
             stored = matrix_name(self._config.first_layer + layer, name)
-            made.append(self._stored.matrix(stored, shapes[name]))
-            pause()
+            made.append(self._stored.matrix(stored, shapes[name], pause))
         return made
 
 

@@ -19,8 +19,9 @@ from bench.common.oracles import FAMILIES, TINY, make_oracle
 from tests.support.model_folders import Runner, make_pool
 from worker.memory import MappingFailed, PagePool
 from worker.model import ModelError, read_config
-from worker.model.layout import Padded, degrees, pad_ffn, plan_model
-from worker.model.sources import DUMMY_STD
+from worker.model.layout import CheckpointTensor, Padded, degrees, pad_ffn, plan_model
+from worker.model.sources import DUMMY_STD, PIECE_ELEMENTS, CheckpointWeights, RandomWeights
+from worker.shape.copier import GivenUp
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,31 @@ def refused(folder: Path, match: str, pool: PagePool | None = None, **load: Any)
 
 
 # ---------------------------------------------------------------------------- what loads
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+def test_a_large_tensor_is_filled_in_pieces_and_can_be_stopped_after_each(
+    tmp_path: Path, load_format: str, is_transposed: bool
+) -> None:
+    stored = torch.randn(3000, 900).bfloat16()
+    save_file({"w": stored}, tmp_path / "model.safetensors")
+    source = CheckpointWeights(tmp_path) if load_format == "safetensors" else RandomWeights()
+    tensor = CheckpointTensor("w", (3000, 900), "w", is_transposed=is_transposed)
+    wanted = (stored.T if is_transposed else stored).float()
+    target, pauses = torch.zeros(wanted.shape), list[int]()
+    source.fill(target, tensor, lambda: pauses.append(int(target.count_nonzero())))
+    assert len(pauses) == 3 and pauses[0] <= PIECE_ELEMENTS and pauses[-1] > 0.99 * target.numel()
+    if load_format == "safetensors":
+        assert target.equal(wanted)
+
+    def give_up() -> None:
+        raise GivenUp
+
+    stopped = torch.zeros(wanted.shape)
+    with pytest.raises(GivenUp):
+        source.fill(stopped, tensor, give_up)
+    assert int(stopped.count_nonzero()) == pauses[0]
 
 
 def test_one_file_and_many_shards_load_the_same_weights(whole: Path, sharded: Path) -> None:

@@ -24,16 +24,19 @@ from worker.model.quantized_sets import (
     INPUTS,
     MATRICES,
     QuantizedSet,
+    SetInfo,
     checksum,
     find_set,
     round_to_nearest,
     set_path,
+    write_set,
 )
 from worker.model.sources import CheckpointWeights, checkpoint_digest
 from worker.offline import quantizer
 from worker.offline.__main__ import main
 from worker.offline.awq import Moments, activation_aware
 from worker.offline.calibration import is_held_out, read_calibration
+from worker.shape.copier import GivenUp
 
 CPU = torch.device("cpu")
 
@@ -249,6 +252,22 @@ def test_a_flipped_bit_is_found_in_its_matrix(made: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.layers\.\d\.\S+ is damaged: its checksum"):
         for layer in range(config.num_layers):
             damaged.layer(config, layer)
+
+
+def test_reading_a_large_matrix_can_be_stopped_in_the_middle(tmp_path: Path) -> None:
+    matrix = round_to_nearest(torch.randn(3000, 4096), 8, 64)
+    info = SetInfo(bits=8, group=64, method="rtn", model="")
+    write_set(tmp_path / "set", info, iter([("w", matrix)]))
+    stored, pauses = QuantizedSet(tmp_path / "set", model=""), list[None]()
+
+    def give_up() -> None:
+        pauses.append(None)
+        if len(pauses) == 2:
+            raise GivenUp
+
+    with pytest.raises(GivenUp):
+        stored.matrix("w", (3000, 4096), give_up)
+    assert torch.equal(stored.matrix("w", (3000, 4096)).codes, matrix.codes)
 
 
 def test_a_set_of_another_model_is_refused(made: Path, tmp_path: Path) -> None:

@@ -21,13 +21,15 @@ from tests.support.model_folders import Runner, make_pool
 from tests.support.variant_models import Morphing
 from worker.memory import PagePool
 from worker.model import read_config
+from worker.model.layout import CheckpointTensor
 from worker.model.shard import Shard
-from worker.model.sources import CheckpointWeights
+from worker.model.sources import PIECE_ELEMENTS, CheckpointWeights
 from worker.profiler.device_memory import peak_memory
-from worker.profiler.fingerprint import CutPlan
+from worker.profiler.fingerprint import CutPlan, Fingerprint
 from worker.profiler.grid import Grid, Point, is_settled
 from worker.profiler.measurer import with_shapes
 from worker.profiler.profiler import NotEnoughPages, Profiler
+from worker.shape.copier import GivenUp
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +62,36 @@ def test_of_the_checkpoint_only_tensors_of_the_first_layers_are_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names: list[str] = []
-    read = CheckpointWeights.read
+    fill = CheckpointWeights.fill
 
-    def seen(self: CheckpointWeights, tensor: str, rows: slice | None = None) -> torch.Tensor:
-        names.append(tensor)
-        return read(self, tensor, rows)
+    def seen(self: CheckpointWeights, target: torch.Tensor, source: CheckpointTensor, *pause: Any) -> None:
+        names.append(source.tensor)
+        fill(self, target, source, *pause)
 
-    monkeypatch.setattr(CheckpointWeights, "read", seen)
+    monkeypatch.setattr(CheckpointWeights, "fill", seen)
     pool = make_pool()
     fingerprint = load_fingerprint(plan_of(folder, ["full"]), pool)
     layers = {name.split(".")[2] for name in names if name.startswith("model.layers.")}
     assert layers == {"0", "1"}
     assert len(names) == len(set(names)) == 2 * 9 + 3
     assert pool.num_pages - pool.num_free == fingerprint.plan.num_pages
+    fingerprint.release()
+    assert_all_free(pool)
+
+
+def test_it_can_be_stopped_within_a_large_tensor(tmp_path: Path) -> None:
+    make_oracle("llama", num_hidden_layers=1, vocab_size=2 * PIECE_ELEMENTS // 64).save_pretrained(tmp_path)
+
+    def give_up() -> None:
+        raise GivenUp
+
+    pool = make_pool(32)
+    fingerprint = Fingerprint(plan_of(tmp_path, ["full"]), pool)
+    assert all(fingerprint.map())
+    with pytest.raises(GivenUp):
+        fingerprint.fill(pause=give_up)
+    embedding = fingerprint._full[0][0].tensors["embedding"]
+    assert embedding[0].any() and not embedding[-1].any()
     fingerprint.release()
     assert_all_free(pool)
 
