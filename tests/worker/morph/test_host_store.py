@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,8 +26,9 @@ SIZES = {"a": 5000, "b": 1, "c": 70000}
 class Maker:
     """Writes what can be known again, and counts how often it was asked to."""
 
-    def __init__(self, pause_s: float = 0.0) -> None:
-        self.times, self._pause_s = 0, pause_s
+    def __init__(self, pause: Callable[[], object] = lambda: None) -> None:
+        """pause: called after each image."""
+        self.times, self._pause = 0, pause
 
     def __call__(self, images: Images[str], progress: OnProgress) -> None:
         self.times += 1
@@ -36,7 +36,7 @@ class Maker:
             assert not image.any()
             image.copy_(expected(name))
             progress(i + 1, len(images))
-            time.sleep(self._pause_s)
+            self._pause()
 
 
 def expected(name: str) -> torch.Tensor:
@@ -57,12 +57,18 @@ def files(folder: Path) -> list[Path]:
 
 
 def run_maker(folder: Path, body: str) -> subprocess.Popen[str]:
-    """A process that opens the same store; `body` is what its maker does with `images` and `progress`."""
+    """A process that opens the same store; `body` is what its maker does with `images` and `progress`.
+
+    `pause()` within it goes on when the test calls `go_on`, and tells `reaches_pause` that it waits.
+    """
     code = f"""
-import kernels, os, sys, time, torch
+import kernels, os, sys, torch
 from pathlib import Path
 from tests.worker.morph.test_host_store import SIZES, Maker
 from worker.shape.host_store import HostStore
+def pause():
+    print("pause", flush=True)
+    sys.stdin.readline()
 def make(images, progress):
 {body}
 store = HostStore(Path({str(folder)!r}), "key", SIZES, make)
@@ -72,6 +78,19 @@ sys.stdin.readline()
     root = ROOT
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, "-c", code], cwd=root, **pipes)  # type: ignore[call-overload,no-any-return]
+
+
+def reaches_pause(process: subprocess.Popen[str]) -> bool:
+    """Wait until a maker waits in its next `pause`; return False if it ended instead."""
+    assert process.stdout
+    return process.stdout.readline() == "pause\n"
+
+
+def go_on(process: subprocess.Popen[str]) -> None:
+    """End a maker's `pause`."""
+    assert process.stdin
+    process.stdin.write("\n")
+    process.stdin.flush()
 
 
 def test_the_second_user_finds_what_the_first_one_made(tmp_path: Path) -> None:
@@ -124,12 +143,23 @@ def test_nobody_can_write_to_an_image(tmp_path: Path) -> None:
 
 
 def test_of_many_that_come_at_once_one_makes_and_all_have_it(tmp_path: Path) -> None:
-    maker, stores = Maker(pause_s=0.05), list[HostStore[str]]()
-    threads = [threading.Thread(target=lambda: stores.append(opened(tmp_path, maker))) for _ in range(6)]
+    maker, stores = Maker(), list[HostStore[str]]()
+    all_came, came = threading.Barrier(6), set[int]()
+
+    def on_progress(done: int, total: int) -> None:
+        """Hold the maker, which calls this too, until all others wait for it."""
+        if threading.get_ident() not in came:
+            came.add(threading.get_ident())
+            all_came.wait()
+
+    def open_one() -> None:
+        stores.append(HostStore(tmp_path, "key", SIZES, maker, progress=on_progress))
+
+    threads = [threading.Thread(target=open_one, daemon=True) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join()
     assert maker.times == 1 and len(stores) == 6
     for store in stores:
         check(store)
@@ -139,10 +169,16 @@ def test_of_many_that_come_at_once_one_makes_and_all_have_it(tmp_path: Path) -> 
 
 def test_who_waits_is_told_how_far_the_maker_is(tmp_path: Path) -> None:
     seen, unused = list[tuple[int, int]](), Maker()
-    with run_maker(tmp_path, "    Maker(0.4)(images, progress)"):
-        wait_for_maker(tmp_path)
-        store = HostStore(tmp_path, "key", SIZES, unused, progress=lambda *told: seen.append(told))
-        assert (2, 3) in seen and unused.times == 0
+
+    def see(done: int, total: int) -> None:
+        if (done, total) not in seen:
+            seen.append((done, total))
+            go_on(process)
+
+    with run_maker(tmp_path, "    Maker(pause)(images, progress)") as process:
+        assert reaches_pause(process)
+        store = HostStore(tmp_path, "key", SIZES, unused, progress=see)
+        assert seen[:3] == [(1, 3), (2, 3), (3, 3)] and unused.times == 0
         check(store)
     store.close()
     assert files(tmp_path) == []
@@ -152,8 +188,8 @@ def test_a_wait_can_be_given_up(tmp_path: Path) -> None:
     def give_up(done: int, total: int) -> None:
         raise KeyError("enough")
 
-    with run_maker(tmp_path, "    Maker(1.0)(images, progress)") as process:
-        wait_for_maker(tmp_path)
+    with run_maker(tmp_path, "    pause()") as process:
+        assert reaches_pause(process)
         with pytest.raises(KeyError, match="enough"):
             HostStore(tmp_path, "key", SIZES, Maker(), progress=give_up)
         process.kill()
@@ -161,7 +197,7 @@ def test_a_wait_can_be_given_up(tmp_path: Path) -> None:
 
 def test_what_a_killed_maker_left_is_made_anew(tmp_path: Path) -> None:
     with run_maker(tmp_path, "    images['a'].fill_(7); progress(1, 3); os.kill(os.getpid(), 9)") as process:
-        assert process.wait(30) == -signal.SIGKILL
+        assert process.wait() == -signal.SIGKILL
     assert files(tmp_path)[0].stat().st_size > HEADER_BYTES
     maker = Maker()
     store = opened(tmp_path, maker)
@@ -219,11 +255,17 @@ def test_a_maker_that_fails_leaves_nothing_and_says_why(tmp_path: Path) -> None:
 
 
 def test_who_waited_for_a_maker_that_failed_makes_it(tmp_path: Path) -> None:
-    maker = Maker()
-    with run_maker(tmp_path, "    time.sleep(1.0); raise SystemExit(3)") as process:
-        wait_for_maker(tmp_path)
-        store = opened(tmp_path, maker)
-        assert maker.times == 1 and process.wait(10) == 3
+    maker, waits = Maker(), list[bool]()
+
+    def see(done: int, total: int) -> None:
+        if not waits:
+            waits.append(maker.times == 0)
+            go_on(process)
+
+    with run_maker(tmp_path, "    pause(); raise SystemExit(3)") as process:
+        assert reaches_pause(process)
+        store = HostStore(tmp_path, "key", SIZES, maker, progress=see)
+        assert maker.times == 1 and waits == [True] and process.wait() == 3
     check(store)
     store.close()
 
@@ -258,20 +300,3 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 def test_room_of_memory_is_no_more_than_the_machine_has() -> None:
     found = re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text())
     assert found and 0 < shared_file.writable_bytes(Path("/dev/shm")) <= int(found[1]) * 1024
-
-
-def wait_for_maker(folder: Path) -> None:
-    """Until somebody has the exclusive lock of a file."""
-    deadline = time.monotonic() + 30
-    while not any(is_locked(path) for path in files(folder)):
-        assert time.monotonic() < deadline, "nobody makes a file"
-        time.sleep(0.02)
-
-
-def is_locked(path: Path) -> bool:
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
