@@ -117,6 +117,7 @@ def scale_down(
     rules = policy.in_force()
     wanted = waiting_by_model(state, at_s)
     decisions, groups = [], list(groups)
+    state = state.seeing(chain(*(group.instances for group in groups)), at_s)
     for group in groups:
         track = state.track(group.instance, group.epochs[0], at_s)
         if group.load:

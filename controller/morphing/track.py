@@ -5,7 +5,7 @@ Time is Redis' clock in seconds, from the ids of entries: metrics and reports br
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -126,12 +126,11 @@ class Waiting:
 class State:
     """All that the controller remembers for the policy.
 
-    `revision`: of the policy under which windows were counted. `waiting`: by gateway and model. `parted_s`:
-    when a group of each model parted last. `regrets`: pauses after groups that parted too early.
+    `waiting`: by gateway and model. `parted_s`: when a group of each model parted last. `regrets`: pauses
+    after groups that parted too early.
     """
 
     tracks: Mapping[str, Track] = field(default_factory=dict)
-    revision: int = 0
     waiting: Mapping[tuple[str, str], Waiting] = field(default_factory=dict)
     parted_s: Mapping[str, float] = field(default_factory=dict)
     regrets: Mapping[str, RetryPause] = field(default_factory=dict)
@@ -151,6 +150,16 @@ class State:
                 one.lever in ("scale_up", "level") and one.is_heard(at_s) for one in track.pending.values()
             )
         )
+
+    def seeing(self, instances: Iterable[str], at_s: float) -> State:
+        """Return the state in which these instances are there now, and others were forgotten."""
+        there = set(instances)
+        tracks = {
+            name: replace(track, seen_s=at_s) if name in there else track
+            for name, track in self.tracks.items()
+            if name in there or at_s < track.seen_s + FORGET_S or track.is_morphing(at_s)
+        }
+        return replace(self, tracks=tracks)
 
     def with_track(self, instance: str, track: Track) -> State:
         """Return the state with another track of `instance`."""

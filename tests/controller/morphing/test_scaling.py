@@ -14,7 +14,7 @@ from bus.policy import Policy
 from controller.morphing.decision import MorphDecision
 from controller.morphing.groups import Group
 from controller.morphing.scaling import hear, scale_down, scale_up
-from controller.morphing.track import Freshness, State, Track, observe, sent, unsent
+from controller.morphing.track import FORGET_S, Freshness, State, Track, observe, sent, unsent
 from tests.support.parallelism_groups import group, singles
 
 FRESHNESS = Freshness(stale_s=5.0, gap_s=7.0)
@@ -84,6 +84,19 @@ class Hand:
 
     def pass_s(self, seconds: float) -> None:
         self.at_s += seconds
+
+
+def test_an_instance_that_has_gone_for_long_is_forgotten_and_one_that_is_there_is_not() -> None:
+    hand = Hand(*singles(0, 1))
+    for name in ("m@w0", "m@w1"):
+        hand.state = hand.state.with_track(name, Track(1, hand.at_s, morphed_s=hand.at_s))
+    hand.groups = singles(0)
+    for _ in range(2):
+        hand.window()
+        assert set(hand.state.tracks) == {"m@w0", "m@w1"}
+        hand.pass_s(FORGET_S / 2 - TOLD_S)
+    hand.window()
+    assert set(hand.state.tracks) == {"m@w0"} and hand.state.tracks["m@w0"].morphed_s == 1000.0
 
 
 # --------------------------------------------------------------------------- scale-up
