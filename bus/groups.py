@@ -21,13 +21,13 @@ def members_of(leader: str, card: InstanceCard, workers: Mapping[str, WorkerCard
 
     card: the leader's. An instance of one worker has that member alone.
     """
-    names = card.workers or [leader]
+    names = card.members(leader)
     return [
         (worker, one)
         for worker in (workers[name] for name in names if name in workers)
         if worker.state == "serving"
         for one in worker.instances
-        if one.model == card.model and one.tp == card.tp and (one.workers or [worker.id]) == names
+        if one.model == card.model and one.tp == card.tp and one.members(worker.id) == names
     ]
 
 

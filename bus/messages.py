@@ -28,6 +28,10 @@ class LayerShape:
     attention: Precision = "full"
     ffn: Precision = "full"
 
+    def of(self, part: Part) -> Precision:
+        """Return the precision of one half."""
+        return self.attention if part == "attention" else self.ffn
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
@@ -384,6 +388,10 @@ class InstanceCard:
     def best(self) -> Precision:
         """The most bits that its layers can have: full, or those of a quantised checkpoint."""
         return min(self.variants, key=PRECISIONS.index, default="full")
+
+    def members(self, worker: str) -> list[str]:
+        """Return its workers, the leader first. worker: the one whose card this is."""
+        return self.workers or [worker]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ SWEEP_EVERY_S = 30.0
 
 def led_by(card: WorkerCard) -> frozenset[str]:
     """Return the instances whose requests this worker reads: those that it leads."""
-    return frozenset(i.id for i in card.instances if not i.workers or i.workers[0] == card.id)
+    return frozenset(i.id for i in card.instances if i.members(card.id)[0] == card.id)
 
 
 async def reap(bus: Bus, worker: str, epoch: int, instances: Iterable[str]) -> None:

@@ -86,7 +86,7 @@ def groups_of(
     groups = []
     for worker in cards.values():
         for card in worker.instances:
-            names, members = card.workers or [worker.id], members_of(worker.id, card, cards)
+            names, members = card.members(worker.id), members_of(worker.id, card, cards)
             if names[0] != worker.id or not len(members) == len(names) == card.tp:
                 continue  # another leads, or not all agree
             found = [numbers.get((member.id, one.id, member.epoch)) for member, one in members]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from bus import histogram
 from bus.client import LiveWorker
@@ -15,6 +16,17 @@ from bus.messages import InstanceCard, InstanceMetrics, Metrics, WorkerCard, Wor
 
 # A worker seen this recently may be restarting: shapes that need it are still possible.
 JOIN_GRACE_S = 10.0
+
+
+class PlacedInstance(NamedTuple):
+    """An instance, and a worker that serves it or takes part in it."""
+
+    worker: WorkerCard
+    card: InstanceCard
+
+    @property
+    def members(self) -> list[str]:
+        return self.card.members(self.worker.id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,12 +205,12 @@ class Cluster:
         """Return the models served now, or before since this gateway started."""
         return sorted(self.cards)
 
-    def instances(self) -> Iterator[tuple[WorkerCard, InstanceCard]]:
+    def instances(self) -> Iterator[PlacedInstance]:
         """Yield each instance with the worker that leads it."""
         for worker in self.workers.values():
             for card in worker.instances:
-                if not card.workers or card.workers[0] == worker.id:
-                    yield worker, card
+                if card.members(worker.id)[0] == worker.id:
+                    yield PlacedInstance(worker, card)
 
     def is_joining(self, model: str, now: float) -> bool:
         """Return True if a worker loads the model, or one served it within JOIN_GRACE_S and may restart."""

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from bus.messages import InstanceCard, WorkerCard
 from bus.morphs import TransformOrder
-from gateway.delivery.cluster import Cluster
+from gateway.delivery.cluster import Cluster, PlacedInstance
 from gateway.errors import ApiError, invalid
-
-
-class Place(NamedTuple):
-    """An instance that serves in one stage, and the worker that leads it."""
-
-    worker: WorkerCard
-    card: InstanceCard
-
-    @property
-    def members(self) -> list[str]:
-        return self.card.workers or [self.worker.id]
-
 
 Load = Callable[[WorkerCard, InstanceCard], float]  # requests; infinite without a report: it is not idle
 
@@ -34,14 +21,14 @@ def with_workers(cluster: Cluster, order: TransformOrder, load: Load) -> Transfo
     try:
         workers, model = _choose(cluster, order, load)
     except ApiError as problem:
-        away = (pair for pair in cluster.instances() if pair[0].state != "serving")
-        others = [f"; {card.id} is {worker.state}" for worker, card in away]
+        away = (one for one in cluster.instances() if one.worker.state != "serving")
+        others = [f"; {one.card.id} is {one.worker.state}" for one in away]
         raise invalid(f"{problem.message}{''.join(others)}", problem.param) from None
     return replace(order, workers=workers, model=model)
 
 
 def _choose(cluster: Cluster, order: TransformOrder, load: Load) -> tuple[list[str], str]:
-    serving = [Place(*pair) for pair in cluster.instances() if pair[0].state == "serving"]
+    serving = [one for one in cluster.instances() if one.worker.state == "serving"]
     of_model = [one for one in serving if order.model in (None, one.card.model)]
     there = [one for one in of_model if one.card.pp == 1] or of_model  # stages are refused by the plan
     named = [one for one in there if order.instance in (None, one.card.id)]
@@ -60,7 +47,7 @@ def _choose(cluster: Cluster, order: TransformOrder, load: Load) -> tuple[list[s
     return _joining(there, order.tp, first, load), first.card.model
 
 
-def _most_likely(there: Sequence[Place], tp: int, load: Load) -> Place:
+def _most_likely(there: Sequence[PlacedInstance], tp: int, load: Load) -> PlacedInstance:
     """Return the only group above `tp`, or if all are below, the least loaded of the highest degree."""
     lower = [one for one in there if one.card.tp < tp]
     higher = [one for one in there if one.card.tp > tp]
@@ -71,7 +58,7 @@ def _most_likely(there: Sequence[Place], tp: int, load: Load) -> Place:
     raise invalid(f"say which instance{_names(there)}", "instance")
 
 
-def _joining(there: Sequence[Place], tp: int, first: Place, load: Load) -> list[str]:
+def _joining(there: Sequence[PlacedInstance], tp: int, first: PlacedInstance, load: Load) -> list[str]:
     """Return the workers of `first` and of the least loaded instances of its host and degree."""
     card, host = first.card, first.worker.host
     alike = (card.model, card.tp, host)
@@ -85,6 +72,6 @@ def _joining(there: Sequence[Place], tp: int, first: Place, load: Load) -> list[
     return [name for one in sorted(taken, key=lambda one: one.card.id) for name in one.members]
 
 
-def _names(places: Sequence[Place]) -> str:
+def _names(places: Sequence[PlacedInstance]) -> str:
     listed = ", ".join(f"{one.card.id} (tp {one.card.tp})" for one in places)
     return f"; there are: {listed}" if listed else ""

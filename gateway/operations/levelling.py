@@ -10,9 +10,8 @@ from bus.messages import LayerShape
 from bus.morphs import HalfOrder
 from bus.policy import Policy
 from bus.shapes import common_shape
-from gateway.delivery.cluster import Cluster
+from gateway.delivery.cluster import Cluster, PlacedInstance
 from gateway.errors import ApiError
-from gateway.operations.orders import MorphTarget
 from gateway.operations.steps import DegreeStep
 
 
@@ -33,7 +32,7 @@ ShapeStep = DegreeStep | SwapStep
 
 def with_equal_layers(
     cluster: Cluster,
-    places: dict[str, MorphTarget],
+    places: dict[str, PlacedInstance],
     groups: Iterable[Members],
     steps: Sequence[DegreeStep],
     policy: Policy,
@@ -65,6 +64,6 @@ def _parts(groups: Iterable[Members], parting: Sequence[DegreeStep]) -> list[Mem
     return [part for group in groups for part in parted(group, degrees.get(group, len(group)))]
 
 
-def _layers(cluster: Cluster, place: MorphTarget, now: float) -> list[LayerShape]:
+def _layers(cluster: Cluster, place: PlacedInstance, now: float) -> list[LayerShape]:
     found = cluster.instance_metrics(place.card.id, place.worker.epoch, now)
     return found.last.layers if found else []

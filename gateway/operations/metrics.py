@@ -157,7 +157,7 @@ def _fresh(gateway: Gateway) -> Iterator[Reported]:
     for worker in gateway.cluster.workers.values():
         for card in worker.instances:
             if metrics := gateway.cluster.instance_metrics(card.id, worker.epoch, now):
-                yield card, not card.workers or card.workers[0] == worker.id, metrics.last
+                yield card, card.members(worker.id)[0] == worker.id, metrics.last
 
 
 def _own(gateway: Gateway) -> Iterator[Metric]:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 
 from bus.errors import meant
-from bus.messages import PARTS, InstanceCard, WorkerCard
+from bus.messages import PARTS, WorkerCard
 from bus.morphs import (
     MORPHS,
+    ManualOrder,
     Morph,
     MorphEntry,
     Resize,
     ResizeOrder,
     Swap,
     SwapOrder,
-    TransformOrder,
 )
-from gateway.delivery.cluster import Cluster
+from gateway.delivery.cluster import Cluster, PlacedInstance
 from gateway.errors import ApiError, invalid, not_found, unavailable
 from gateway.openai.json_body import json_object
 from gateway.openai.params import Body
@@ -28,18 +28,12 @@ from gateway.openai.problems import first_problem
 from gateway.operations.bodies import body_type
 
 B = TypeVar("B", bound=Body)
-OrderT = TypeVar("OrderT", SwapOrder, ResizeOrder, TransformOrder)
+OrderT = TypeVar("OrderT", bound=ManualOrder)
 
 
-_BODIES: Final = {one.order: body_type(f"{one.label}Body", one.fields) for one in MORPHS if one.order}
-
-
-@dataclass(frozen=True, slots=True)
-class MorphTarget:
-    """An instance that can be morphed, and the worker that leads it."""
-
-    worker: WorkerCard
-    card: InstanceCard
+_BODIES: Final[dict[type, type[Body]]] = {
+    one.order: body_type(f"{one.label}Body", one.fields) for one in MORPHS if one.order
+}
 
 
 def parse(kind: type[B], data: bytes) -> B:
@@ -64,16 +58,16 @@ def parse_order(kind: type[OrderT], data: bytes) -> OrderT:
     return kind(**parse(_BODIES[kind], data).model_dump(exclude_none=True))
 
 
-def find(cluster: Cluster, instance: str) -> MorphTarget:
+def find(cluster: Cluster, instance: str) -> PlacedInstance:
     """Return an instance that can be morphed. Raises ApiError: 404, 503 while it loads, 409 if it drains."""
-    places = {card.id: MorphTarget(worker, card) for worker, card in cluster.instances()}
+    places = {one.card.id: one for one in cluster.instances()}
     place = places.get(instance)
     if place is None:
         raise not_found("instance", instance, _leader(cluster, instance) or meant(instance, places))
     if place.worker.state == "loading":
         progress = place.worker.progress or "no progress reported yet"
         raise unavailable(f"{instance} is still loading ({progress})")
-    for name in place.card.workers or [place.worker.id]:
+    for name in place.members:
         worker = cluster.workers.get(name)
         if worker is not None and worker.state == "draining":
             message = f"{name} is draining: it finishes its requests and exits; {instance} keeps its shape"
@@ -94,7 +88,7 @@ def loss_without(cluster: Cluster, leaving: WorkerCard) -> str:
     """Return which models no worker would serve after `leaving` has exited; "" if others serve them all."""
     if leaving.state == "draining":
         return ""
-    models = {card.model for _, card in cluster.instances() if leaving.id in (card.workers or [leaving.id])}
+    models = {card.model for _, card in cluster.instances() if leaving.id in card.members(leaving.id)}
     models |= {card.model for card in leaving.instances}
     staying = [one for one in cluster.workers.values() if one.id != leaving.id and one.state != "draining"]
     served = {
@@ -111,7 +105,7 @@ def loss_without(cluster: Cluster, leaving: WorkerCard) -> str:
     return "" if staying else f"{leaving.id} is the last worker: after it has left, nothing can be served"
 
 
-def swap(place: MorphTarget, body: SwapOrder, morph_id: str) -> Swap:
+def swap(place: PlacedInstance, body: SwapOrder, morph_id: str) -> Swap:
     """Build the command. Raises ApiError 400 for layers or a precision that the instance does not have."""
     card = place.card
     if (body.layers is None) == (body.count is None):
@@ -140,7 +134,7 @@ def swap(place: MorphTarget, body: SwapOrder, morph_id: str) -> Swap:
     )
 
 
-def resize(place: MorphTarget, body: ResizeOrder, morph_id: str) -> Resize:
+def resize(place: PlacedInstance, body: ResizeOrder, morph_id: str) -> Resize:
     """Build the command. Raises ApiError 400 for blocks that can never be right; the worker does the rest."""
     card = place.card
     least, most = card.min_blocks, card.max_blocks * card.tp
@@ -156,10 +150,10 @@ def resize(place: MorphTarget, body: ResizeOrder, morph_id: str) -> Resize:
 
 
 # Kinds of morphs whose orders need more than a copy of their fields.
-_BUILDERS: Final[dict[str, Callable[[MorphTarget, Any, str], Morph]]] = {"swap": swap, "resize": resize}
+_BUILDERS: Final[dict[str, Callable[[PlacedInstance, Any, str], Morph]]] = {"swap": swap, "resize": resize}
 
 
-def command_of(kind: MorphEntry, place: MorphTarget, order: Any, morph_id: str) -> Morph:
+def command_of(kind: MorphEntry, place: PlacedInstance, order: Any, morph_id: str) -> Morph:
     """Build the command. Raises ApiError 400 for an order that can never be carried out."""
     if build := _BUILDERS.get(kind.name):
         return build(place, order, morph_id)

@@ -94,7 +94,7 @@ def _instance(gateway: Gateway, worker: WorkerCard, card: InstanceCard) -> dict[
     blocks, used = (last.kv_blocks, last.kv_used) if last else (None, None)
     members = _members(gateway, worker, card)
     return {name: getattr(card, name) for name in _CARD} | {
-        "workers": card.workers or [worker.id],
+        "workers": card.members(worker.id),
         "stages": [asdict(stage) for stage in card.stages],
         "state": _state(gateway, worker),
         "changing": gateway.morphs.changing(worker.id, card.tp),

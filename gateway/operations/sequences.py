@@ -12,9 +12,10 @@ from bus.client import BusFull, BusUnavailable
 from bus.clock import now_ms
 from bus.messages import Event
 from bus.morphs import Morph, MorphOutcome, MorphReport, TransformOrder, in_words
+from gateway.delivery.cluster import PlacedInstance
 from gateway.errors import ApiError
 from gateway.morphs import CARDS_S, ORDER, SILENT_S, MorphRecord
-from gateway.operations import orders, transforms
+from gateway.operations import transforms
 from gateway.operations.answers import bus_or_503, new_id
 from gateway.operations.levelling import ShapeStep
 from gateway.state import Gateway
@@ -25,7 +26,7 @@ POLL_S: Final = 0.05  # between two looks at the cards of a group that has just 
 
 
 async def send(
-    gateway: Gateway, place: orders.MorphTarget, command: Morph, why: str = "ordered by hand"
+    gateway: Gateway, place: PlacedInstance, command: Morph, why: str = "ordered by hand"
 ) -> MorphRecord:
     """Send an order and the event of its decision, both or neither. Raises ApiError 503."""
     worker = place.worker.id

@@ -15,11 +15,10 @@ from bus.groups import joined
 from bus.messages import InstanceCard, WorkerCard
 from bus.morphs import STANDS_S, Swap, Transform, TransformOrder
 from bus.policy import Policy
-from gateway.delivery.cluster import Cluster
+from gateway.delivery.cluster import Cluster, PlacedInstance
 from gateway.errors import ApiError, invalid, not_found
 from gateway.morphs import MorphRecord
 from gateway.operations.levelling import ShapeStep, SwapStep, with_equal_layers
-from gateway.operations.orders import MorphTarget
 from gateway.operations.steps import DegreeStep, plan_steps
 
 
@@ -35,7 +34,7 @@ def plan(cluster: Cluster, body: TransformOrder, policy: Policy, now: float) -> 
     places, names = list(named.values()), list(named)
     groups = _groups(cluster, named)
     _check_alike(places)
-    _check_links([place for place in places if body.tp > len(_group(place))], body.tp)
+    _check_links([place for place in places if body.tp > len(place.members)], body.tp)
     degrees = _check_degree([place.card for place in places], body.tp)
     _check_count(groups, names, body.tp)
     steps = plan_steps(groups, names, body.tp, degrees)
@@ -47,7 +46,7 @@ def plan(cluster: Cluster, body: TransformOrder, policy: Policy, now: float) -> 
 
 def command(
     cluster: Cluster, model: str, step: ShapeStep, body: TransformOrder, morph_id: str
-) -> tuple[MorphTarget, Transform | Swap]:
+) -> tuple[PlacedInstance, Transform | Swap]:
     """Return the order of one step and where it goes. Raises ApiError 404, 409 if a worker is gone."""
     places = [place_of(cluster, name, model) for name in step.workers]
     leader = places[0]
@@ -73,9 +72,9 @@ def command(
     )
 
 
-def place_of(cluster: Cluster, name: str, model: str) -> MorphTarget:
+def place_of(cluster: Cluster, name: str, model: str) -> PlacedInstance:
     worker = _worker(cluster, name)
-    return MorphTarget(worker, _card(worker, model))
+    return PlacedInstance(worker, _card(worker, model))
 
 
 def layer_degrees(card: InstanceCard, transform: MorphRecord | None) -> list[int]:
@@ -87,7 +86,7 @@ def layer_degrees(card: InstanceCard, transform: MorphRecord | None) -> list[int
     return [int(numbers["tp_before"])] * (card.num_layers - num_done) + [int(numbers["tp_after"])] * num_done
 
 
-def _members(cluster: Cluster, body: TransformOrder) -> dict[str, MorphTarget]:
+def _members(cluster: Cluster, body: TransformOrder) -> dict[str, PlacedInstance]:
     """Return the named workers with their instances, in the order of the body."""
     names = body.workers or []
     if twice := [name for name in names if names.count(name) > 1]:
@@ -95,7 +94,7 @@ def _members(cluster: Cluster, body: TransformOrder) -> dict[str, MorphTarget]:
     workers = [_worker(cluster, name) for name in names]
     _check_stages(cluster, body)
     model = body.model or _common_model(workers)
-    return {worker.id: MorphTarget(worker, _card(worker, model)) for worker in workers}
+    return {worker.id: PlacedInstance(worker, _card(worker, model)) for worker in workers}
 
 
 def _check_stages(cluster: Cluster, body: TransformOrder) -> None:
@@ -140,13 +139,13 @@ def _card(worker: WorkerCard, model: str) -> InstanceCard:
     raise invalid(f"{worker.id} does not serve {model[:200]!r}; {meant(model, served)}", "model")
 
 
-def _groups(cluster: Cluster, named: dict[str, MorphTarget]) -> list[tuple[str, ...]]:
+def _groups(cluster: Cluster, named: dict[str, PlacedInstance]) -> list[tuple[str, ...]]:
     """Return the groups of the named workers in their order. Raises ApiError 409 if cards differ."""
     groups = []
     for worker, place in named.items():
-        groups.append(names := _group(place))
+        groups.append(names := tuple(place.members))
         for name in names:
-            if _group(place_of(cluster, name, place.card.model)) != names:
+            if tuple(place_of(cluster, name, place.card.model).members) != names:
                 message = (
                     f"the cards of {worker} and {name} show different groups: a change of their degree "
                     "is under way; try again when it has ended"
@@ -155,11 +154,7 @@ def _groups(cluster: Cluster, named: dict[str, MorphTarget]) -> list[tuple[str, 
     return list(dict.fromkeys(groups))
 
 
-def _group(place: MorphTarget) -> tuple[str, ...]:
-    return tuple(place.card.workers) or (place.worker.id,)
-
-
-def _check_alike(members: Sequence[MorphTarget]) -> None:
+def _check_alike(members: Sequence[PlacedInstance]) -> None:
     first = members[0]
     for other, (what, trait) in product(members[1:], _TRAITS.items()):
         if (one := trait(first)) != (another := trait(other)):
@@ -178,7 +173,7 @@ _TRAITS: Final = {
 }
 
 
-def _check_links(joining: Sequence[MorphTarget], tp: int) -> None:
+def _check_links(joining: Sequence[PlacedInstance], tp: int) -> None:
     for place in joining:
         worker, model = place.worker, place.card.model
         if worker.link and place.card.degrees != [1]:

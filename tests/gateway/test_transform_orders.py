@@ -13,11 +13,10 @@ from bus.client import LiveWorker
 from bus.messages import LayerShape, Stage, WorkerCard
 from bus.morphs import MorphOutcome, MorphReport, Transform, TransformOrder
 from bus.policy import Policy
-from gateway.delivery.cluster import Cluster
+from gateway.delivery.cluster import Cluster, PlacedInstance
 from gateway.errors import ApiError
 from gateway.morphs import Morphs
 from gateway.operations import orders, transforms
-from gateway.operations.orders import MorphTarget
 from gateway.operations.picture import shown_instances
 from tests.support.fake_worker import FakeWorker
 from tests.support.metrics_samples import metrics_of
@@ -58,7 +57,7 @@ def cluster(cards: list[WorkerCard]) -> Cluster:
     return found
 
 
-def ordered(cards: list[WorkerCard], body: Any) -> tuple[MorphTarget, Transform]:
+def ordered(cards: list[WorkerCard], body: Any) -> tuple[PlacedInstance, Transform]:
     parsed = orders.parse_order(TransformOrder, json.dumps(body).encode())
     model, (step,) = transforms.plan(cluster(cards), parsed, Policy(), 0.0)
     place, command = transforms.command(cluster(cards), model, step, parsed, "id")
