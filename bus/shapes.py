@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bus.messages import PARTS, LayerShape, Part
+from bus.messages import PARTS, LayerShape
 from bus.morphs import HalfOrder
 from bus.precisions import ASSUMED_LOSSES, PRECISIONS, Precision, is_below
 
@@ -18,15 +18,11 @@ MayRise = Callable[[int, Sequence[HalfOrder]], bool]  # whether a member has roo
 
 @dataclass(frozen=True, slots=True)
 class CommonShape:
-    """The layers that all members get, by `orders` for each member; `loss` is added by the worst of these.
-
-    is_measured: the loss comes from a profile.
-    """
+    """The layers that all members get, by `orders` for each member; `loss` is added by the worst of these."""
 
     layers: tuple[LayerShape, ...]
     orders: tuple[tuple[HalfOrder, ...], ...]
     loss: float
-    is_measured: bool
 
     @property
     def num_halves(self) -> int:
@@ -87,17 +83,13 @@ def orders_between(now: Layers, target: Layers) -> tuple[HalfOrder, ...]:
         HalfOrder(layer=number, part=part, precision=wanted)
         for number, (one, other) in enumerate(zip(now, target, strict=True))
         for part in PARTS
-        if (wanted := half_of(other, part)) != half_of(one, part)
+        if (wanted := other.of(part)) != one.of(part)
     )
-
-
-def half_of(layer: LayerShape, part: Part) -> Precision:
-    return layer.attention if part == "attention" else layer.ffn
 
 
 def rising(now: Layers, orders: Iterable[HalfOrder]) -> list[HalfOrder]:
     """Return the orders to more bits than now."""
-    return [one for one in orders if is_below(half_of(now[one.layer], one.part), one.precision)]
+    return [one for one in orders if is_below(now[one.layer].of(one.part), one.precision)]
 
 
 def _towards(
@@ -105,10 +97,9 @@ def _towards(
 ) -> CommonShape:
     orders = tuple(orders_between(member, target) for member in members)
     added = max(loss_of(target, losses) - loss_of(member, losses) for member in members)
-    halves = {half_of(layer, part) for layer in target for part in PARTS} - {"full"}
-    return CommonShape(target, orders, max(0.0, added), halves <= losses.keys())
+    return CommonShape(target, orders, max(0.0, added))
 
 
 def _bits(layers: Layers) -> float:
     """Return a number that is lower for a shape with fewer bits."""
-    return -sum(PRECISIONS.index(half_of(layer, part)) for layer in layers for part in PARTS)
+    return -sum(PRECISIONS.index(layer.of(part)) for layer in layers for part in PARTS)

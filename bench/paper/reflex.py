@@ -15,7 +15,6 @@ from bus.messages import PARTS, Event, InstanceTelemetry
 from bus.morphs import MorphReport
 from bus.names import Names
 from bus.precisions import DEFAULT_SWAP, QUANTIZED, Precision
-from worker.engine.shape import precision_of
 from worker.model.config import read_config
 from worker.morph.losses import Losses, losses_of
 from worker.morph.plan import Half
@@ -93,7 +92,7 @@ def mean_loss(reports: Sequence[InstanceTelemetry], losses: Losses) -> float:
 
 
 def halves_of(one: InstanceTelemetry) -> dict[Half, Precision]:
-    return {Half(i, part): precision_of(layer, part) for i, layer in enumerate(one.layers) for part in PARTS}
+    return {Half(i, part): layer.of(part) for i, layer in enumerate(one.layers) for part in PARTS}
 
 
 # --------------------------------------------------------------------------- first blocks

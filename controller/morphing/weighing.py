@@ -11,7 +11,7 @@ from bus.messages import LayerShape
 from bus.morphs import HalfOrder
 from bus.policy import Policy
 from bus.precisions import PRECISIONS, Precision, is_below
-from bus.shapes import CommonShape, common_shape, half_of, loss_of, whole_loss
+from bus.shapes import CommonShape, common_shape, loss_of, whole_loss
 from controller.morphing.groups import Group
 from controller.morphing.parallelism import Merge, merges_for
 from controller.morphing.track import Waiting
@@ -175,7 +175,7 @@ def _has_room_for(group: Group, orders: Sequence[HalfOrder]) -> bool:
     """Return True if the KV can give the blocks that halves with more bits take, as far as this is known."""
     blocks = 0.0
     for one in orders:
-        before = half_of(group.layers[one.layer], one.part)
+        before = group.layers[one.layer].of(one.part)
         blocks += (_saved(group, before) - _saved(group, one.precision)) / 2
     return blocks * group.block_tokens <= group.free_tokens
 

@@ -14,7 +14,6 @@ from functools import cache
 from bus.messages import PARTS, LayerShape, layers_below_full, lowest_half
 from bus.precisions import Precision
 from instar.simulate.calibration import EngineCalibration
-from worker.engine.shape import precision_of
 from worker.morph.losses import Losses
 from worker.morph.plan import Half, order_towards
 
@@ -85,7 +84,7 @@ class SimulatedShape:
         """Return the pages that each layer's KV must give so that the half can be swapped."""
         new, old = (
             self._pages(half, precision),
-            self._pages(half, precision_of(self.layers[half.layer], half.part)),
+            self._pages(half, self.layers[half.layer].of(half.part)),
         )
         missing_now = new - self.spare_pages - self._memory.reserve_pages
         missing_after = new - old - self.spare_pages
@@ -112,7 +111,7 @@ class SimulatedShape:
     def install(self, half: Half, precision: Precision) -> None:
         """Swap the half; its pages become free."""
         layer = self.layers[half.layer]
-        old = precision_of(layer, half.part)
+        old = layer.of(half.part)
         freed = self._pages(half, old) - self._pages(half, precision)
         self.spare_pages += freed
         self.own_pages += freed

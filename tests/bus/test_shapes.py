@@ -21,7 +21,7 @@ def test_the_fewer_halves_change() -> None:
     down = common_shape([one, most], LOSSES, 1.0)
     assert not isinstance(down, str) and down.layers == tuple(most)
     assert (down.words, down.orders[1]) == ("4 halves to int8", ())
-    assert down.loss == pytest.approx(0.002) and down.is_measured
+    assert down.loss == pytest.approx(0.002)
 
 
 def test_a_shape_beyond_the_budget_is_not_taken() -> None:

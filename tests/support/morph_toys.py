@@ -23,7 +23,6 @@ from tests.support.engine_toys import VOCAB, next_token
 from worker.engine.core import EngineCore
 from worker.engine.engine import Engine
 from worker.engine.sequence import Limits
-from worker.engine.shape import precision_of
 from worker.memory import CpuBackend, KVCache, MappingFailed, PagePool, VirtualRange
 from worker.morph.manager import MorphManager
 from worker.morph.resizer import KVResizer
@@ -146,7 +145,7 @@ class PagedToyModel:
         self.shapes.append(shape)
         for i, layer in enumerate(shape):
             for part in PARTS:
-                self.variants.verify((i, part, precision_of(layer, part)))
+                self.variants.verify((i, part, layer.of(part)))
         assert len(plan.slot_mapping.unique()) == len(token_ids)
         blocks, offsets = plan.slot_mapping // kv.block_tokens, plan.slot_mapping % kv.block_tokens
         assert int(blocks.max()) < kv.num_blocks

@@ -36,8 +36,7 @@ class Morphing:
 
     def swap(self, layer: int, part: Part, precision: Precision) -> None:
         """Install a variant as the executor does."""
-        shape = self.model.shape()[layer]
-        old = shape.attention if part == "attention" else shape.ffn
+        old = self.model.shape()[layer].of(part)
         if old == precision:
             return
         self.variants.map(layer, part, precision)

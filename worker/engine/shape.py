@@ -9,10 +9,6 @@ from bus.messages import PARTS, LayerShape, Part
 from bus.precisions import BITS, QUANTIZED, KVPrecision, Precision, is_below
 
 
-def precision_of(layer: LayerShape, part: Part) -> Precision:
-    return layer.attention if part == "attention" else layer.ffn
-
-
 def shape_id(shape: Sequence[LayerShape], tp: int = 1, kv: KVPrecision = "full") -> str:
     """Return the id of a shape, with its layers by precision: `tp1-full`, `tp1-int8x1-int4x2.5-kv8`."""
     halves = Counter(precision for _, _, precision in _halves(shape))
@@ -34,4 +30,4 @@ def below_floor(shape: Sequence[LayerShape], floor: Precision, kv: KVPrecision =
 def _halves(shape: Sequence[LayerShape]) -> Iterator[tuple[int, Part, Precision]]:
     for i, layer in enumerate(shape):
         for part in PARTS:
-            yield i, part, precision_of(layer, part)
+            yield i, part, layer.of(part)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from bus.messages import PARTS, LayerShape, Part
 from bus.morphs import Swap
 from bus.precisions import Precision
-from worker.engine.shape import precision_of
 from worker.morph.run import NotApplied
 
 
@@ -40,7 +39,7 @@ def plan_swap(
     parts = [part for part in PARTS if part in command.parts]
 
     def is_there(half: Half, precision: Precision) -> bool:
-        return precision_of(shape[half.layer], half.part) == precision
+        return shape[half.layer].of(half.part) == precision
 
     def missing(layer: int) -> list[Half]:
         halves = (Half(layer, part) for part in parts)

@@ -23,7 +23,6 @@ from worker.distributed.messages import (
     ShrinkKV,
 )
 from worker.engine.core import EngineCore
-from worker.engine.shape import precision_of
 from worker.memory import MappingFailed, OutOfPages
 from worker.morph.losses import Losses, losses_of
 from worker.morph.plan import Half, order_towards
@@ -60,7 +59,7 @@ class MemberTarget:
 
     def precision(self, half: Half) -> Precision:
         """Return the precision in which `half` runs."""
-        return precision_of(self._shape()[half.layer], half.part)
+        return self._shape()[half.layer].of(half.part)
 
     def pages(self, half: Half, precision: Precision) -> int:
         """Return the pages that a variant of `half` takes. All layers of a model have the same shapes."""
