@@ -97,14 +97,14 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog)
-        self._action_max_length = len("    deployments")
+        self._action_max_length = len("    ") + max(map(len, COMMANDS | OFFLINE))
 
 
 def _show_help_or_version(parser: CommandParser, args: argparse.Namespace) -> int:
     if args.version:
-        from importlib.metadata import version
+        from bus.version import program_version
 
-        sys.stdout.write(f"instar {version('instar')}\n")
+        sys.stdout.write(f"instar {program_version()}\n")
     else:
         parser.print_help()
     return 0

@@ -11,12 +11,11 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 from bus.client import BusUnavailable
 from bus.messages import Event, Moment
+from bus.version import program_version
 from gateway.morphs import KEPT, MorphRecord
 from gateway.openai.formats import to_json
 from gateway.operations.feeds import EndedRequests, EventFeed, Feed, Listener, sse
@@ -114,7 +113,7 @@ class Live(Feed[_Viewer]):
 
     def _hello(self) -> dict[str, Any]:
         return {
-            "version": _version(),
+            "version": program_version(),
             "gateway": self._gateway.id,
             "now": time.time(),
             "slo": self._gateway.settings.slo.model_dump(),
@@ -218,15 +217,6 @@ class Feeds:
         self.events.close()
         self.requests.close()
         self.live.close()
-
-
-@cache
-def _version() -> str:
-    """Return the package's version; "" in a copy that was not installed."""
-    try:
-        return version("instar")
-    except PackageNotFoundError:
-        return ""
 
 
 def _event(event: Event) -> dict[str, Any]:

@@ -17,12 +17,13 @@ from bench.common.service import EmptyService, wait_for
 from bus.checkpoints import folder_digest
 from bus.deployments import Configuration
 from bus.messages import Event
+from bus.version import program_version
 from controller.deployments.profiling import BATCH_SIZES, PROMPT_TOKENS
 from tests.faults.load import PROMPT
 from tests.faults.morphs import NUM_LAYERS, QUICK_NUMBERS, told
 from tests.support.known_truths import BITS, Truth, profile_of
 from tests.support.paths import DEMO_MODEL
-from worker.profiler.measurer import profile_path, program_version, write_stored
+from worker.profiler.measurer import profile_path, write_stored
 
 NUM_TOKENS: Final = 24
 OF_DEMO_MODELS: Final = [

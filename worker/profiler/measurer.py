@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
@@ -22,6 +21,7 @@ from bus.checkpoints import BadCheckpoint, folder_digest
 from bus.deployments import Configuration, LinkSample, Measure, MemorySample, Profile
 from bus.precisions import Precision
 from bus.settings import WorkerSettings
+from bus.version import program_version
 from worker.deploy.loader import dtype_of
 from worker.deploy.model_host import ModelHost
 from worker.memory import PagePool
@@ -216,13 +216,6 @@ def _points(command: Measure) -> list[Point]:
         raise CannotMeasure("prompts and batches must have at least one token and one request")
     tokens, sizes = sorted(set(command.prompt_tokens)), sorted(set(command.batch_sizes))
     return [Point(*one) for one in itertools.product(dict.fromkeys(command.precisions), tokens, sizes)]
-
-
-def program_version() -> str:
-    try:
-        return version("instar")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def kind_of(device: torch.device | str) -> str:

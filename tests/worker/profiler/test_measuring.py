@@ -16,12 +16,13 @@ from bench.common.oracles import make_oracle
 from bus.checkpoints import folder_digest
 from bus.deployments import Measure, ProbePeer, Profile
 from bus.settings import WorkerSettings
+from bus.version import program_version
 from tests.support.engine_toys import Client, request, run, toy_engine
 from tests.support.model_folders import make_pool
 from worker.distributed.transport import Transport
 from worker.memory import PagePool
 from worker.profiler.links import ProbeResponder
-from worker.profiler.measurer import CannotMeasure, Measurer, profile_path, program_version
+from worker.profiler.measurer import CannotMeasure, Measurer, profile_path
 from worker.profiler.profiler import ProfileSteps
 from worker.profiler.runner import ProfileProgress, ProfileRunner
 
