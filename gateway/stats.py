@@ -61,8 +61,8 @@ def _counter(text: str, label: str, *, is_vllms: bool = True) -> Any:
     return field(default_factory=Counter, metadata={"exported": Exported(text, label, is_vllms=is_vllms)})
 
 
-def _spread(text: str, bounds: tuple[float, ...]) -> Any:
-    declared = Exported(text, bounds=bounds)
+def _spread(text: str, bounds: tuple[float, ...], *, is_vllms: bool = True) -> Any:
+    declared = Exported(text, bounds=bounds, is_vllms=is_vllms)
     return field(default_factory=partial(Distribution, bounds), metadata={"exported": declared})
 
 

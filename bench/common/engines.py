@@ -19,7 +19,6 @@ import torch
 
 from bench.common.loading import LoadFormat, load_model
 from bus.messages import SamplingParams, Submit
-from bus.precisions import KVPrecision
 from worker.engine.build import (
     MIB,
     compile_kernels,
@@ -49,15 +48,16 @@ def silence() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineShape:
+class EngineShape(Limits):
     """The limits to serve a model with; `max_model_len` 0: as long as the model's config allows."""
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_model_len: int = 0
     block_tokens: int = 16
-    prefix_cache: bool = False
-    kv_dtype: KVPrecision = "full"
+
+    def __post_init__(self) -> None:
+        """Leave the check to `limits`: a length of 0 is filled in there."""
 
     def limits(self, model: Model) -> Limits:
         """Raise ModelError for a context longer than the model's config allows."""
