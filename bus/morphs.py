@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 from bus.fields import Field, declared_fields, optional, required
 from bus.messages import PARTS, Cancel, Drain, Number, Part, Stage, WorkerTelemetry
-from bus.precisions import Precision
+from bus.precisions import KVPrecision, Precision
 
 MAX_LAYERS: Final = 4096  # named in one order
 MAX_DEGREE: Final = 64
@@ -60,6 +60,17 @@ class Resize:
     epoch: int
     instance: str
     blocks: int
+    wait_s: float = 0.0  # see `Swap.wait_s`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertCache:
+    """Hold the KV cache in `kv_dtype`, the blocks in use included."""
+
+    id: str
+    epoch: int
+    instance: str
+    kv_dtype: KVPrecision
     wait_s: float = 0.0  # see `Swap.wait_s`
 
 
@@ -124,8 +135,8 @@ class CancelMorph:
     morph_id: str
 
 
-MorphKind = Literal["swap", "resize", "transform", "deploy", "retire"]
-Morph = Swap | Resize | Transform | Deploy | Retire
+MorphKind = Literal["swap", "resize", "kv", "transform", "deploy", "retire"]
+Morph = Swap | Resize | ConvertCache | Transform | Deploy | Retire
 Command = Cancel | Drain | Morph | CancelMorph
 
 
@@ -205,6 +216,17 @@ class ResizeOrder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVOrder:
+    kv_dtype: KVPrecision = required(
+        "KV cache",
+        "full: in the model's dtype, int8: in 8 bits",
+        "choice",
+        choices={"full": "in the model's dtype", "int8": "in 8 bits"},
+    )
+    wait_s: float = _wait()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransformOrder:
     """Without `workers` the gateway chooses them."""
 
@@ -224,7 +246,7 @@ class TransformOrder:
     wait_s: float = _wait()
 
 
-ManualOrder = SwapOrder | ResizeOrder | TransformOrder
+ManualOrder = SwapOrder | ResizeOrder | KVOrder | TransformOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,6 +319,19 @@ MORPHS: Final = (
         order=ResizeOrder,
         colour="#7d4fb3",
         dark_colour="#ab82e3",
+    ),
+    MorphEntry(
+        name="kv",
+        command=ConvertCache,
+        label="KV precision",
+        summary="hold the KV cache in another precision",
+        words=lambda command: f"KV cache in {command.kv_dtype}",
+        running="converting the KV cache: {layers_done} of {layers} layers",
+        applied="{blocks_before} → {blocks_after} blocks",
+        causes=("order",),
+        target="instance",
+        order=KVOrder,
+        progress=("layers_done", "layers"),
     ),
     MorphEntry(
         name="transform",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,8 +62,28 @@ def make_oracle(family: str, *, seed: int = 0, **changes: Any) -> Any:
 
 
 class RoundedCache(transformers.DynamicCache):  # type: ignore[misc]  # transformers leaves it untyped
-    """The keys and values of transformers, rounded as a KV cache in 8 bits rounds them."""
+    """The keys and values of transformers, rounded as a KV cache in 8 bits rounds them.
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        keys, values = (kv_codes.dequantize(*kv_codes.quantize(x)) for x in (keys, values))
-        return super().update(keys, values, *args, **kwargs)
+    spans[i]: layer i is in 8 bits while tokens [first, end) are computed, with all that it holds by then.
+    Without it all layers always are.
+    """
+
+    def __init__(self, config: Any, spans: Sequence[tuple[int, float]] = ()) -> None:
+        super().__init__(config=config)
+        self._spans = list(spans) or [(0, math.inf)] * config.num_hidden_layers
+        self._has_begun = [first == 0 for first, _ in self._spans]
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
+        first, end = self._spans[layer]
+        position = self.get_seq_length(layer)
+        if position >= first and not self._has_begun[layer]:
+            self._has_begun[layer], stored = True, self.layers[layer]
+            stored.keys, stored.values = rounded(stored.keys), rounded(stored.values)
+        if first <= position < end:
+            keys, values = rounded(keys), rounded(values)
+        return super().update(keys, values, layer, *args, **kwargs)
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """Return what a KV cache in 8 bits holds of keys or values [..., D]."""
+    return kv_codes.dequantize(*kv_codes.quantize(x))

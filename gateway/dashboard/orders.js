@@ -127,8 +127,13 @@ function degreeInput({ label }) {
   } };
 }
 
+function choiceInput({ label, summary, choices }) {
+  const made = field(label, select(Object.keys(choices).map((one) => [one, one])), summary);
+  return { ...made, read: (key) => ({ [key]: made.input.value }) };
+}
+
 const INPUTS = {
-  layers: layersInput, precision: precisionInput, parts: partsInput, blocks: blocksInput, workers: workersInput,
+  choice: choiceInput, layers: layersInput, precision: precisionInput, parts: partsInput, blocks: blocksInput, workers: workersInput,
   degree: degreeInput,
 };
 

@@ -40,6 +40,7 @@ Changes the shape of a running instance by hand, and the policy by which the ser
   instar morph swap demo@w0 --layers 0,4-6 --precision full
   instar morph swap --layers 3 --part ffn --precision int8
   instar morph resize 400                               the number of KV blocks
+  instar morph kv int8                                  the KV cache in 8 bits, with all that it holds
   instar morph tp 2                                     two workers become one instance
   instar morph tp 1 --workers w0,w1                     and two again
   instar morph policy                                   show the policy
@@ -80,6 +81,8 @@ def _add_fields(parser: CommandParser, entry: MorphEntry) -> None:
     for one in entry.fields:
         flag = FLAGS.get(one.name, f"--{one.name.replace('_', '-')}")
         options = {"help": "{}", **ARGUMENTS[one.type]}
+        if one.choices:
+            options["choices"] = list(one.choices)
         options["help"] = options["help"].format(one.summary)
         if flag.startswith("-"):
             options |= {"dest": one.name, "required": one.is_required and one.name not in ALTERNATIVES}
@@ -137,6 +140,7 @@ def _names(text: str) -> list[str]:
 # How a field of each type is read; {} is its summary.
 ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "blocks": {"type": _blocks, "metavar": "BLOCKS"},
+    "choice": {"metavar": "CHOICE"},
     "degree": {"type": at_least_one, "metavar": "DEGREE"},
     "integer": {"type": at_least_one, "metavar": "N"},
     "layers": {"type": layer_numbers, "metavar": "LIST", "help": "{}, as 0,4-6"},
@@ -151,7 +155,13 @@ ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "text": {"metavar": "NAME"},
     "workers": {"type": _names, "metavar": "LIST", "help": "{}, as w0,w1 [the least loaded]"},
 }
-FLAGS: Final = {"blocks": "blocks", "tp": "tp", "parts": "--part", "wait_s": "--wait"}  # else as the field
+FLAGS: Final = {
+    "blocks": "blocks",
+    "kv_dtype": "kv_dtype",
+    "tp": "tp",
+    "parts": "--part",
+    "wait_s": "--wait",
+}  # else as the field
 ALTERNATIVES: Final = {"layers", "count", "workers", "instance"}  # fields of which an order takes one
 COMMANDS: Final = {"transform": "tp"}  # else as the kind of morph
 
@@ -172,7 +182,7 @@ def _run_order(entry: MorphEntry, args: argparse.Namespace) -> int:
         state = _state(client)
     mode = (state.get("policy") or {}).get("mode", MANUAL)
     write_text(in_words(morph, _page_bytes(state, morph)))
-    if is_done and mode != MANUAL:
+    if is_done and mode != MANUAL and entry.causes != ("order",):
         write_text(f"  the policy (mode {mode}) may undo this; `instar morph policy mode=manual` keeps it\n")
     return int(not is_done)
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from bus.messages import Event, LayerShape
-from bus.morphs import MorphReport, Resize, Swap
+from bus.morphs import ConvertCache, MorphReport, Resize, Swap
 from bus.policy import Policy
 from bus.settings import RedisSettings
 from tests.support.gateway_harness import Gate, metrics_of, running
@@ -74,6 +74,16 @@ async def test_an_order_that_waits_is_answered_with_its_end(gate: Gate, http: ht
     answer = await http.post(f"{INSTANCE}/resize", params={"wait": "true"}, json={"blocks": 80})
     assert (answer.status_code, answer.json()["kind"]) == (200, "resize")
     assert gate.worker.shape.blocks == 80
+
+
+async def test_a_kv_cache_is_ordered_into_8_bits_and_no_others(http: httpx.AsyncClient, gate: Gate) -> None:
+    answer = await http.post(f"{INSTANCE}/kv", params={"wait": "true"}, json={"kv_dtype": "int8"})
+    assert (answer.status_code, answer.json()["kind"], answer.json()["state"]) == (200, "kv", "applied")
+    assert "KV cache in int8" in answer.json()["decided"]
+    (command,) = gate.worker.morphs
+    assert isinstance(command, ConvertCache) and command.kv_dtype == "int8"
+    status, parameter, message = refusal(await http.post(f"{INSTANCE}/kv", json={"kv_dtype": "int4"}))
+    assert (status, parameter) == (400, "kv_dtype") and "'full' or 'int8'" in message
 
 
 async def test_the_state_shows_what_was_applied_when_the_answer_comes(

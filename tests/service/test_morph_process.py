@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import DynamicCache
 
+from bench.common.oracles import RoundedCache
 from bus.client import Bus
 from bus.messages import SamplingParams, StepOutput, Submit, WorkerTelemetry
-from bus.morphs import MorphReport, Resize, Swap
+from bus.morphs import ConvertCache, MorphReport, Resize, Swap
 from bus.precisions import PRECISIONS
 from bus.settings import RedisSettings
 from tests.service.test_worker_process import DEMO, start
+from tests.worker.engine.test_oracle import generate
 
 pytestmark = pytest.mark.skipif(not (DEMO / "config.json").is_file(), reason="models/demo is not built")
 
@@ -112,6 +116,64 @@ async def hands(bus: Bus, process: subprocess.Popen[bytes], log: Path) -> AsyncI
         yield made
     finally:
         listener.cancel()
+
+
+async def test_streams_run_through_conversions_of_the_kv_cache_to_their_ends(
+    bus: Bus, redis_settings: RedisSettings, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    process = start(
+        redis_settings,
+        log,
+        f'["demo={DEMO}"]',
+        memory_mb="64",
+        host_dir=str(tmp_path),
+        prefix_cache="false",  # what was computed before and rounded later is neither oracle's
+    )
+
+    async def most_blocks() -> int:
+        (live,) = await bus.workers()
+        return live.card.instances[0].max_blocks
+
+    try:
+        async with asyncio.timeout(100), hands(bus, process, log) as hand:
+            most = await most_blocks()
+            expected = await hand.streams("before ", 60)
+            busy = asyncio.create_task(hand.keep_busy())
+            while "busy 0 0" not in hand.tokens:
+                await asyncio.sleep(0.01)
+            there = await hand.morph(ConvertCache, "there", kv_dtype="int8")
+            assert there.state == "applied" and there.numbers["layers_done"] == 8, there
+            assert there.numbers["blocks_after"] > 3.7 * there.numbers["blocks_before"]
+            while await most_blocks() < 3.7 * most:
+                await asyncio.sleep(0.05)
+            rounded = await hand.streams("rounded ", 60)
+            back = await hand.morph(ConvertCache, "back", kv_dtype="full")
+            assert back.state == "applied" and back.numbers["blocks_after"] == there.numbers["blocks_before"]
+            hand.is_over = True
+            await busy
+            assert set(hand.ended.values()) == {"length"}
+            assert {"tp1-full", "tp1-full-kv8"} == {shape for shape, _ in hand.shapes}
+            assert hand.last and hand.last.instances[0].recomputed_tokens == 0
+            assert await asyncio.to_thread(oracle_tokens, RoundedCache) == rounded
+            assert await asyncio.to_thread(oracle_tokens, DynamicCache) == expected
+            while await most_blocks() != most:
+                await asyncio.sleep(0.05)
+        process.terminate()
+        assert await asyncio.to_thread(process.wait, 30) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def oracle_tokens(cache: Any) -> dict[str, list[int]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+    return {
+        name: generate(model, prompt, 60, past_key_values=cache(config=model.config))
+        for name, prompt in PROMPTS.items()
+    }
 
 
 async def test_streams_run_through_swaps_and_resizes_to_their_ends(

@@ -35,7 +35,15 @@ def continuation(prompt: list[int], n: int) -> list[int]:
 
 
 class ToyCache:
-    def __init__(self, num_blocks: int, block_tokens: int, *, prefix_cache: bool = False) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_tokens: int,
+        *,
+        prefix_cache: bool = False,
+        precision: KVPrecision = "full",
+    ) -> None:
+        self.precision = precision
         self.allocator = BlockAllocator(num_blocks, None if prefix_cache else range(num_blocks))
         self.slots = torch.full((num_blocks * block_tokens,), -1)
         self.block_tokens = block_tokens
@@ -81,7 +89,7 @@ def toy_instance(
     kv_dtype: KVPrecision = "full",
 ) -> EngineCore:
     limits = Limits(num_seqs, tokens, model_len, block_tokens, prefix_cache, kv_dtype)
-    cache = ToyCache(num_blocks, block_tokens, prefix_cache=prefix_cache)
+    cache = ToyCache(num_blocks, block_tokens, prefix_cache=prefix_cache, precision=kv_dtype)
     device = torch.device("cpu")
     return EngineCore("toy@w0", ToyModel(), cache, limits, vocab_size=VOCAB, device=device)
 

@@ -29,6 +29,7 @@ from bus.morphs import (
     KIND_OF,
     CancelMorph,
     Command,
+    ConvertCache,
     Morph,
     MorphOutcome,
     MorphReport,
@@ -215,7 +216,7 @@ class FakeWorker:
             del self._runs[request_id]
 
     async def _obey(self) -> None:
-        commands = (Cancel, Drain, Swap, Resize, Transform, CancelMorph, Envelope)
+        commands = (Cancel, Drain, Swap, Resize, ConvertCache, Transform, CancelMorph, Envelope)
         async with self.bus.reader(self.bus.names.control(self.id), *commands, start="0") as reader:
             async for batch in reader:
                 for _, command in batch:
@@ -226,7 +227,7 @@ class FakeWorker:
             self.envelopes.append(command)
         elif isinstance(command, Drain):
             self.drained = True
-        elif isinstance(command, Swap | Resize | Transform):
+        elif isinstance(command, Swap | Resize | ConvertCache | Transform):
             await self._morph(command)
         elif command.epoch != self.epoch:
             return

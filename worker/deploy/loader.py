@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -241,7 +241,10 @@ class ModelLoader:
         )
         precisions = self.variants.precisions
         losses = losses_of(self.config.num_layers, precisions, self.losses, precisions[0])
-        return Target(instance, self.variants, resizer, self.order, losses)
+        target = Target(instance, self.variants, resizer, self.order, losses)
+        in_8_bits, device = replace(self.limits, kv_dtype="int8"), self.pool.backend.device
+        target.compile_kv = partial(compile_kernels, self.model, in_8_bits, device)
+        return target
 
     def release(self) -> None:
         """Release every page and address; nothing runs on them and nothing is copied any more."""

@@ -125,6 +125,7 @@ class ModelHost:
         self.engine.add_instance(hosted.target.instance)
         self.models[hosted.card.id] = hosted
         hosted.target.resizer.kv_beside = partial(self.kv_beside, hosted.card.id)
+        hosted.target.on_kv_converted = lambda: self.on_changed()
         self.morphs.add(hosted.target)
         self.update_reserve()
         self.on_changed()

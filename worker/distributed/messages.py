@@ -217,6 +217,20 @@ class MoveBlocks(Action, frozen=True, kw_only=True, tag=True):
     moves: dict[int, int]
 
 
+class CountKV(Action, frozen=True, kw_only=True, tag=True):
+    """Move live blocks (from -> to), then count KV blocks as `precision` has them."""
+
+    precision: KVPrecision
+    moves: dict[int, int]
+
+
+class ConvertKV(Action, frozen=True, kw_only=True, tag=True):
+    """Hold the KV of a layer in `precision` from the next step on."""
+
+    layer: int
+    precision: KVPrecision
+
+
 class EnterGroup(Action, frozen=True, kw_only=True, tag=True):
     """Make this group a subgroup of the one that its members have voted for."""
 
@@ -224,7 +238,7 @@ class EnterGroup(Action, frozen=True, kw_only=True, tag=True):
 
 
 HalfActions = PrepareHalf | InstallHalf | DropHalf
-MorphActions = HalfActions | GrowKV | ShrinkKV | MoveBlocks
+MorphActions = HalfActions | GrowKV | ShrinkKV | MoveBlocks | CountKV | ConvertKV
 GroupActions = (
     EnterGroup | MoveBoundary | FinishMerge | Announce | CountBlocks | BeginSplit | EndSplit | LendBlocks
 )

@@ -22,7 +22,7 @@ from bus.messages import (
     layers_below_full,
     lowest_half,
 )
-from bus.precisions import LOWEST, PRECISIONS, Precision, lowest
+from bus.precisions import LOWEST, PRECISIONS, KVPrecision, Precision, lowest
 from worker.engine.admission import refusal, why_finished
 from worker.engine.executor import Executor, ExecutorLost, FinishedBatch, LocalExecutor, RunnableModel
 from worker.engine.input_batch import InputBatch, ScheduledBatch
@@ -48,6 +48,9 @@ class Cache(Protocol):
 
     @property
     def allocator(self) -> BlockAllocator: ...
+
+    @property
+    def precision(self) -> KVPrecision: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,9 +274,14 @@ class EngineCore:
         """Read the shape again, since a layer or the degree has changed."""
         self.tp = self.executor.tp
         self.shape = self.executor.shape()
-        self.shape_id = shape_id(self.shape, self.tp, self.limits.kv_dtype)
+        self.shape_id = shape_id(self.shape, self.tp, self.kv.precision)
         self.layers_below_full = layers_below_full(self.shape)
-        self.scheduler.precision = lowest([lowest_half(self.shape), self.limits.kv_dtype])
+        self.scheduler.precision = lowest([lowest_half(self.shape), self.kv.precision])
+
+    def kv_converted(self) -> None:
+        """Count all KV as computed in the precision of the cache at best, of which a layer was converted."""
+        self.scheduler.lower_precision(self.kv.precision)
+        self.reshaped()
 
     def use(self, executor: Executor) -> None:
         """Run on `executor` from the next step on; nothing is in flight."""
@@ -351,7 +359,7 @@ class EngineCore:
 
     def _below_floor(self, request: Submit) -> str | None:
         floor = request.min_precision
-        return below_floor(self.shape, floor, self.limits.kv_dtype) if floor else None
+        return below_floor(self.shape, floor, self.kv.precision) if floor else None
 
     def _settle(self, scheduled: SchedulerOutput) -> None:
         """Give rows to sequences that were admitted and take them from those that left."""

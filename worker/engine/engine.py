@@ -64,7 +64,7 @@ def instance_telemetry(instance: EngineCore) -> InstanceTelemetry:
         kv_blocks=blocks.capacity,
         kv_used=blocks.num_used + instance.executor.num_blocks_used_elsewhere,
         layers=instance.shape,
-        kv_precision=instance.limits.kv_dtype,
+        kv_precision=instance.kv.precision,
         prompt_tokens=stats.prompt_tokens,
         generation_tokens=stats.generation_tokens,
         preemptions=scheduler.num_preemptions,

@@ -387,6 +387,12 @@ class Scheduler:
             self.blocks.index.add(seq.block_ids[i], keys[i], seq.precision, i)
         seq.num_indexed_blocks = num_full
 
+    def lower_precision(self, precision: Precision) -> None:
+        """Count all KV so far as computed in `precision` at best."""
+        self.blocks.index.lower(precision)
+        for seq in self.running:
+            seq.precision = lowest([seq.precision, precision])
+
     def _too_long(self, seq: Sequence) -> str:
         needed, block_tokens = seq.num_blocks_needed(self.limits.block_tokens), self.limits.block_tokens
         return (

@@ -10,8 +10,8 @@ from typing import Final
 import torch
 
 from bus.precisions import KVPrecision
-from kernels import copy_blocks
-from kernels.kv_codes import cache_format
+from kernels import copy_blocks, store_kv
+from kernels.kv_codes import cache_format, dequantize, is_codes, parts_of
 from worker.memory.backend import BrokenInvariant, OutOfPages
 from worker.memory.block_allocator import BlockAllocator, in_parts
 from worker.memory.pool import PagePool, VirtualRange
@@ -22,12 +22,15 @@ RETAINED_BYTES: Final = 64 << 20
 # Bytes that one call returns to the system, in about 20 ms on an idle machine: a request that comes meanwhile
 # waits for it.
 DISCARDED_BYTES: Final = 256 << 20
+# Bytes of full precision that are converted at once, beside the cache: what a processor's caches hold.
+CONVERTED_BYTES: Final = 1 << 20
 
 
 class KVCache:
     """The KV blocks of one model on one device: [max_blocks, Hkv, 2, block_tokens, D] per layer.
 
-    In 8 bits D + 2 bytes stand for D numbers (`kernels.kv_codes`).
+    In 8 bits D + 2 bytes stand for D numbers (`kernels.kv_codes`). Each layer can be converted in place, from
+    one precision to the other; while layers differ, blocks are counted in full precision.
 
     Each layer has one virtual range. Heads are outermost in a block (header-centric, Gyges §4.1), so a block
     of H heads is also two blocks of H/2 heads at the same addresses. The view spans the reserved space from
@@ -54,12 +57,13 @@ class KVCache:
 
         dtype: the model's, in which the cache is unless it has another precision.
         """
-        self.pool, self.owner, self.precision = pool, owner, precision
-        self.dtype, token_size = cache_format(precision, head_dim, dtype)
+        self.pool, self.owner = pool, owner
         self.block_tokens, self.max_blocks = block_tokens, max_blocks
         self._most_blocks = max_blocks
-        self.block_shape = (num_kv_heads, 2, block_tokens, token_size)
-        self.block_bytes: int = math.prod(self.block_shape) * self.dtype.itemsize  # one layer's
+        self._num_kv_heads, self._head_dim, self._dtype = num_kv_heads, head_dim, dtype
+        self.block_bytes = self._block_bytes(precision)  # one layer's
+        self._addressed_bytes = max_blocks * self.block_bytes
+        self._precisions: list[KVPrecision] = [precision] * num_layers
         self.layers: list[torch.Tensor] = []  # empty until the first growth
         self._ranges: list[VirtualRange] = []
         self._allocator = BlockAllocator()
@@ -86,6 +90,16 @@ class KVCache:
         self._allocator = allocator
 
     @property
+    def precision(self) -> KVPrecision:
+        """The lowest of any layer."""
+        return "int8" if "int8" in self._precisions else "full"
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """The shape of a block in the first layer."""
+        return self._format(self._precisions[0])[1]
+
+    @property
     def num_layers(self) -> int:
         return len(self._ranges)
 
@@ -109,13 +123,15 @@ class KVCache:
         The shape is [max_blocks * degree, Hkv // degree, 2, block_tokens, D]; block c becomes blocks c *
         degree to c * degree + degree - 1. Raises ValueError if the heads cannot be split.
         """
-        num_kv_heads, *rest = self.block_shape
+        num_kv_heads = self._num_kv_heads
         if degree < 1 or num_kv_heads % degree:
             raise ValueError(
                 f"{self.owner}: {num_kv_heads} KV heads cannot be split over {degree} ranks; take a divisor"
             )
-        shape = (self.max_blocks * degree, num_kv_heads // degree, *rest)
-        return [layer.view(shape) for layer in self.layers]
+        return [
+            layer.view(layer.shape[0] * degree, num_kv_heads // degree, *layer.shape[2:])
+            for layer in self.layers
+        ]
 
     def pages_for(self, num_blocks: int, degree: int = 1) -> int:
         """Return the pages per layer that hold `num_blocks` blocks of a group of `degree` workers."""
@@ -149,8 +165,7 @@ class KVCache:
         before = self.pages_per_layer
         self._resize(before, before + pages_per_layer)
         if not self.layers:
-            shape = (self.max_blocks, *self.block_shape)
-            self.layers = [layer.tensor(self.dtype, shape) for layer in self._ranges]
+            self.layers = [self._view(i, precision) for i, precision in enumerate(self._precisions)]
         self.allocator.extend(self.blocks_in(before + pages_per_layer))
 
     def shrink(self, pages_per_layer: int) -> None:
@@ -190,6 +205,41 @@ class KVCache:
                 else:
                     layer[targets] = layer[sources]
 
+    def blocks_as(self, precision: KVPrecision) -> int:
+        """Return the blocks that the present pages hold in a precision."""
+        return self.pages_per_layer * self.pool.page_bytes // self._block_bytes(precision)
+
+    def count_as(self, precision: KVPrecision) -> None:
+        """Count blocks as a precision has them, from now on.
+
+        Raises BlocksInUse, changing nothing, where fewer do not hold a block in use.
+        """
+        before, after = self.block_bytes, self._block_bytes(precision)
+        if after > before:
+            self.allocator.truncate(self.blocks_as(precision))
+        self.block_bytes, self.max_blocks = after, self._addressed_bytes // after
+        self._most_blocks = min(self._most_blocks * before // after, self.max_blocks)
+        self.allocator.num_touched = -(-self.allocator.num_touched * before // after)
+        if after < before:
+            self.allocator.extend(self.blocks_in(self.pages_per_layer))
+
+    def convert(self, index: int, precision: KVPrecision) -> None:
+        """Hold a layer in another precision from now on, with what its blocks hold.
+
+        In place: the first block goes first to fewer bits, the last one first to more, so that none is
+        overwritten before it was read.
+        """
+        blocks = sorted({*self.allocator.used, *self.allocator.index.blocks}, reverse=precision == "full")
+        source, target = self.layers[index], self._view(index, precision)
+        at_once = max(1, CONVERTED_BYTES // self._block_bytes("full"))
+        for first in range(0, len(blocks), at_once):
+            rewrite_blocks(
+                source, target, torch.tensor(blocks[first : first + at_once], device=source.device)
+            )
+        # A new list: a recorded step keeps the old one to compare with.
+        self.layers = [*self.layers[:index], target, *self.layers[index + 1 :]]
+        self._precisions[index] = precision
+
     def release(self) -> None:
         """Free all pages and addresses, live blocks or not. The views must not be used any more."""
         self.layers = []
@@ -219,6 +269,20 @@ class KVCache:
             layer.discard(self.pages_for(kept), self.pages_for(touched))
         self.allocator.num_touched = kept
 
+    def _format(self, precision: KVPrecision) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Return the dtype and the shape of a block."""
+        dtype, token_size = cache_format(precision, self._head_dim, self._dtype)
+        return dtype, (self._num_kv_heads, 2, self.block_tokens, token_size)
+
+    def _block_bytes(self, precision: KVPrecision) -> int:
+        dtype, shape = self._format(precision)
+        return int(math.prod(shape) * dtype.itemsize)
+
+    def _view(self, index: int, precision: KVPrecision) -> torch.Tensor:
+        dtype, shape = self._format(precision)
+        num_blocks = self._addressed_bytes // self._block_bytes(precision)
+        return self._ranges[index].tensor(dtype, (num_blocks, *shape))
+
     def _resize(self, before: int, after: int) -> None:
         """Map `after` pages in every layer, or `before` again if that fails.
 
@@ -237,3 +301,15 @@ class KVCache:
                 except RuntimeError as another:
                     error.add_note(f"{layer.owner} keeps {layer.num_mapped} pages, not {before}: {another}")
             raise
+
+
+def rewrite_blocks(source: torch.Tensor, target: torch.Tensor, blocks: torch.Tensor) -> None:
+    """Write what blocks of one view of a layer hold to those of another, in the other precision."""
+    taken = source[blocks]
+    if is_codes(taken):
+        target[blocks] = dequantize(*parts_of(taken)).to(target.dtype)
+        return
+    block_tokens = source.shape[3]
+    slots = blocks[:, None] * block_tokens + torch.arange(block_tokens, device=blocks.device)
+    keys, values = taken.permute(2, 0, 3, 1, 4).flatten(1, 2)  # [tokens, Hkv, D] each
+    store_kv(keys, values, target, slots.flatten())

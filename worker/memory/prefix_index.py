@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from bus.precisions import Precision, is_below
@@ -87,6 +87,12 @@ class PrefixIndex:
         self.forget(block)
         self._blocks[key] = block
         self._contents[block] = IndexedBlock(key, precision, depth)
+
+    def lower(self, precision: Precision) -> None:
+        """Count what all blocks hold as made in `precision` at best."""
+        for block, contents in self._contents.items():
+            if is_below(precision, contents.precision):
+                self._contents[block] = replace(contents, precision=precision)
 
     def forget(self, block: int) -> None:
         """Remove a block whose memory will hold something else."""

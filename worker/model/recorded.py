@@ -36,7 +36,7 @@ class Parts:
     caches: Sequence[torch.Tensor]
 
     def are(self, others: Parts) -> bool:
-        """Return True if all layers are the same and all caches are at the same addresses."""
+        """Return True if all layers are the same and all caches are the same memory and dtype."""
         return (
             len(self.halves) == len(others.halves)
             and all(map(operator.is_, self.halves, others.halves))
@@ -47,8 +47,8 @@ class Parts:
         )
 
 
-def _addresses(caches: Sequence[torch.Tensor]) -> list[int]:
-    return [cache.data_ptr() for cache in caches]
+def _addresses(caches: Sequence[torch.Tensor]) -> list[tuple[int, torch.dtype]]:
+    return [(cache.data_ptr(), cache.dtype) for cache in caches]
 
 
 @dataclass(slots=True)

@@ -13,9 +13,10 @@ from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from bus.messages import Number
-from bus.morphs import Deploy, Morph, MorphOutcome, MorphReport, Resize, Retire, Swap
+from bus.morphs import ConvertCache, Deploy, Morph, MorphOutcome, MorphReport, Resize, Retire, Swap
 from worker.engine.engine import DEVICE_ERRORS
 from worker.memory import BrokenInvariant
+from worker.morph.convert_kv import ConvertKVRun
 from worker.morph.resize import ResizeRun
 from worker.morph.run import EXCLUSIVE, Job, NotApplied, Peers, Run
 from worker.morph.swap import HalvesInProgress, SwapRun
@@ -54,6 +55,7 @@ class MorphManager:
         self.starters: dict[type[Morph], Starter] = {
             Swap: lambda command, peers: SwapRun(command, self.targets[command.instance], self._in_progress),
             Resize: lambda command, peers: ResizeRun(command, self.targets[command.instance]),
+            ConvertCache: lambda command, peers: ConvertKVRun(command, self.targets[command.instance]),
         }
         self.epoch = 0
         # Called in another thread: `advance` is due.

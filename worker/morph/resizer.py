@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from worker.distributed.messages import GrowKV, MoveBlocks, ShrinkKV
+from worker.distributed.messages import ConvertKV, CountKV, GrowKV, MoveBlocks, ShrinkKV
 from worker.engine.core import EngineCore
 from worker.engine.sequence import Limits, Sequence
 from worker.memory import KVCache, plan_moves_below
@@ -156,6 +156,15 @@ class KVResizer:
         if not isinstance(action, MoveBlocks) and action.purpose == "swap":
             pages = action.pages * self.num_layers
             self.own_pages += pages if isinstance(action, ShrinkKV) else -pages
+
+    def carry_out_conversion(self, action: CountKV | ConvertKV) -> None:
+        """Convert a layer, or count blocks anew after or before all layers are converted."""
+        if isinstance(action, CountKV):
+            self._move(action.moves)
+            self.cache.count_as(action.precision)
+        else:
+            self.cache.convert(action.layer, action.precision)
+            self._led.kv_converted()
 
     def vacate(self, capacity: int) -> None:
         """Move live blocks below `capacity`. Raises OutOfBlocks if they do not find room."""

@@ -12,7 +12,7 @@ from bus.morphs import KIND_OF, Morph, MorphOutcome, MorphReport, Transform
 
 Steps = Generator[bool, None, None]  # the type of `Run.steps`
 Peers = Mapping[str, Any]  # addresses in a group or a pipeline, by worker
-EXCLUSIVE = {"transform", "deploy", "retire"}  # kinds that run beside no other morph of their instance
+EXCLUSIVE = {"kv", "transform", "deploy", "retire"}  # kinds that run beside no other morph of their instance
 
 
 class NotApplied(Exception):

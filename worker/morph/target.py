@@ -11,6 +11,8 @@ from bus.messages import PARTS, LayerShape
 from bus.precisions import LOWEST, PRECISIONS, Precision
 from worker.distributed.messages import (
     Actions,
+    ConvertKV,
+    CountKV,
     DropHalf,
     GrowKV,
     HalfActions,
@@ -52,6 +54,8 @@ class MemberTarget:
         """shape: returns that of the layers here. first: the number of their first one in the model."""
         self.variants, self.resizer, self.first = variants, resizer, first
         self.copier: Copier | None = None  # set when a morph manager takes the target
+        self.compile_kv: Callable[[], None] = lambda: None  # compiles what reads and writes KV in 8 bits
+        self.on_kv_converted: Callable[[], None] = lambda: None  # called when all layers are in one precision
         self.prepared: dict[Half, PreparedHalf] = {}
         self._shape = shape
         self._no_room: dict[Half, str] = {}  # why a variant could not be mapped
@@ -102,6 +106,8 @@ class MemberTarget:
                 self._drop(Half(action.layer, action.part))
             case GrowKV() | ShrinkKV() | MoveBlocks():
                 self.resizer.carry_out(action)
+            case CountKV() | ConvertKV():
+                self.resizer.carry_out_conversion(action)
             case _:
                 raise TypeError(f"{type(action).__name__} is nothing that a member can do by itself")
 

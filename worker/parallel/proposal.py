@@ -154,7 +154,7 @@ def kv_difference(own: KVPrecision, leaders: KVPrecision, leader: str) -> str:
     """Return why two KV caches cannot exchange blocks, or ""."""
     if own == leaders:
         return ""
-    return f"its KV cache is in {own} and in {leaders} at {leader}; start both with the same kv_dtype"
+    return f"its KV cache is in {own} and in {leaders} at {leader}; convert one of them"
 
 
 def difference(own: Sequence[LayerShape], leaders: Sequence[LayerShape], leader: str) -> str:

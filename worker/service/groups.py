@@ -46,7 +46,10 @@ def grouping_of(host: ModelHost, only: HostedModel) -> Grouping | None:
 
 
 class GroupMembership:
-    """The groups of one worker. Call `update` in the engine's thread whenever a model came or has gone."""
+    """The groups of one worker.
+
+    Call `update` in the engine's thread when a model came or has gone, or its KV cache was converted.
+    """
 
     def __init__(self, host: ModelHost) -> None:
         self._host = host
@@ -56,9 +59,22 @@ class GroupMembership:
         self.on_cards: Callable[[list[InstanceCard]], None] = lambda cards: None
 
     def update(self) -> None:
-        """Let the worker join groups if others reach it and it has one model alone, and none otherwise."""
-        if not self._host.transport:
-            return
+        """Let the worker join groups if others reach it and it has one model alone, and none otherwise.
+
+        Then make the cards anew, which say what it could hold.
+        """
+        if self._host.transport:
+            self._regroup()
+        models, grouping = self._host.models, self.grouping
+        for name, one in models.items():
+            possible = degrees(one.model.config, self._host.settings.max_tp) if grouping else [1]
+            tokens = {tp: grouping.local.tokens_at(tp) for tp in possible} if grouping else {}
+            most = max_blocks(one.target, max(possible))
+            card = replace(one.card, degrees=possible, tokens_at=tokens, max_blocks=most)
+            models[name] = replace(one, card=card)
+        self.on_cards(self._host.cards)
+
+    def _regroup(self) -> None:
         only = self._only()
         before = self.grouping
         if before and only and before.local.target is only.target:
@@ -71,14 +87,6 @@ class GroupMembership:
         if before or grouping:
             self.use(grouping)
             use_grouping(self._host.morphs, grouping, layers_per_step=self._host.settings.layers_per_step)
-        models = self._host.models
-        for name, one in models.items():
-            possible = degrees(one.model.config, self._host.settings.max_tp) if grouping else [1]
-            tokens = {tp: grouping.local.tokens_at(tp) for tp in possible} if grouping else {}
-            most = max_blocks(one.target, max(possible))
-            card = replace(one.card, degrees=possible, tokens_at=tokens, max_blocks=most)
-            models[name] = replace(one, card=card)
-        self.on_cards(self._host.cards)
 
     def _only(self) -> HostedModel | None:
         """Return the only model, all of whose layers are here, or None."""

@@ -383,6 +383,56 @@ def test_pages_hold_twice_as_many_blocks_in_8_bits_but_for_the_scales(
         assert full * ratio - 1 <= codes <= (full + 1) * ratio
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_is_converted_in_place_block_by_block(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.memory.kv_cache.CONVERTED_BYTES", 3000)  # in parts of a few blocks
+    with checked_pool(CpuBackend, PAGES) as pool:
+        kv = KVCache(
+            pool,
+            num_layers=2,
+            num_kv_heads=2,
+            head_dim=16,
+            block_tokens=4,
+            dtype=dtype,
+            max_blocks=2000,
+            owner="demo",
+        )
+        kv.grow(10)
+        full = kv.num_blocks
+        kv.allocator.allocate(full)
+        exact = [torch.randn_like(layer[:full]) for layer in kv.layers]
+        for layer, numbers in zip(kv.layers, exact, strict=True):
+            layer[:full] = numbers
+        kv.allocator.free(range(1, full, 3))  # what is free may be anything afterwards
+        used = kv.allocator.used
+        for i in range(2):
+            assert kv.precision == ("int8" if i else "full") and kv.num_blocks == full
+            kv.convert(i, "int8")
+        kv.count_as("int8")
+        assert kv.num_blocks == kv.blocks_in(10) > full * 1.7 and kv.allocator.used == used
+        kv.check_integrity()
+        rounded = [kv_codes.dequantize(*kv_codes.quantize(numbers[used])) for numbers in exact]
+        for layer, numbers in zip(kv.layers, rounded, strict=True):
+            assert torch.equal(kv_codes.dequantize(*kv_codes.parts_of(layer[used])), numbers)
+        kv.shrink(4)
+        kv.grow(4)
+        beyond = kv.allocator.allocate(kv.num_blocks - len(used))[-1:]
+        with pytest.raises(BlocksInUse):
+            kv.count_as("full")
+        assert kv.num_blocks == kv.blocks_in(10) and kv.allocator.used[-1:] == beyond
+        kv.allocator.free(sorted({*kv.allocator.used} - {*used}))
+        kv.count_as("full")
+        for i in range(2):
+            kv.convert(i, "full")
+        assert (kv.num_blocks, kv.precision, kv.max_blocks) == (full, "full", 2000)
+        for layer, numbers in zip(kv.layers, rounded, strict=True):
+            assert torch.equal(layer[used], numbers.to(dtype))
+        kv.check_integrity()
+        kv.release()
+
+
 def test_blocks_in_8_bits_move_with_their_scales_and_halve_by_heads() -> None:
     with checked_pool(CpuBackend, PAGES) as pool:
         kv = KVCache(

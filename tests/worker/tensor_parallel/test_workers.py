@@ -11,7 +11,8 @@ import torch
 from transformers import DynamicCache
 
 from bench.common.oracles import RoundedCache
-from bus.morphs import MorphReport
+from bus.morphs import ConvertCache, MorphReport
+from bus.precisions import KVPrecision
 from tests.support.group_workers import BLOCK_TOKENS, GroupWorker, model_fixtures, transform, workers
 
 LAYERS = 4
@@ -142,13 +143,32 @@ def test_workers_with_kv_in_8_bits_come_together_and_part_as_others_do(folder: P
             assert worker.fingerprints == {"tp1-full-kv8", "tp2-full-kv8"}
 
 
-def test_workers_whose_kv_differs_form_no_group(folder: Path) -> None:
-    with workers(folder, 1) as full, workers(folder, 1, first=1, kv_dtype="int8") as codes:
-        report = transformed([*full, *codes], 2)
+def test_workers_whose_kv_differs_form_no_group_until_it_is_alike(folder: Path) -> None:
+    with workers(folder, 2) as each:
+        assert converted(each[1]).state == "applied"
+        report = transformed(each, 2)
         assert report.state != "applied"
-        assert "w1: its KV cache is in int8 and in full at w0; start both with the same kv_dtype" in (
-            report.reason
-        )
+        assert "w1: its KV cache is in int8 and in full at w0; convert one of them" in report.reason
+        assert converted(each[0]).state == "applied"
+        assert transformed(each, 2).state == "applied"
+        report = converted(each[0], "full")
+        assert report.state == "failed" and "2 workers serve this instance" in report.reason
+        assert transformed(each, 1).state == "applied"
+        assert converted(each[0], "full").state == "applied"
+        each[0].submit("a", prompt(1, 9), 20)
+        each[0].wait_ends("a")
+        each[0].check()
+
+
+def converted(worker: GroupWorker, kv_dtype: KVPrecision = "int8") -> MorphReport:
+    name = f"kv-{next(_ids)}"
+    worker.thread.morph(
+        ConvertCache(id=name, epoch=worker.epoch, instance=worker.instance.id, kv_dtype=kv_dtype)
+    )
+    return worker.end_of(name)
+
+
+_ids = iter(range(1_000))
 
 
 @pytest.mark.faults
