@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from bus.families import architecture_of
+from bus.families import architecture_of, option_of
 
 WEIGHTS = "*.safetensors"
 
@@ -43,7 +43,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         architecture_of(config)
     except ValueError as error:
         raise BadCheckpoint(f"{path}: {error}") from None
-    num_layers, context = config.get("num_hidden_layers"), config.get("max_position_embeddings")
+    num_layers, context = option_of(config, "num_layers"), option_of(config, "context")
     if not isinstance(num_layers, int) or num_layers < 1:
         raise BadCheckpoint(f"{path} says num_hidden_layers = {num_layers!r}; it must be 1 or more")
     return Checkpoint(num_layers, _digest(folder, raw), max(0, context) if isinstance(context, int) else 0)

@@ -16,8 +16,11 @@ from kernels.quantized import QuantizedWeight, dequantize
 from kernels.registry import kernel
 
 __all__ = [
+    "add_layer_norm",
     "add_rms_norm",
     "copy_blocks",
+    "gelu_mul",
+    "layer_norm",
     "linear",
     "linear_t",
     "paged_attention",
@@ -39,11 +42,14 @@ __all__ = [
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x [..., H] * rsqrt(mean(x^2) + eps) * weight [H], contiguous (RMSNorm, Zhang & Sennrich 2019).
 
-    Leading dimensions are free: norms of single heads (Qwen3) pass [T, Hq, D].
+    Leading dimensions are free: norms of single heads (Qwen3) pass [T, Hq, D]. What is multiplied by the
+    weight is rounded to x's dtype first, unless the weight is float32 (Gemma).
     """
     x32 = x.float()
     x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
-    return (weight.float() * x32.to(x.dtype).float()).to(x.dtype)
+    if weight.dtype == x.dtype:
+        x32 = x32.to(x.dtype).float()
+    return (weight.float() * x32).to(x.dtype)
 
 
 @kernel(
@@ -55,15 +61,36 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     return rms_norm.reference(residual, weight, eps)
 
 
+@kernel(lambda s: [(s.x, s.tensor(2, s.hidden_size), 1e-5)], cpu="kernels.cpu.rows", cuda="kernels.gpu.rows")
+def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x [T, H] less its mean, over its deviation, times weight[0] plus weight[1], contiguous.
+
+    weight [2, H] (layer normalisation, Ba et al. 2016).
+    """
+    scale, shift = weight.float()
+    return F.layer_norm(x.float(), x.shape[-1:], scale, shift, eps).to(x.dtype)
+
+
+@kernel(
+    lambda s: [(s.x, s.x, s.tensor(2, s.hidden_size), 1e-5)],
+    cpu="kernels.cpu.rows",
+    cuda="kernels.gpu.rows",
+)
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add x [T, H] to residual [T, H] in place; return layer_norm(residual, weight, eps)."""
+    residual.add_(x)
+    return layer_norm.reference(residual, weight, eps)
+
+
 @kernel(lambda s: [(s.q, s.k, s.plan.positions, s.cos_sin)], cpu="kernels.cpu.rows", cuda="kernels.gpu.rows")
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
     """Rotate q [T, Hq, D] and k [T, Hkv, D] in place by positions int64 [T] (RoFormer, Su et al. 2021).
 
-    cos_sin float32 [max_position, D]: cosines in the first half, sines in the second. Hugging Face's
-    convention: dimension i pairs with i + D / 2 ("rotate half").
+    cos_sin float32 [max_position, R]: cosines in the first half, sines in the second. Hugging Face's
+    convention: dimension i pairs with i + R / 2 ("rotate half"). Dimensions from R on stay as they are.
     """
     cos, sin = cos_sin[positions].float().unsqueeze(1).chunk(2, dim=-1)
-    for x in (q, k):
+    for x in (q[..., : cos_sin.shape[1]], k[..., : cos_sin.shape[1]]):
         low, high = x.float().chunk(2, dim=-1)
         x.copy_(torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1))
 
@@ -81,6 +108,12 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 def take_columns(x: Tensor, order: Tensor) -> Tensor:
     """Return the columns order int32 [K] of x [T, K], in this order."""
     return x.index_select(1, order)
+
+
+@kernel(lambda s: [(s.gate, s.gate)], cpu="kernels.cpu.rows", cuda="kernels.gpu.rows")
+def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """Return gelu(gate) * up [T, I], as `silu_mul`; gelu is the approximation by tanh (GeGLU)."""
+    return (F.gelu(gate.float(), approximate="tanh") * up.float()).to(gate.dtype)
 
 
 @kernel(lambda s: s.products(TILE, s.hidden_size), cpu="kernels.cpu.products")
@@ -138,7 +171,7 @@ def store_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
 
 
 @kernel(
-    lambda s: [(s.q, kv, s.plan, s.head_dim**-0.5) for kv in s.caches],
+    lambda s: [(s.q, kv, s.plan, s.head_dim**-0.5, None, 0, s.softcap, s.sinks) for kv in s.caches],
     cpu="kernels.cpu.attention",
     cuda="kernels.gpu.attention",
 )
@@ -149,13 +182,17 @@ def paged_attention(
     scale: float,
     out: Tensor | None = None,
     sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend causally from the step's tokens to their sequences' blocks (PagedAttention, Kwon et al. 2023).
 
     q [T, Hq, D]; kv [B, Hkv, 2, bt, D] with any strides over the first four dimensions; Hq a multiple of
     Hkv: the heads of a group share one KV head. `store_kv` must have written this step's keys and values. A
     contiguous cache of int8 holds codes (`kernels.kv_codes`).
-    sliding_window w > 0: a query sees itself and the w - 1 tokens before it. Returns out [T, Hq, D].
+    sliding_window w > 0: a query sees itself and the w - 1 tokens before it. softcap c > 0: scores s become
+    c * tanh(s / c). sinks [Hq], of q's dtype: the score of a key of value 0 that every query sees (Xiao et
+    al. 2024). Returns out [T, Hq, D].
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     bounds, contexts = plan.cu_seqlens_q.tolist(), plan.context_lens.tolist()
@@ -166,19 +203,32 @@ def paged_attention(
         if kv_codes.is_codes(kv):
             blocks = kv_codes.dequantize(*kv_codes.parts_of(blocks))
         keys, values = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :context].float()
-        out[rows] = _attend(q[rows], keys, values, scale, sliding_window)
+        out[rows] = _attend(q[rows], keys, values, scale, sliding_window, softcap, sinks)
     return out
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int) -> Tensor:
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    sliding_window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
     """Attend from q [L, Hq, D], the last L tokens of C, to keys and values [Hkv, C, D]: [L, Hq, D]."""
     length, context = q.shape[0], keys.shape[1]
     group = q.shape[1] // keys.shape[0]
     scores = q.float().transpose(0, 1) @ keys.repeat_interleave(group, 0).transpose(1, 2) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     age = torch.arange(context - length, context, device=q.device)[:, None]
     age = age - torch.arange(context, device=q.device)  # [L, C]; how far the key lies behind the query
     hidden = (age < 0) | (age >= sliding_window if sliding_window else False)
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, length, 1)], -1)
+    weights = scores.softmax(-1)[..., :context]
     return (weights @ values.repeat_interleave(group, 0)).transpose(0, 1).to(q.dtype)
 
 

@@ -29,6 +29,9 @@ class Sizes:
     intermediate_size: int
     bits: tuple[int, ...] = ()
     has_codes: bool = False  # the KV cache may be in 8 bits
+    rotary_dim: int = 0  # 0: all of a head
+    softcap: float = 0.0
+    has_sinks: bool = False
     make: Callable[..., Tensor] = torch.zeros
 
     @property
@@ -81,7 +84,11 @@ class Sizes:
 
     @property
     def cos_sin(self) -> Tensor:
-        return self.make((self.chunk + 1, self.head_dim), dtype=torch.float32)
+        return self.make((self.chunk + 1, self.rotary_dim or self.head_dim), dtype=torch.float32)
+
+    @property
+    def sinks(self) -> Tensor | None:
+        return self.tensor(self.num_heads) if self.has_sinks else None
 
     def products(self, *shape: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield inputs and weights of a product: a kernel for few tokens and one for more."""

@@ -57,12 +57,15 @@ def warm_up(
     device: str | torch.device = "cpu",
     bits: Sequence[int] = (),
     has_kv_codes: bool = False,
+    rotary_dim: int = 0,
+    softcap: float = 0.0,
+    has_sinks: bool = False,
 ) -> None:
     """Run every kernel once on a prefill chunk and a decode, so that no request waits for a compiler.
 
-    The sizes are the model's; `bits` are those of its quantised variants. has_kv_codes: its KV cache may be
-    in 8 bits. It takes some 40 s the first time
-    on a machine and under 1 s afterwards, with the compiled code on disk.
+    The sizes are the model's (`kernels.examples.Sizes`); `bits` are those of its quantised variants.
+    has_kv_codes: its KV cache may be in 8 bits. It takes some 40 s the first time on a machine and under 1 s
+    afterwards, with the compiled code on disk.
     """
     sizes = Sizes(
         dtype=dtype,
@@ -74,6 +77,9 @@ def warm_up(
         intermediate_size=intermediate_size,
         bits=tuple(bits),
         has_codes=has_kv_codes,
+        rotary_dim=rotary_dim,
+        softcap=softcap,
+        has_sinks=has_sinks,
     )
     with torch.device(device):
         for call in KERNELS:

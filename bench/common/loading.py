@@ -29,17 +29,18 @@ def load_model(
     seed: int = 0,
     progress: OnProgress | None = None,
     layers: tuple[int, int] | None = None,
+    context: int = 0,
 ) -> Model:
     """Load a Hugging Face folder into the pool, on the pool's device.
 
     dtype: to serve in; None: the checkpoint's. load_format "dummy" needs only a config.json and draws the
     weights from `seed`. max_tp: the largest tensor-parallel degree to lay the weights out for. progress is
     called with the bytes done and the bytes in all after every tensor. layers: [first, end) of a stage; the
-    first stage also has embedding and head.
+    first stage also has embedding and head. context: the tokens of the longest sequence; 0: the config's.
 
     Raises ModelError, before a page is mapped if possible. A load that fails frees all its pages.
     """
-    config = read_config(Path(path))
+    config = read_config(Path(path)).up_to(context)
     if layers is not None:
         config = config.part(*layers)
     dtype = dtype or config.dtype

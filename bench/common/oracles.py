@@ -19,6 +19,9 @@ TINY: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
 }
 
 # Every family, with the options in which it differs from the others.
@@ -30,6 +33,44 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, multi-head, tied": ("Llama", {"num_key_value_heads": 8, "tie_word_embeddings": True}),
     "mistral with a sliding window": ("Mistral", {"sliding_window": 13}),
     "mistral without a window": ("Mistral", {"sliding_window": None, "head_dim": 16}),
+    "phi3": ("Phi3", {"sliding_window": 17}),
+    "phi3, partly rotary": (
+        "Phi3",
+        {
+            "hidden_size": 128,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 13,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 11,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gpt-j": ("GPTJ", {"rotary_dim": 4}),
+    "falcon with one KV head": ("Falcon", {"multi_query": True}),
+    "falcon, new decoder": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 4}),
+    "falcon with biases": (
+        "Falcon",
+        {"multi_query": False, "num_key_value_heads": 8, "bias": True, "parallel_attn": False},
+    ),
     "qwen2": ("Qwen2", {}),
     "qwen2, tied, window in the last layers": (
         "Qwen2",
@@ -44,17 +85,43 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 with biases": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
 }
 
+# Those whose heads can be split over ranks; of one KV head every rank would need all.
+SPLIT = [family for family in FAMILIES if not family.endswith("one KV head")]
+
+# What TINY's options are called in other families.
+_OTHER_NAMES: dict[str, dict[str, str]] = {
+    "GPTJ": {
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_inner",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+    },
+    "Falcon": {"intermediate_size": "ffn_hidden_size", "num_key_value_heads": "num_kv_heads"},
+}
+
+
+def options_of(family: str, **changes: Any) -> dict[str, Any]:
+    """Return the options of a tiny model of the family, as its config names them."""
+    name, own = FAMILIES[family]
+    names, given = _OTHER_NAMES.get(name, {}), TINY | own | changes
+    if "layer_types" in given:  # as many as the layers
+        types = given["layer_types"]
+        given["layer_types"] = [types[i % len(types)] for i in range(given["num_hidden_layers"])]
+    return {names.get(key, key): value for key, value in given.items()}
+
 
 def make_oracle(family: str, *, seed: int = 0, **changes: Any) -> Any:
     """Return a transformers model in float32 whose biases and norms are random too."""
-    name, options = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**(TINY | options | changes))
+    name, _ = FAMILIES[family]
+    config_name = {"Gemma3": "Gemma3Text"}.get(name, name)
+    config = getattr(transformers, f"{config_name}Config")(**options_of(family, **changes))
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     oracle = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in oracle.named_parameters():
-            if parameter_name.endswith("norm.weight"):
+            if parameter.dim() == 1 and parameter_name.endswith("weight"):  # of a norm
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_(0.0, 0.08)

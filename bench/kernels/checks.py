@@ -48,6 +48,8 @@ class AttentionCase:
     head_dim: int = 64
     block_tokens: int = 16
     window: int = 0
+    softcap: float = 0.0
+    has_sinks: bool = False
     is_raw: bool = False  # the cache is [B, 2, bt, H, D], seen through a permuted view
 
 
@@ -68,6 +70,9 @@ CASES = (
     AttentionCase("a window over blocks of 8", ((1, 90), (40, 90), (5, 6)), block_tokens=8, window=17),
     AttentionCase("another order of the cache", MIXED, is_raw=True, window=30),
     AttentionCase("heads too small for vectors", MIXED, head_dim=8),
+    AttentionCase("capped scores", MIXED, softcap=2.0, window=20),
+    AttentionCase("sinks", MIXED, has_sinks=True, window=20),
+    AttentionCase("sinks and caps over a split context", ((1, 700), (20, 60)), softcap=1.5, has_sinks=True),
 )
 
 
@@ -157,7 +162,8 @@ def check_attention_to_codes(backend: str, device: str, case: AttentionCase, dty
     q = torch.randn(tokens, case.num_heads, case.head_dim, generator=random).to(dtype)
     result = _compare_attention(backend, device, case, q, kv, plan)
     exact = kernels.paged_attention.reference(
-        q, numbers.to(dtype), plan, case.head_dim**-0.5, sliding_window=case.window
+        *(q, numbers.to(dtype), plan, case.head_dim**-0.5, None, case.window, case.softcap),
+        sinks_of(case, dtype),
     )
     # A code is off by half a step, 1/254 of the largest number of its row, 4 at most.
     assert (result.cpu().double() - exact.double()).abs().max() < 0.05
@@ -167,7 +173,10 @@ def _compare_attention(
     backend: str, device: str, case: AttentionCase, q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan
 ) -> torch.Tensor:
     scale = case.head_dim**-0.5
-    expected = kernels.paged_attention.reference(q, kv, plan, scale, sliding_window=case.window)
+    sinks = sinks_of(case, q.dtype)
+    expected = kernels.paged_attention.reference(
+        q, kv, plan, scale, sliding_window=case.window, softcap=case.softcap, sinks=sinks
+    )
     out = torch.empty(q.shape, dtype=q.dtype, device=device)
     with kernels.use_backend(backend):
         result = kernels.paged_attention(
@@ -177,10 +186,17 @@ def _compare_attention(
             scale,
             out=out,
             sliding_window=case.window,
+            softcap=case.softcap,
+            sinks=None if sinks is None else sinks.to(device),
         )
     assert result is out
     assert_close(result, expected)
     return result
+
+
+def sinks_of(case: AttentionCase, dtype: torch.dtype) -> torch.Tensor | None:
+    random = torch.Generator().manual_seed(2)
+    return torch.randn(case.num_heads, generator=random).to(dtype) if case.has_sinks else None
 
 
 def plan_of(case: AttentionCase, random: torch.Generator) -> tuple[AttentionPlan, int]:
@@ -241,6 +257,30 @@ def check_rms_norm(backend: str, device: str, dtype: torch.dtype) -> None:
             assert_close(kernels.rms_norm(moved, weight.to(device), 1e-5), expected)
 
 
+def check_norms_of_float32(backend: str, device: str, dtype: torch.dtype) -> None:
+    """Check norms whose weight is float32 whatever x is."""
+    for shape in ((5, 512), (40, 6, 64), (3, 100)):
+        x, weight = _randn(*shape, dtype=dtype), _randn(shape[-1], dtype=torch.float32)
+        with kernels.use_backend(backend):
+            made = kernels.rms_norm(x.to(device), weight.to(device), 1e-5)
+        assert_close(made, kernels.rms_norm.reference(x, weight, 1e-5))
+
+
+def check_layer_norm(backend: str, device: str, dtype: torch.dtype) -> None:
+    for rows, width in ((1, 64), (70, 512), (3, 100)):
+        x, residual, weight = (
+            _randn(*size, dtype=dtype) for size in ((rows, width), (rows, width), (2, width))
+        )
+        x += 3.0  # a mean that is no small number
+        sums = residual.to(device, copy=True)
+        alone = kernels.layer_norm.reference(x, weight, 1e-5)
+        expected = kernels.add_layer_norm.reference(x, residual, weight, 1e-5)
+        with kernels.use_backend(backend):
+            assert_close(kernels.layer_norm(x.to(device), weight.to(device), 1e-5), alone)
+            assert_close(kernels.add_layer_norm(x.to(device), sums, weight.to(device), 1e-5), expected)
+        assert_close(sums, residual)
+
+
 def check_add_rms_norm(backend: str, device: str, dtype: torch.dtype) -> None:
     for rows, width in ((1, 64), (70, 512), (3, 100)):
         x, residual, weight = (
@@ -266,6 +306,21 @@ def check_rotary(backend: str, device: str, dtype: torch.dtype) -> None:
         assert_close(moved, both)
 
 
+def check_partial_rotary(backend: str, device: str, dtype: torch.dtype) -> None:
+    """Check that the dimensions behind those that turn stay as they are."""
+    for head_dim, turning in ((64, 32), (96, 64), (80, 20)):
+        q, k = _randn(5, 4, head_dim, dtype=dtype), _randn(5, 2, head_dim, dtype=dtype)
+        moved, positions = (q.to(device, copy=True), k.to(device, copy=True)), torch.tensor([7, 0, 3, 88, 1])
+        cos_sin = torch.randn(90, turning, generator=torch.Generator().manual_seed(3))
+        rest = [x[..., turning:].clone() for x in (q, k)]
+        kernels.rotary.reference(q, k, positions, cos_sin)
+        with kernels.use_backend(backend):
+            kernels.rotary(*moved, positions.to(device), cos_sin.to(device))
+        for got, wanted, same in zip(moved, (q, k), rest, strict=True):
+            assert_close(got, wanted)
+            assert torch.equal(got[..., turning:].cpu(), same)
+
+
 def check_silu_mul(backend: str, device: str, dtype: torch.dtype) -> None:
     for rows, width in ((1, 16), (40, 1408), (3, 100)):
         both = 4 * _randn(rows, 2 * width, dtype=dtype)
@@ -284,6 +339,16 @@ def check_take_columns(backend: str, device: str, dtype: torch.dtype) -> None:
         with kernels.use_backend(backend):
             taken = kernels.take_columns(wide.to(device)[:, :width], order.to(device))
         assert torch.equal(taken.cpu(), expected)
+
+
+def check_gelu_mul(backend: str, device: str, dtype: torch.dtype) -> None:
+    for rows, width in ((1, 16), (40, 1408), (3, 100)):
+        both = 4 * _randn(rows, 2 * width, dtype=dtype)
+        both[0, :2] = torch.tensor([-100.0, 100.0])
+        expected = kernels.gelu_mul.reference(both[:, :width], both[:, width:])
+        moved = both.to(device)
+        with kernels.use_backend(backend):
+            assert_close(kernels.gelu_mul(moved[:, :width], moved[:, width:]), expected)
 
 
 def check_store_kv(backend: str, device: str, dtype: torch.dtype) -> None:
@@ -378,10 +443,14 @@ def check_stacked_products(backend: str, device: str, dtype: torch.dtype) -> Non
 
 ROW_CHECKS = (
     check_rms_norm,
+    check_norms_of_float32,
     check_add_rms_norm,
+    check_layer_norm,
     check_rotary,
+    check_partial_rotary,
     check_silu_mul,
     check_take_columns,
+    check_gelu_mul,
     check_store_kv,
     check_store_kv_in_codes,
     check_copy_blocks,

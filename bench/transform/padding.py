@@ -60,7 +60,7 @@ class PaddingSizes:
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            rms_norm_eps=1e-5,
+            norm_eps=1e-5,
             max_position_embeddings=1,
             has_tied_embeddings=False,
             has_qkv_bias=False,

@@ -54,6 +54,7 @@ def _attend_codes(kind):
 
 
 ATTEND, ATTEND_CODES = Kernel(_attend, LAYOUT), Kernel(_attend_codes, LAYOUT)
+LOG2_E = math.log2(math.e)
 
 
 def work_items(plan: AttentionPlan, group: int) -> torch.Tensor:
@@ -85,12 +86,14 @@ def paged_attention(
     scale: float,
     out: torch.Tensor | None = None,
     sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     size, num_kv_heads, head_dim = q.element_size(), kv.shape[1], q.shape[2]
     has_codes = kv.dtype != q.dtype and is_codes(kv) and kv.is_contiguous()
     if q.dtype not in KINDS or head_dim % LANES or not (has_codes or kv.dtype == q.dtype):
-        return calls.paged_attention.reference(q, kv, plan, scale, out, sliding_window)
+        return calls.paged_attention.reference(q, kv, plan, scale, out, sliding_window, softcap, sinks)
     kv_size, token = (1, head_dim) if has_codes else (size, kv.stride(3) * size)
     group = q.shape[1] // num_kv_heads
     items = work_items(plan, group)
@@ -103,6 +106,6 @@ def paged_attention(
         *(plan.block_table.data_ptr(), plan.block_table.stride(0) * 4),
         *(plan.cu_seqlens_q.data_ptr(), plan.context_lens.data_ptr()),
         *(num_kv_heads, group, head_dim, kv.shape[3], sliding_window, size, kv_size),
-        scale * math.log2(math.e),
+        *(0 if sinks is None else sinks.data_ptr(), scale * LOG2_E, softcap * LOG2_E),
     )
     return out

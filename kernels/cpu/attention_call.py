@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
 from kernels.cpu.compiled import compiled
-from kernels.cpu.simd import LANES, read_i32
+from kernels.cpu.simd import LANES, read, read_i32, vexp2, vsplat
 from kernels.kv_codes import SCALE_BYTES
 
 FEW = 8  # rows; more than this and transposing the queries pays
@@ -48,10 +49,28 @@ class AttentionCall(NamedTuple):
     window: int  # 0: none
     element: int  # bytes of one, in queries and output
     kv_element: int  # bytes of one in the cache
-    scale: float
+    sinks: int  # [heads]: the score of a key that every query sees; 0: none
+    scale: float  # scores are in powers of two, like the cap
+    softcap: float  # 0: none
 
 
-LAYOUT = "q" * (len(AttentionCall._fields) - 1) + "d"
+LAYOUT = "q" * (len(AttentionCall._fields) - 2) + "dd"
+
+
+@compiled
+def cap(a, score):
+    """Return softcap * tanh(score / softcap), of vectors; tanh(y) = 1 - 2 / (1 + e^2y)."""
+    one, two = vsplat(F32(1.0)), vsplat(F32(2.0))
+    power = vexp2(score * vsplat(F32(2.0 * math.log2(math.e) / a.softcap)))
+    return vsplat(F32(a.softcap)) * (one - two / (one + power))
+
+
+@compiled
+def first_state(a, kind, head):
+    """Return the running maximum and sum of a query head before the first key."""
+    if a.sinks == 0:
+        return F32(NEVER), F32(0.0)
+    return read(kind, a.sinks + head * a.element) * F32(math.log2(math.e)), F32(1.0)
 
 
 @compiled

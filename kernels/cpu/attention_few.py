@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels.cpu.attention_call import BF16, CHUNK, F32, FEW, NEVER, SPAN, block_of, scales_of
+from kernels.cpu.attention_call import BF16, CHUNK, F32, FEW, SPAN, block_of, cap, first_state, scales_of
 from kernels.cpu.compiled import compiled
 from kernels.cpu.simd import (
     LANES,
@@ -121,8 +121,9 @@ def _begin(a, kind, start, head, rows, q, out, state):
             query = vload(kind, source + v * LANES * a.element) * scale
             vstore(F32, q + (r * a.head_dim + v * LANES) * 4, query)
             vstore(F32, out + (r * a.head_dim + v * LANES) * 4, vsplat(F32(0.0)))
-        write_f32(state + r * 8, F32(NEVER))
-        write_f32(state + r * 8 + 4, F32(0.0))
+        peak, total = first_state(a, kind, head * a.group + r % a.group)
+        write_f32(state + r * 8, peak)
+        write_f32(state + r * 8 + 4, total)
 
 
 @compiled
@@ -147,6 +148,9 @@ def _soften_chunk(a, rows, token, count, first_position, scores, state, out):
     for r in range(rows):
         position = first_position + r // a.group
         row, line = scores + r * SPAN * 4, out + r * a.head_dim * 4
+        if a.softcap > 0:
+            for j in range(0, count, LANES):
+                vstore(F32, row + j * 4, cap(a, vload(F32, row + j * 4)))
         if a.window > 0:
             _hide(row, 0, min(count, position - a.window + 1 - token))
         _hide(row, max(0, min(count, position + 1 - token)), (count + LANES - 1) // LANES * LANES)

@@ -13,11 +13,12 @@ from kernels.cpu.attention_call import (
     BF16,
     CHUNK,
     F32,
-    NEVER,
     ROW_BYTES,
     ROWS,
     SPAN,
     block_of,
+    cap,
+    first_state,
     scales_of,
 )
 from kernels.cpu.compiled import compiled
@@ -67,7 +68,7 @@ def _scale(size, scales, scores):
 
 
 @compiled
-def _soften_lanes(scores, count, token, hides, window, positions, state, corrections):
+def _soften_lanes(a, scores, count, token, hides, positions, state, corrections):
     """Apply the softmax down the columns: a lane is a row of queries. Returns True if a maximum grew."""
     grew = False
     for lane in range(0, ROW_BYTES, 64):
@@ -77,11 +78,14 @@ def _soften_lanes(scores, count, token, hides, window, positions, state, correct
         peak = old_max
         for j in range(count):
             score = vload(F32, column + j * ROW_BYTES)
+            if a.softcap > 0:
+                score = cap(a, score)
+                vstore(F32, column + j * ROW_BYTES, score)
             if hides:
                 hidden = vsplat(F32(-np.inf))
                 score = vwhere_le(vsplat(F32(token + j)), position, score, hidden)
-                if window > 0:
-                    score = vwhere_le(position, vsplat(F32(token + j + window - 1)), score, hidden)
+                if a.window > 0:
+                    score = vwhere_le(position, vsplat(F32(token + j + a.window - 1)), score, hidden)
                 vstore(F32, column + j * ROW_BYTES, score)
             peak = vmax(peak, score)
         correction = vexp2(old_max - peak)
@@ -137,8 +141,9 @@ def attend_many(a, kind, cache, scaled, seq, head, first_row, scratch):
         for d in range(a.head_dim):
             write_f32(q + d * ROW_BYTES + r * 4, read(kind, source + d * a.element) * scale)
         write_f32(positions + r * 4, F32(before + row // a.group))
-        write_f32(state + r * 4, F32(NEVER))
-        write_f32(state + ROW_BYTES + r * 4, F32(0.0))
+        peak, total = first_state(a, kind, head * a.group + row % a.group)
+        write_f32(state + r * 4, peak)
+        write_f32(state + ROW_BYTES + r * 4, total)
         for v in range(vectors):
             vstore(F32, out + r * line + v * 64, vsplat(F32(0.0)))
 
@@ -156,7 +161,7 @@ def attend_many(a, kind, cache, scaled, seq, head, first_row, scratch):
                 _scale(size, scales_of(a, room, keys), scores + done * ROW_BYTES)
             done += size
         hides = token + count - 1 > first_position or (a.window > 0 and last_position - a.window >= token)
-        if _soften_lanes(scores, count, token, hides, a.window, positions, state, corrections):
+        if _soften_lanes(a, scores, count, token, hides, positions, state, corrections):
             for r in range(rows):
                 correction = vsplat_load(F32, corrections + r * 4)
                 for v in range(vectors):

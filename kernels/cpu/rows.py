@@ -1,4 +1,4 @@
-"""Norms, rotary embedding, SwiGLU, reordering and the cache's writes on the CPU: one pass over each row.
+"""Norms, rotary embedding, gates, reordering and the cache's writes on the CPU: one pass over each row.
 
 Torch makes four to eight passes, each with a launch and a buffer. A work item is a few rows; a call too small
 for two threads runs on the calling thread. Rows that are not whole vectors of 16 elements (32 for `rotary`)
@@ -40,7 +40,7 @@ from kernels.kv_codes import LARGEST, SCALE_BYTES, is_codes
 
 F32, BF16, CODE = np.float32, np.uint16, np.int8
 # Layouts of words.
-NORM, ROTATION, GATING, TAKING, STORING = "q" * 12 + "d", "q" * 15, "q" * 9, "q" * 8, "q" * 18
+NORM, ROTATION, GATING, TAKING, STORING = "q" * 14 + "d", "q" * 15, "q" * 9 + "dd", "q" * 8, "q" * 18
 CODING = "q" * 17
 ITEM_ELEMENTS = 16384  # elements of a work item: some 4 us, twice the cost of waking a team
 
@@ -83,13 +83,48 @@ def _normed_row(kind, source, weight, target, vectors, width, eps):
         vstore(kind, place, vload(kind, place) * vload(kind, weight + v * width))
 
 
+@compiled
+def _normed_row_of_float32(kind, source, weight, target, vectors, width, eps):
+    """Write what `_normed_row` does with a float32 weight, and without the rounding before it."""
+    total = vsplat(F32(0.0))
+    for v in range(vectors):
+        x = vload(kind, source + v * width)
+        total = vfma(x, x, total)
+    mean = np.float64(hsum(total)) / (vectors * LANES)
+    factor = vsplat(F32(1.0 / math.sqrt(mean + eps)))
+    for v in range(vectors):
+        made = vload(kind, source + v * width) * factor * vload(F32, weight + v * LANES * 4)
+        vstore(kind, target + v * width, made)
+
+
+@compiled
+def _centred_row(kind, source, weight, shift, target, vectors, width, eps):
+    """Write (source - mean) / deviation * weight + shift to target."""
+    total = vsplat(F32(0.0))
+    for v in range(vectors):
+        total = total + vload(kind, source + v * width)
+    mean = vsplat(F32(np.float64(hsum(total)) / (vectors * LANES)))
+    total = vsplat(F32(0.0))
+    for v in range(vectors):
+        x = vload(kind, source + v * width) - mean
+        total = vfma(x, x, total)
+    factor = vsplat(F32(1.0 / math.sqrt(np.float64(hsum(total)) / (vectors * LANES) + eps)))
+    for v in range(vectors):
+        x = (vload(kind, source + v * width) - mean) * factor
+        made = vfma(x, vload(kind, weight + v * width), vload(kind, shift + v * width))
+        vstore(kind, target + v * width, made)
+
+
 def _rms_norm(kind):
     """Normalise rows, or the sums of these and the residual, which stay in the residual.
 
-    Words: x and its two row strides, rows within the second, residual and its row stride or zeros, weight,
-    out, rows, rows of an item, vectors, bytes of a vector, eps.
+    Words: x and its two row strides, rows within the second, residual and its row stride or zeros, weight, 1
+    if it is float32 and x is not, what is added (layer norm) or 0, out, rows, rows of an item, vectors, bytes
+    of a vector, eps.
     """
-    x, outer, inner, depth, sums, sums_row, weight, out, rows, step, vectors, width, eps = words(kind, NORM)
+    (
+        x, outer, inner, depth, sums, sums_row, weight, is_wide, shift, out, rows, step, vectors, width, eps
+    ) = words(kind, NORM)  # fmt: skip
     item = next_item(kind)
     while item >= 0:
         for row in range(item * step, min(rows, item * step + step)):
@@ -99,7 +134,13 @@ def _rms_norm(kind):
                 for v in range(0, vectors * width, width):
                     vstore(kind, total + v, vload(kind, total + v) + vload(kind, source + v))
                 source = total
-            _normed_row(kind, source, weight, out + row * vectors * width, vectors, width, eps)
+            target = out + row * vectors * width
+            if shift != 0:
+                _centred_row(kind, source, weight, shift, target, vectors, width, eps)
+            elif is_wide != 0:
+                _normed_row_of_float32(kind, source, weight, target, vectors, width, eps)
+            else:
+                _normed_row(kind, source, weight, target, vectors, width, eps)
         item = next_item(kind)
 
 
@@ -107,27 +148,49 @@ RMS_NORM = Kernel(_rms_norm, NORM)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    if x.dim() > 3 or x.dim() < 2 or not _is_vectors(x.shape[-1], x, weight):
+    if x.dim() > 3 or x.dim() < 2 or not _is_normed(x.shape[-1], weight, x):
         return calls.rms_norm.reference(x, weight, eps)
     return _normed(x, None, weight, eps)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    if x.dim() != 2 or not _is_vectors(x.shape[-1], x, residual, weight):
+    if x.dim() != 2 or not _is_normed(x.shape[-1], weight, x, residual):
         return calls.add_rms_norm.reference(x, residual, weight, eps)
     return _normed(x, residual, weight, eps)
 
 
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if x.dim() != 2 or not _is_vectors(x.shape[-1], x, weight):
+        return calls.layer_norm.reference(x, weight, eps)
+    return _normed(x, None, weight, eps)
+
+
+def add_layer_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if x.dim() != 2 or not _is_vectors(x.shape[-1], x, residual, weight):
+        return calls.add_layer_norm.reference(x, residual, weight, eps)
+    return _normed(x, residual, weight, eps)
+
+
+def _is_normed(width: int, weight: torch.Tensor, *tensors: torch.Tensor) -> bool:
+    """Return True if a kernel takes rows of these tensors and a weight of their dtype or of float32."""
+    if weight.dtype is torch.float32 and weight.stride(0) == 1:
+        return _is_vectors(width, *tensors)
+    return _is_vectors(width, *tensors, weight)
+
+
 def _normed(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise x; a weight [2, H] is that of a layer norm."""
     out, width, size = _new(x), x.shape[-1], x.element_size()
     rows, step = x.numel() // width, _rows_per_item(width)
     inner_rows, inner = (x.shape[1], x.stride(1) * size) if x.dim() == 3 else (1, 0)
+    first = weight.data_ptr()
     RMS_NORM(
         x.dtype,
         -(-rows // step),
         *(x.data_ptr(), x.stride(0) * size, inner, inner_rows),
         *((0, 0) if residual is None else (residual.data_ptr(), residual.stride(0) * size)),
-        *(weight.data_ptr(), out.data_ptr(), rows, step, width // LANES, LANES * size, eps),
+        *(first, weight.dtype is not x.dtype, first + weight.stride(0) * size if weight.dim() == 2 else 0),
+        *(out.data_ptr(), rows, step, width // LANES, LANES * size, eps),
     )
     return out
 
@@ -152,7 +215,7 @@ def _rotary(kind):
     """Rotate queries and keys.
 
     Words: q, its strides and heads; k, its strides and heads; positions, cos_sin, its row stride, tokens,
-    tokens of an item, half of head_dim, bytes of an element.
+    tokens of an item, half of the dimensions that turn, bytes of an element.
     """
     (
         q, q_token, q_head, q_heads, k, k_token, k_head, k_heads, positions, table, table_row, tokens, step,
@@ -171,8 +234,8 @@ ROTARY = Kernel(_rotary, ROTATION)
 
 
 def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
-    head_dim, size = q.shape[2], q.element_size()
-    if head_dim % (2 * LANES) or cos_sin.dtype != torch.float32 or not _is_vectors(head_dim, q, k):
+    head_dim, size, turning = q.shape[2], q.element_size(), cos_sin.shape[1]
+    if turning % (2 * LANES) or cos_sin.dtype != torch.float32 or not _is_vectors(head_dim, q, k):
         return calls.rotary.reference(q, k, positions, cos_sin)
     step = _rows_per_item((q.shape[1] + k.shape[1]) * head_dim)
     return ROTARY(
@@ -181,45 +244,60 @@ def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: t
         *(q.data_ptr(), q.stride(0) * size, q.stride(1) * size, q.shape[1]),
         *(k.data_ptr(), k.stride(0) * size, k.stride(1) * size, k.shape[1]),
         *(positions.data_ptr(), cos_sin.data_ptr(), cos_sin.stride(0) * 4),
-        *(q.shape[0], step, head_dim // 2, size),
+        *(q.shape[0], step, turning // 2, size),
     )
 
 
-# --------------------------------------------------------------------------- SwiGLU
+# --------------------------------------------------------------------------- gated activations
 
 
-def _silu_mul(kind):
-    """Compute SwiGLU.
+def _gate_mul(kind):
+    """Compute gate * sigmoid(u) * up with u = linear * gate + cubic * gate^3.
 
-    Words: gate, up and their row strides, out, rows, rows of an item, vectors, bytes of a vector.
+    Words: gate, up and their row strides, out, rows, rows of an item, vectors, bytes of a vector, linear and
+    cubic.
     """
-    gate, gate_row, up, up_row, out, rows, step, vectors, width = words(kind, GATING)
+    gate, gate_row, up, up_row, out, rows, step, vectors, width, linear, cubic = words(kind, GATING)
     one, minus_log2e = vsplat(F32(1.0)), vsplat(F32(-math.log2(math.e)))
+    first, third = vsplat(F32(linear)), vsplat(F32(cubic))
     item = next_item(kind)
     while item >= 0:
         for row in range(item * step, min(rows, item * step + step)):
             target = out + row * vectors * width
             for v in range(0, vectors * width, width):
                 g = vload(kind, gate + row * gate_row + v)
-                sigmoid = one / (one + vexp2(g * minus_log2e))
+                slope = vfma(third, g * g, first)
+                sigmoid = one / (one + vexp2(g * slope * minus_log2e))
                 vstore(kind, target + v, g * sigmoid * vload(kind, up + row * up_row + v))
         item = next_item(kind)
 
 
-SILU_MUL = Kernel(_silu_mul, GATING)
+GATE_MUL = Kernel(_gate_mul, GATING)
+_SILU = (1.0, 0.0)
+# gelu(x) = x (1 + tanh(t)) / 2 = x sigmoid(2 t) with t = sqrt(2 / pi) (x + 0.044715 x^3)
+_GELU = (2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715)
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    width = gate.shape[-1]
-    if gate.dim() != 2 or not _is_vectors(width, gate, up):
+    if gate.dim() != 2 or not _is_vectors(gate.shape[-1], gate, up):
         return calls.silu_mul.reference(gate, up)
-    out = _new(gate)
+    return _gated(gate, up, _SILU)
+
+
+def gelu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    if gate.dim() != 2 or not _is_vectors(gate.shape[-1], gate, up):
+        return calls.gelu_mul.reference(gate, up)
+    return _gated(gate, up, _GELU)
+
+
+def _gated(gate: torch.Tensor, up: torch.Tensor, coefficients: tuple[float, float]) -> torch.Tensor:
+    out, width = _new(gate), gate.shape[-1]
     rows, size, step = gate.shape[0], gate.element_size(), _rows_per_item(2 * width)
-    SILU_MUL(
+    GATE_MUL(
         gate.dtype,
         -(-rows // step),
         *(gate.data_ptr(), gate.stride(0) * size, up.data_ptr(), up.stride(0) * size),
-        *(out.data_ptr(), rows, step, width // LANES, LANES * size),
+        *(out.data_ptr(), rows, step, width // LANES, LANES * size, *coefficients),
     )
     return out
 

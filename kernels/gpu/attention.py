@@ -33,13 +33,18 @@ def paged_attention(
     scale: float,
     out: Tensor | None = None,
     sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if q.shape[0] == 0:
         return out
     num_seqs, window = plan.context_lens.shape[0], sliding_window or 2**30
-    table = plan.block_table
-    step = (plan.cu_seqlens_q, plan.context_lens, table, table.stride(0), scale * math.log2(math.e), window)
+    table, log2_e = plan.block_table, math.log2(math.e)
+    step = (
+        *(plan.cu_seqlens_q, plan.context_lens, table, table.stride(0)),
+        *(scale * log2_e, window, softcap * log2_e, sinks),
+    )
     sizes = {
         "GROUP": q.shape[1] // kv.shape[1],
         "BLOCK_TOKENS": kv.shape[3],
@@ -48,6 +53,8 @@ def paged_attention(
         "BLOCK_N": TILES[q.dtype][1],
         "OPERAND": operand(q),
         "SCALE_BYTES": SCALE_BYTES if is_codes(kv) else 0,
+        "HAS_CAP": softcap > 0,
+        "HAS_SINKS": sinks is not None,
     }
     if q.shape[0] > num_seqs:
         _attend_chunks(q, kv, out, num_seqs, step, sizes)

@@ -44,6 +44,17 @@ def _scales(place, is_key):
 
 
 @triton.jit
+def _first_state(sinks_ptr, heads, is_row, HAS_SINKS: tl.constexpr):
+    """Return the running maximum and sum of each row before the first key."""
+    peak = tl.full([heads.shape[0]], -1.0e30, tl.float32)  # finite: a hidden key then gives 0 and no NaN
+    divisor = tl.zeros([heads.shape[0]], tl.float32)
+    if HAS_SINKS:
+        peak = tl.load(sinks_ptr + heads, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
+        divisor += 1.0
+    return peak, divisor
+
+
+@triton.jit
 def _attend_rows(
     q,
     positions,
@@ -51,6 +62,9 @@ def _attend_rows(
     table_ptr,
     first_key,
     last_key,
+    peak,
+    divisor,
+    softcap,
     window,
     block_stride,
     value_stride,
@@ -59,16 +73,16 @@ def _attend_rows(
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
+    HAS_CAP: tl.constexpr,
 ):
     """Attend from q to keys first_key <= j < last_key, first_key a multiple of BLOCK_N.
 
-    q [rows, columns] is scaled; positions int32 [rows] are the queries'; kv_ptr is at the KV head. Products
-    are in q's dtype. SCALE_BYTES > 0: the cache holds codes (`kernels.kv_codes`). Returns the weighted sum of
-    the values [rows, columns], its divisor and the running maximum.
+    q [rows, columns] is scaled, and so is softcap; positions int32 [rows] are the queries'; kv_ptr is at the
+    KV head; peak and divisor are those of `_first_state`. Products are in q's dtype. SCALE_BYTES > 0: the
+    cache holds codes (`kernels.kv_codes`). Returns the weighted sum of the values [rows, columns], its
+    divisor and the running maximum.
     """
     columns = tl.arange(0, q.shape[1])
-    peak = tl.full([q.shape[0]], -1.0e30, tl.float32)  # finite: a hidden key then gives 0 and no NaN
-    divisor = tl.zeros([q.shape[0]], tl.float32)
     total = tl.zeros([q.shape[0], q.shape[1]], tl.float32)
     for start in range(first_key, last_key, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
@@ -84,6 +98,8 @@ def _attend_rows(
             scales += keys % BLOCK_TOKENS * SCALE_BYTES
             scores = scores * _scales(scales, is_key)[None, :]
             value = value.to(tl.float32) * _scales(scales + value_stride, is_key)[:, None]
+        if HAS_CAP:  # tanh(y) = 1 - 2 / (1 + e^2y)
+            scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.8853900817779268 / softcap))))
         age = positions[:, None] - keys[None, :]
         seen = (age >= 0) & (age < window) & is_key[None, :]
         scores = tl.where(seen, scores, float("-inf"))
@@ -114,6 +130,8 @@ def chunk_kernel(
     table_stride,
     scale,
     window,
+    softcap,
+    sinks_ptr,
     num_seqs,
     q_token_stride,
     q_head_stride,
@@ -132,6 +150,8 @@ def chunk_kernel(
     BLOCK_N: tl.constexpr,
     OPERAND: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Attend from the sequences with more than one new token; grid (T // BLOCK_Q + S, Hkv).
 
@@ -154,6 +174,7 @@ def chunk_kernel(
         source = q_ptr + tokens * q_token_stride + heads * q_head_stride
         context = tl.load(contexts_ptr + seq)
         before = context - length
+        peak, divisor = _first_state(sinks_ptr, heads, is_row, HAS_SINKS)
         total, divisor, _ = _attend_rows(
             _scaled_queries(source, columns, inside, scale, OPERAND),
             before + queries,
@@ -161,7 +182,8 @@ def chunk_kernel(
             table_ptr + seq.to(tl.int64) * table_stride,
             tl.maximum(0, before + first_query - window + 1) // BLOCK_N * BLOCK_N,
             tl.minimum(context, before + first_query + BLOCK_Q),
-            *(window, block_stride, value_stride, token_stride, BLOCK_TOKENS, HEAD_DIM, BLOCK_N, SCALE_BYTES),
+            *(peak, divisor, softcap, window, block_stride, value_stride, token_stride),
+            *(BLOCK_TOKENS, HEAD_DIM, BLOCK_N, SCALE_BYTES, HAS_CAP),
         )
         target = out_ptr + tokens * out_token_stride + heads * out_head_stride
         result = (total / divisor[:, None]).to(out_ptr.dtype.element_ty)
@@ -180,6 +202,8 @@ def decode_kernel(
     table_stride,
     scale,
     window,
+    softcap,
+    sinks_ptr,
     num_splits,
     num_heads,
     q_token_stride,
@@ -196,6 +220,8 @@ def decode_kernel(
     BLOCK_N: tl.constexpr,
     OPERAND: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Attend from the sequences with one new token; grid (S, Hkv, splits of a long context).
 
@@ -214,6 +240,10 @@ def decode_kernel(
         first_tile = tl.maximum(0, context - window) // BLOCK_N
         share = tl.cdiv(tl.cdiv(context, BLOCK_N) - first_tile, num_splits)
         first_key = (first_tile + split * share) * BLOCK_N
+        peak, divisor = _first_state(sinks_ptr, heads, (rows < GROUP) & (split == 0), HAS_SINKS)
+        if HAS_SINKS:  # the first split alone has the sink
+            peak = tl.where(split == 0, peak, -1.0e30)
+            divisor = tl.where(split == 0, divisor, 0.0)
         total, divisor, peak = _attend_rows(
             _scaled_queries(source, columns, inside, scale, OPERAND),
             tl.full([BLOCK_ROWS], 0, tl.int32) + context - 1,
@@ -221,7 +251,8 @@ def decode_kernel(
             table_ptr + seq * table_stride,
             first_key,
             tl.minimum(context, first_key + share * BLOCK_N),
-            *(window, block_stride, value_stride, token_stride, BLOCK_TOKENS, HEAD_DIM, BLOCK_N, SCALE_BYTES),
+            *(peak, divisor, softcap, window, block_stride, value_stride, token_stride),
+            *(BLOCK_TOKENS, HEAD_DIM, BLOCK_N, SCALE_BYTES, HAS_CAP),
         )
         place = (seq * num_heads + heads) * num_splits + split
         tl.store(partial_ptr + place[:, None] * HEAD_DIM + columns[None, :], total, mask=inside)

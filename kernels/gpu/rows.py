@@ -1,4 +1,4 @@
-"""Norms, rotary embedding, SwiGLU and the cache's writes for GPUs: one pass over each row.
+"""Norms, rotary embedding, gated activations and the cache's writes for GPUs: one pass over each row.
 
 Each kernel is compiled once per model and dtype, for any batch. Strides count elements.
 """
@@ -7,6 +7,7 @@ Each kernel is compiled once per model and dtype, for any batch. Strides count e
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -36,14 +37,17 @@ def _rms_norm_kernel(
     inner_stride,
     inner_rows,
     residual_stride,
+    shift_offset,
     width,
     eps,
     HAS_RESIDUAL: tl.constexpr,
+    IS_CENTRED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Grid (rows,). x [rows / inner_rows, inner_rows, width] by its strides; out [rows, width] contiguous.
 
-    With a residual [rows, width], residual += x, and that is normalised.
+    With a residual [rows, width], residual += x, and that is normalised. Centred: a layer norm, whose shift
+    lies shift_offset elements behind the weight.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -56,10 +60,18 @@ def _rms_norm_kernel(
         total = (tl.load(place, mask=inside, other=0.0).to(tl.float32) + x).to(dtype)
         tl.store(place, total, mask=inside)
         x = total.to(tl.float32)
-    factor = 1.0 / tl.sqrt(tl.sum(x * x) / width + eps)
+    if IS_CENTRED:
+        x = tl.where(inside, x - tl.sum(x) / width, 0.0)
+    normed = x * (1.0 / tl.sqrt(tl.sum(x * x) / width + eps))
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    normed = ((x * factor).to(dtype).to(tl.float32) * weight).to(dtype)  # rounded as by Hugging Face
-    tl.store(out_ptr + row * width + columns, normed, mask=inside)
+    if IS_CENTRED:
+        shift = tl.load(weight_ptr + shift_offset + columns, mask=inside, other=0.0).to(tl.float32)
+        normed = normed * weight + shift
+    elif weight_ptr.dtype.element_ty == dtype:
+        normed = normed.to(dtype).to(tl.float32) * weight  # rounded as by Hugging Face
+    else:
+        normed = normed * weight
+    tl.store(out_ptr + row * width + columns, normed.to(dtype), mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -70,7 +82,16 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     return _normed(x, residual, weight, eps)
 
 
+def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _normed(x, None, weight, eps)
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _normed(x, residual, weight, eps)
+
+
 def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """Normalise x; a weight [2, H] is that of a layer norm."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     width = x.shape[-1]
     x = x if x.dim() <= 3 else x.reshape(-1, width)
@@ -80,8 +101,10 @@ def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
     _launch(
         _rms_norm_kernel,
         (x.numel() // width,),
-        *(x, residual, weight, out, x.stride(0), inner, inner_rows, residual_stride, width, eps),
+        *(x, residual, weight, out, x.stride(0), inner, inner_rows, residual_stride),
+        *(weight.stride(0), width, eps),
         HAS_RESIDUAL=residual is not None,
+        IS_CENTRED=weight.dim() == 2,
         BLOCK=block,
         num_warps=_warps(block),
     )
@@ -117,7 +140,7 @@ def _rotary_kernel(
     BLOCK_K_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """Grid (T,): all heads of one token. q, k [T, heads, 2 HALF]; cos_sin [positions, 2 HALF]."""
+    """Grid (T,): the first 2 HALF dimensions of all heads of one token; cos_sin [positions, 2 HALF]."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_HALF)[None, :]
     angles = cos_sin_ptr + tl.load(positions_ptr + token) * cos_sin_stride + columns
@@ -130,7 +153,7 @@ def _rotary_kernel(
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
-    half = q.shape[2] // 2
+    half = cos_sin.shape[1] // 2
     block_heads, block_half = triton.next_power_of_2(q.shape[1]), triton.next_power_of_2(half)
     _launch(
         _rotary_kernel,
@@ -146,24 +169,42 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
 
 
 @triton.jit
-def _silu_mul_kernel(gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, width, BLOCK: tl.constexpr):
-    """Grid (T, ceil(width / BLOCK)). gate, up [T, width] by their row strides; out contiguous."""
+def _gate_mul_kernel(
+    gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, width, linear, cubic, BLOCK: tl.constexpr
+):
+    """Grid (T, ceil(width / BLOCK)): gate * sigmoid(linear * gate + cubic * gate^3) * up.
+
+    gate, up [T, width] by their row strides; out contiguous.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     gate = tl.load(gate_ptr + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    product = gate / (1.0 + tl.exp(-gate)) * up
+    slope = linear + cubic * gate * gate
+    product = gate / (1.0 + tl.exp(-gate * slope)) * up
     tl.store(out_ptr + row * width + columns, product.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+# gelu(x) = x (1 + tanh(t)) / 2 = x sigmoid(2 t) with t = sqrt(2 / pi) (x + 0.044715 x^3)
+_GELU = 2 * math.sqrt(2 / math.pi)
+
+
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return _gated(gate, up, 1.0, 0.0)
+
+
+def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return _gated(gate, up, _GELU, _GELU * 0.044715)
+
+
+def _gated(gate: Tensor, up: Tensor, linear: float, cubic: float) -> Tensor:
     rows, width = gate.shape
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     _launch(
-        _silu_mul_kernel,
+        _gate_mul_kernel,
         (rows, triton.cdiv(width, 1024)),
-        *(gate, up, out, gate.stride(0), up.stride(0), width),
+        *(gate, up, out, gate.stride(0), up.stride(0), width, linear, cubic),
         BLOCK=1024,
         num_warps=4,
     )

@@ -66,7 +66,7 @@ class Ranks:
                 layer.attention = build_attention(model.config, stored.attention.tensors, shard, window)
                 plan = model.plan.layers[i][1].at(shard)
                 layer.feed_forward = build_feed_forward(
-                    model.config, tensors_of(stored.feed_forward.memory, plan)
+                    model.config, tensors_of(stored.feed_forward.memory, plan), shard=shard
                 )
                 layer.shard = shard
 

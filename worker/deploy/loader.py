@@ -99,7 +99,8 @@ class ModelLoader:
             raise NotApplied(
                 "failed", f"this worker keeps no {command.precision} variants; there are {there_are}"
             )
-        self.config: ModelConfig = own_part(whole, command, self.host.worker)
+        context = command.max_model_len or settings.max_model_len
+        self.config: ModelConfig = own_part(whole, command, self.host.worker).up_to(context)
         dtype = dtype_of(settings.dtype, self.pool.backend.device) or self.config.dtype
         if dtype not in DTYPES:
             there_are = ", ".join(map(str, DTYPES))

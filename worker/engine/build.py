@@ -126,6 +126,9 @@ def compile_kernels(model: Model, limits: Limits, device: torch.device, *, bits:
             device=device,
             bits=bits if tp == 1 else (),
             has_kv_codes=limits.kv_dtype != "full",
+            rotary_dim=config.rope.dim,
+            softcap=config.attention_softcap,
+            has_sinks=config.has_sinks,
         )
 
 

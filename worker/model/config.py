@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import huggingface_hub.errors
 import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from bus.families import FAMILIES, BiasRule, Family, architecture_of
+from bus.families import (
+    FAMILIES,
+    LLAMA,
+    BiasRule,
+    BlockKind,
+    Family,
+    FfnKind,
+    NormKind,
+    TensorNames,
+    architecture_of,
+)
 from bus.precisions import KVPrecision, Precision
 from kernels.kv_codes import cache_format
 from worker.model.ready_format import ReadyFormat, parse_format
@@ -20,13 +31,27 @@ from worker.model.ready_format import ReadyFormat, parse_format
 # What newer versions of transformers raise for a field of a config.
 _Strict = getattr(huggingface_hub.errors, "StrictDataclassError", ValueError)
 
+Activation = Literal["silu", "gelu", "gelu of tanh"]
+# The activations by Hugging Face's names, and those that each kind of FFN has.
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu of tanh",
+    "gelu_pytorch_tanh": "gelu of tanh",
+}
+_HAS: dict[FfnKind, tuple[Activation, ...]] = {
+    "gated": ("silu", "gelu of tanh"),
+    "plain": ("gelu", "gelu of tanh"),
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The sizes and options of a model, or of some of its layers.
 
     `sliding_windows[i]` is the tokens that layer i sees, 0 for all of them. `dtype` is the checkpoint's.
-    `max_position_embeddings` is the longest context that the model may serve.
+    `max_position_embeddings` is the longest context that the model may serve. A softcap c > 0 makes c *
+    tanh(x / c) of x. What follows `rope` is what a Llama has not, or has otherwise.
     """
 
     folder: Path
@@ -39,7 +64,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
+    norm_eps: float
     max_position_embeddings: int
     has_tied_embeddings: bool
     has_qkv_bias: bool
@@ -47,6 +72,21 @@ class ModelConfig:
     has_qk_norm: bool
     sliding_windows: tuple[int, ...]
     rope: Rope
+    local_rope: Rope | None = None  # of the layers with a window, where they have their own
+    names: TensorNames = LLAMA
+    norm: NormKind = "rms"
+    block: BlockKind = "sequential"
+    ffn: FfnKind = "gated"
+    activation: Activation = "silu"
+    has_ffn_bias: bool = False
+    has_head_bias: bool = False
+    has_sinks: bool = False
+    has_rotary_pairs: bool = False  # the checkpoint's order; the loaded one has halves
+    has_qkv_groups: bool = False  # so does the checkpoint's fused tensor
+    attention_scale: float = 0.0  # 0: the usual one
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    embedding_scale: float = 1.0
     first_layer: int = 0  # number in the model of layer 0 of this part
     has_ends: bool = True  # embedding, final norm and head
     ready: ReadyFormat | None = None  # of a checkpoint that others quantised
@@ -79,6 +119,25 @@ class ModelConfig:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def scale(self) -> float:
+        """The factor of the products of queries and keys."""
+        return self.attention_scale or float(self.head_dim**-0.5)
+
+    @property
+    def num_ffn_matrices(self) -> int:
+        """The matrices that read the FFN's input."""
+        return 2 if self.ffn == "gated" else 1
+
+    def up_to(self, context: int) -> ModelConfig:
+        """Return the config for sequences of at most `context` tokens; 0, or more than it has: this one.
+
+        A scaling that depends on the length (longrope) is then the one for that length.
+        """
+        if not 0 < context < self.max_position_embeddings:
+            return self
+        return replace(self, max_position_embeddings=context)
+
     def kv_block_bytes(self, block_tokens: int, dtype: torch.dtype, precision: KVPrecision = "full") -> int:
         """Return the bytes of one KV block in all layers together."""
         stored, token_size = cache_format(precision, self.head_dim, dtype)
@@ -94,11 +153,14 @@ def read_config(folder: Path) -> ModelConfig:
     raw = _read_json(folder)
     architecture = _architecture(folder, raw)
     family = FAMILIES[architecture]
-    _refuse_unsupported(folder, raw)
     try:
         hf = AutoConfig.for_model(**(raw | {"model_type": family.model_type}))
         config = _convert(folder, architecture, family, hf)
         if quantization := raw.get("quantization_config"):
+            if config.names != LLAMA:
+                raise ValueError(
+                    f"quantised weights of {architecture} are not supported; `instar quantize` makes some"
+                )
             return replace(config, ready=parse_format(quantization))
         return config
     except (TypeError, ValueError, KeyError, AttributeError, _Strict) as error:
@@ -129,45 +191,94 @@ def _architecture(folder: Path, raw: dict[str, Any]) -> str:
     raise ModelError(f"{folder}: config.json names no architecture; supported are: {', '.join(FAMILIES)}")
 
 
-def _refuse_unsupported(folder: Path, raw: dict[str, Any]) -> None:
-    if (activation := raw.get("hidden_act", "silu")) != "silu":
-        raise ModelError(f"{folder}: hidden_act {activation!r} is not supported; silu is")
-    if raw.get("mlp_bias"):
-        raise ModelError(f"{folder}: mlp_bias is not supported")
-
-
 def _convert(folder: Path, architecture: str, family: Family, hf: Any) -> ModelConfig:
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    def option(name: str, default: Any = None) -> Any:
+        """Return an option; the default where this family, or this config, has none."""
+        value = getattr(hf, key, None) if (key := family.option(name)) else None
+        return default if value is None else value
+
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // option("num_heads")
+    if option("ffn_bias") and family.ffn_bias == "never":
+        raise ValueError(f"{family.option('ffn_bias')} is not supported")
+    if getattr(hf, "use_bidirectional_attention", None):
+        raise ValueError("use_bidirectional_attention is not supported; a served model sees what came before")
+    rope, local_rope = read_ropes(hf, head_dim, family)
     config = ModelConfig(
         folder=folder,
         architecture=architecture,
         dtype=(hf.dtype if hasattr(hf, "dtype") else hf.torch_dtype) or torch.float32,
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
-        intermediate_size=hf.intermediate_size,
-        num_layers=hf.num_hidden_layers,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_key_value_heads,
+        intermediate_size=option("intermediate_size", 4 * hf.hidden_size),
+        num_layers=option("num_layers"),
+        num_heads=option("num_heads"),
+        num_kv_heads=option("num_kv_heads"),
         head_dim=head_dim,
-        rms_norm_eps=hf.rms_norm_eps,
-        max_position_embeddings=hf.max_position_embeddings,
+        norm_eps=option("norm_eps"),
+        max_position_embeddings=option("context"),
         has_tied_embeddings=bool(hf.tie_word_embeddings),
-        has_qkv_bias=_has_bias(family.qkv_bias, hf),
-        has_o_bias=_has_bias(family.o_bias, hf),
+        has_qkv_bias=_has_bias(family.qkv_bias, option("bias")),
+        has_o_bias=_has_bias(family.o_bias, option("bias")),
         has_qk_norm=family.has_qk_norm,
-        sliding_windows=_sliding_windows(family, hf),
-        rope=read_rope(hf, head_dim),
+        sliding_windows=_sliding_windows(family, hf, option("num_layers")),
+        rope=rope,
+        local_rope=local_rope,
+        names=family.names,
+        norm=family.norm,
+        block=family.block,
+        ffn=family.ffn,
+        activation=_activation(family, option("activation")),
+        has_ffn_bias=_has_bias(family.ffn_bias, option("ffn_bias")),
+        has_head_bias=family.head_bias == "always",
+        has_sinks=bool(family.names.sinks),
+        has_rotary_pairs=family.rotary == "pairs",
+        has_qkv_groups=family.qkv_order == "groups",
+        attention_scale=option("attention_scalar", 0.0) and float(option("attention_scalar") ** -0.5),
+        attention_softcap=option("attention_softcap", 0.0),
+        logit_softcap=option("logit_softcap", 0.0),
+        embedding_scale=hf.hidden_size**0.5 if family.scales_embedding else 1.0,
     )
+    if adapt := _DEPENDENT.get(architecture):
+        config = adapt(config, hf)
     _check_sizes(config)
     return config
 
 
-def _has_bias(where: BiasRule, hf: Any) -> bool:
-    return where == "always" or (where == "as the config says" and bool(hf.attention_bias))
+def _falcon(config: ModelConfig, hf: Any) -> ModelConfig:
+    """Apply what the options of a Falcon decide: Falcon 7B and 40B differ in their norms and KV heads."""
+    if hf.alibi:
+        raise ValueError("alibi is not supported; a Falcon with rotary embeddings is")
+    is_new, names = bool(hf.new_decoder_architecture), config.names
+    if is_new and (hf.num_ln_in_parallel_attn or 2) == 2:
+        names = replace(names, input_norm="ln_attn", ffn_norm="ln_mlp")
+    elif is_new or hf.parallel_attn:
+        names = replace(names, ffn_norm="")
+    return replace(
+        config,
+        names=names,
+        block="parallel" if is_new or hf.parallel_attn else "sequential",
+        num_kv_heads=config.num_kv_heads if is_new else 1 if hf.multi_query else config.num_heads,
+    )
 
 
-def _sliding_windows(family: Family, hf: Any) -> tuple[int, ...]:
-    window, num_layers = int(getattr(hf, "sliding_window", None) or 0), int(hf.num_hidden_layers)
+# Families whose config decides which parts a layer has.
+_DEPENDENT: dict[str, Callable[[ModelConfig, Any], ModelConfig]] = {"FalconForCausalLM": _falcon}
+
+
+def _activation(family: Family, named: Any) -> Activation:
+    activation = ACTIVATIONS.get(named) if isinstance(named, str) else None
+    if activation is None or activation not in _HAS[family.ffn]:
+        supported = ", ".join(name for name, each in ACTIVATIONS.items() if each in _HAS[family.ffn])
+        raise ValueError(f"{family.option('activation')} {named!r} is not supported; these are: {supported}")
+    return activation
+
+
+def _has_bias(where: BiasRule, said: Any) -> bool:
+    return where == "always" or (where == "as the config says" and bool(said))
+
+
+def _sliding_windows(family: Family, hf: Any, num_layers: int) -> tuple[int, ...]:
+    window = int(getattr(hf, "sliding_window", None) or 0)
     if family.sliding_window == "never":
         return (0,) * num_layers
     if family.sliding_window == "every layer":
@@ -183,6 +294,8 @@ def _check_sizes(config: ModelConfig) -> None:
         raise ValueError(f"{config.num_heads} heads are not a multiple of {config.num_kv_heads} KV heads")
     if config.head_dim % 2:
         raise ValueError(f"head_dim is {config.head_dim}; rotary embeddings need an even one")
+    if config.rope.dim > config.head_dim:
+        raise ValueError(f"{config.rope.dim} dimensions of a head turn, and it has {config.head_dim}")
     if len(config.sliding_windows) != config.num_layers:
         raise ValueError(
             f"layer_types has {len(config.sliding_windows)} entries for {config.num_layers} layers"
@@ -195,45 +308,76 @@ class ModelError(Exception):
 
 # Ways to stretch frequencies past the context of pre-training. `dynamic` (NTK) changes them only for contexts
 # longer than max_position_embeddings, which are not served.
-SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
+SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
     """Rotary position embeddings: dimension i turns by p * inv_freq[i] at position p.
 
-    Cosines and sines are multiplied by `factor`.
+    Cosines and sines are multiplied by `factor`. longrope has other frequencies for contexts of more than
+    `short_context` tokens.
     """
 
     scaling: str
-    inv_freq: tuple[float, ...]  # D / 2 float32 values
-    factor: float  # YaRN's attention factor, else 1
+    inv_freq: tuple[float, ...]  # R / 2 float32 values; the other D - R dimensions of a head do not turn
+    factor: float  # attention factor of YaRN and longrope, else 1
+    # Left out of the text that digests of checkpoints are made of where there are none.
+    long_inv_freq: tuple[float, ...] = field(default=(), repr=False)
+    short_context: int = field(default=0, repr=False)
+
+    @property
+    def dim(self) -> int:
+        return 2 * len(self.inv_freq)
 
     def table(self, max_positions: int, device: torch.device) -> torch.Tensor:
-        """Return float32 [max_positions, D]: cosines in the first half, sines in the second."""
-        inv_freq = torch.tensor(self.inv_freq, dtype=torch.float32, device=device)
+        """Return float32 [max_positions, R]: cosines in the first half, sines in the second."""
+        is_long = self.long_inv_freq and max_positions > self.short_context
+        frequencies = self.long_inv_freq if is_long else self.inv_freq
+        inv_freq = torch.tensor(frequencies, dtype=torch.float32, device=device)
         positions = torch.arange(max_positions, dtype=torch.float32, device=device)
         angles = torch.outer(positions, inv_freq)
         return torch.cat([angles.cos(), angles.sin()], dim=-1).mul_(self.factor)
 
 
-def read_rope(hf: Any, head_dim: int) -> Rope:
+def read_ropes(hf: Any, head_dim: int, family: Family) -> tuple[Rope, Rope | None]:
     """Read the rotary frequencies by transformers' own functions for each scaling.
 
-    Raises ValueError for a scaling that is not supported.
+    The second ones are those of the layers with a window, if they differ. Raises ValueError for a scaling
+    that is not supported.
     """
     parameters = _parameters(hf)
+    if "full_attention" not in parameters:
+        return _read_rope(hf, head_dim, family, parameters), None
+    full, local = (
+        _read_rope(hf, head_dim, family, parameters[kind], kind)
+        for kind in ("full_attention", "sliding_attention")
+    )
+    return full, local
+
+
+def _read_rope(
+    hf: Any, head_dim: int, family: Family, parameters: dict[str, Any], layer_type: str | None = None
+) -> Rope:
     scaling = parameters.get("rope_type") or parameters.get("type") or "default"
     if scaling not in SCALINGS:
         raise ValueError(f"rope scaling {scaling!r} is not supported; these are: {', '.join(SCALINGS)}")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor is not supported")
+    share = parameters.get("partial_rotary_factor", 1.0)
+    if share != 1.0 and not family.is_partly_rotary:
+        raise ValueError(f"partial_rotary_factor {share} is not supported for {family.model_type}")
     if scaling == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        inv_freq, factor = 1.0 / parameters["rope_theta"] ** exponents, 1.0
-    else:
-        inv_freq, factor = ROPE_INIT_FUNCTIONS[scaling](hf, torch.device("cpu"))
-    return Rope(scaling, tuple(inv_freq.tolist()), float(factor))
+        dim = getattr(hf, "rotary_dim", None) or int(head_dim * share)
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+        inv_freq = 1.0 / parameters["rope_theta"] ** exponents
+        return Rope(scaling, tuple(inv_freq.tolist()), 1.0)
+    stretch, cpu = ROPE_INIT_FUNCTIONS[scaling], torch.device("cpu")
+    of_layers = {"layer_type": layer_type} if layer_type else {}
+    inv_freq, factor = stretch(hf, cpu, **of_layers)
+    if scaling != "longrope":
+        return Rope(scaling, tuple(inv_freq.tolist()), float(factor))
+    short = int(parameters["original_max_position_embeddings"])
+    long_inv_freq, _ = stretch(hf, cpu, seq_len=short + 1, **of_layers)
+    return Rope(scaling, tuple(inv_freq.tolist()), float(factor), tuple(long_inv_freq.tolist()), short)
 
 
 def _parameters(hf: Any) -> dict[str, Any]:

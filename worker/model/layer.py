@@ -12,11 +12,21 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from bus.precisions import BITS, Precision
-from kernels import AttentionPlan, QuantizedWeight, paged_attention, rms_norm, rotary, silu_mul, store_kv
+from kernels import (
+    AttentionPlan,
+    QuantizedWeight,
+    gelu_mul,
+    paged_attention,
+    rms_norm,
+    rotary,
+    silu_mul,
+    store_kv,
+)
 from kernels.quantized import Split
-from worker.model.config import ModelConfig
+from worker.model.config import Activation, ModelConfig
 from worker.model.linear import (
     DenseLinear,
     Linear,
@@ -45,18 +55,24 @@ class Attention:
         sliding_window: int,
         precision: Precision = "full",
     ) -> None:
-        """Build from norms (input_norm, post_norm, and q_norm and k_norm if the family has them) and maps.
+        """Build from the norms of the layer, the FFN's among them, and maps.
 
+        norms: input_norm, and what else the layer has (`worker.model.layout`); sinks [heads of this rank].
         qkv: one map that makes queries, keys and values in this order, or three. The numbers of heads are
         this rank's.
         """
         self.precision: Precision = precision
         self.qkv, self.o = list(qkv), o
         self._split = (num_heads, num_kv_heads, num_kv_heads)
-        self.head_dim, self.scale = config.head_dim, config.head_dim**-0.5
-        self.eps, self.sliding_window = config.rms_norm_eps, sliding_window
-        self.input_norm, self.post_norm = norms["input_norm"], norms["post_norm"]
+        self.head_dim, self.scale, self.softcap = config.head_dim, config.scale, config.attention_softcap
+        self.eps, self.sliding_window = config.norm_eps, sliding_window
+        self.rope = int(config.local_rope is not None and sliding_window > 0)  # number of the rotary table
+        self.input_norm = norms["input_norm"]
+        # A parallel FFN without a norm of its own reads what the attention reads.
+        self.ffn_norm = norms.get("ffn_norm", self.input_norm)
+        self.out_norm, self.ffn_out_norm = norms.get("attention_out_norm"), norms.get("ffn_out_norm")
         self.q_norm, self.k_norm = norms.get("q_norm"), norms.get("k_norm")
+        self.sinks = norms.get("sinks")
 
     @property
     def linears(self) -> list[Linear]:
@@ -79,7 +95,8 @@ class Attention:
             q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
         rotary(q, k, plan.positions, cos_sin)
         store_kv(k, v, cache, plan.slot_mapping)
-        mixed = paged_attention(q, cache, plan, self.scale, sliding_window=self.sliding_window)
+        window = self.sliding_window
+        mixed = paged_attention(q, cache, plan, self.scale, None, window, self.softcap, self.sinks)
         mixed = mixed.view(mixed.shape[0], -1)
         return self.o(mixed if rows is None else mixed[rows])
 
@@ -90,25 +107,33 @@ class Attention:
         return q, k, v
 
 
+Mix = Callable[..., torch.Tensor]  # what the matrices of the input made, each [T, size] -> [T, size]
+
+_GATED: dict[Activation, Mix] = {"silu": silu_mul, "gelu of tanh": gelu_mul}
+_PLAIN: dict[Activation, Mix] = {"gelu": F.gelu, "gelu of tanh": partial(F.gelu, approximate="tanh")}
+
+
 class FeedForward:
-    """The SwiGLU of a layer for one rank. At size > 1 the group sums the ranks' outputs."""
+    """The FFN of a layer for one rank. At size > 1 the group sums the ranks' outputs."""
 
     def __init__(
         self,
         gate_up: Linear,
         down: Linear,
+        mix: Mix,
         *,
+        matrices: int,
         size: int,
         units: int = 1,
         precision: Precision = "full",
     ) -> None:
-        """Build from gate_up, whose outputs are `size` of the gate and `size` of up for each unit.
+        """Build from gate_up, whose outputs are `size` of each of its matrices for each unit.
 
-        down reads units * size inputs.
+        down reads units * size inputs, what `mix` makes of them.
         """
         self.precision: Precision = precision
-        self.gate_up, self.down = gate_up, down
-        self._size, self._units = size, units
+        self.gate_up, self.down, self._mix = gate_up, down, mix
+        self._matrices, self._size, self._units = matrices, size, units
 
     @property
     def linears(self) -> list[Linear]:
@@ -116,8 +141,8 @@ class FeedForward:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Run [T, H] to [T, H]."""
-        gate, up = self.gate_up(x).view(x.shape[0] * self._units, 2, self._size).unbind(1)
-        return self.down(silu_mul(gate, up).view(x.shape[0], self._units * self._size))
+        made = self.gate_up(x).view(x.shape[0] * self._units, self._matrices, self._size)
+        return self.down(self._mix(*made.unbind(1)).view(x.shape[0], self._units * self._size))
 
 
 @dataclass(slots=True)
@@ -157,7 +182,7 @@ def build_layer(
     """Build layer `index` of the model for one rank. The tensors of the FFN are that rank's part."""
     return Layer(
         build_attention(config, attention, shard, config.sliding_windows[index], precision),
-        build_feed_forward(config, feed_forward, precision),
+        build_feed_forward(config, feed_forward, precision, shard),
         shard,
     )
 
@@ -173,9 +198,12 @@ def build_attention(
     kv_heads = shard.part(config.num_kv_heads, "KV heads")
     columns = slice(heads.start * config.head_dim, heads.stop * config.head_dim)
     o_bias = tensors.get("o_bias") if shard.rank == 0 else None
+    norms = dict(tensors)
+    if config.has_sinks:
+        norms["sinks"] = tensors["sinks"][heads]
     return Attention(
         config,
-        tensors,
+        norms,
         _qkv(config, tensors, heads, kv_heads, precision),
         _o(tensors, columns if shard.size > 1 else None, o_bias, precision),
         num_heads=heads.stop - heads.start,
@@ -185,28 +213,53 @@ def build_attention(
     )
 
 
-def build_feed_forward(config: ModelConfig, tensors: Tensors, precision: Precision = "full") -> FeedForward:
+def build_feed_forward(
+    config: ModelConfig, tensors: Tensors, precision: Precision = "full", shard: Shard = ALONE
+) -> FeedForward:
     """Build the FFN for one rank out of its part of the tensors (`RangePlan.at`)."""
+    up_bias, down_bias = _ffn_biases(tensors, shard)
     if precision == "full":
-        return _dense_feed_forward(config, tensors)
+        return _dense_feed_forward(config, tensors, up_bias, down_bias)
     down = _quantized(tensors, "down", "inputs", precision)
     return FeedForward(
         QuantizedLinear(
-            _quantized(tensors, "gate_up", "outputs", precision), order=_input_order(tensors, "gate_up")
+            _quantized(tensors, "gate_up", "outputs", precision), up_bias, _input_order(tensors, "gate_up")
         ),
-        QuantizedLinear(down),
+        QuantizedLinear(down, down_bias),
+        _mix(config),
+        matrices=config.num_ffn_matrices,
         size=down.unit_inputs,
         units=down.num_units,
         precision=precision,
     )
 
 
-def _dense_feed_forward(config: ModelConfig, tensors: Tensors) -> FeedForward:
+def _mix(config: ModelConfig) -> Mix:
+    return (_GATED if config.ffn == "gated" else _PLAIN)[config.activation]
+
+
+def _ffn_biases(tensors: Tensors, shard: Shard) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the rank's part of the bias before the activation, and the one behind it for one rank alone."""
+    up_bias, down_bias = tensors.get("up_bias"), tensors.get("down_bias")
+    if up_bias is not None:
+        up_bias = up_bias[shard.part(up_bias.shape[0], "rows of an FFN")]
+    return up_bias, down_bias if shard.rank == 0 else None
+
+
+def _dense_feed_forward(
+    config: ModelConfig, tensors: Tensors, up_bias: torch.Tensor | None, down_bias: torch.Tensor | None
+) -> FeedForward:
     size = min(tensors["down"].shape[0], config.intermediate_size)  # without the padding
     gate_up, down = tensors["gate_up"][:, :size], tensors["down"][:size]
-    lies_together = gate_up.stride(0) == size * gate_up.stride(1)
-    both: Linear = DenseLinear(gate_up.flatten(0, 1)) if lies_together else StackedLinear(gate_up)
-    return FeedForward(both, TransposedLinear(down), size=size)
+    matrices = gate_up.shape[0]
+    both: Linear
+    if matrices == 1:
+        both = DenseLinear(gate_up[0], None if up_bias is None else up_bias[:size])
+    elif gate_up.stride(0) == size * gate_up.stride(1):
+        both = DenseLinear(gate_up.flatten(0, 1))
+    else:
+        both = StackedLinear(gate_up)
+    return FeedForward(both, TransposedLinear(down, down_bias), _mix(config), matrices=matrices, size=size)
 
 
 def _qkv(

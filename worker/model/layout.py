@@ -9,10 +9,18 @@ many rows (Qwen2 7B in bfloat16: 30 %), and lengthening every row a little costs
 
 ::
 
-    attention range   qkv [Hq*D + 2*Hkv*D, hidden] | qkv_bias | o [hidden, Hq*D] | o_bias | norms
-    FFN range         gate [padded, hidden] | up [padded, hidden] | down [padded, hidden]
+    attention range   qkv [Hq*D + 2*Hkv*D, hidden] | qkv_bias | o [hidden, Hq*D] | o_bias | sinks | norms
+    FFN range         gate [padded, hidden] | up [padded, hidden] | down [padded, hidden] | biases
     embedding range   embedding [vocab, hidden]
-    head range        norm [hidden] | head [vocab, hidden], unless it is tied to the embedding
+    head range        norm [hidden] | head [vocab, hidden], unless it is tied to the embedding | head_bias
+
+A plain FFN has no gate. The norms around the FFN are small and lie in the attention's range. One with mean
+and bias is [2, hidden]; one of 1 + w is stored as that sum, in float32. Every rank has the biases of the FFN
+whole.
+
+The names of tensors are the family's (`bus.families.TensorNames`). Of a fused tensor each part takes its
+rows. If dimension 2 i of a head turns with 2 i + 1, its rows are loaded in the order 0, 2, ... 1, 3, ...: the
+products of queries and keys stay the same, and one rotary kernel serves both kinds.
 
 A later stage of a pipeline has ranges of its layers only.
 """
@@ -78,7 +86,7 @@ class Padded:
 class CheckpointTensor:
     """A tensor of the checkpoint and where it goes.
 
-    Its rows (columns if `is_transposed`) fill `param[index]` from `row` on.
+    Its rows (columns if `is_transposed`) fill `param[index]` from `row` on, plus `offset`.
     """
 
     tensor: str
@@ -87,15 +95,26 @@ class CheckpointTensor:
     row: int = 0
     index: int | None = None  # index in the param's first dimension, if that counts matrices
     is_transposed: bool = False
+    rows: range | None = None  # of the tensor's rows, those that go there; None: all
+    offset: float = 0.0
 
     @property
     def is_norm(self) -> bool:
-        return self.tensor.endswith("norm.weight")
+        return self.param.endswith("norm") and self.tensor.endswith("weight")
+
+    @property
+    def numel(self) -> int:
+        """The number of elements that go there."""
+        return self.num_rows * math.prod(self.shape[1:])
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape[0] if self.rows is None else len(self.rows)
 
     def target(self, params: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the rows that this tensor fills."""
         stored = params[self.param] if self.index is None else params[self.param][self.index]
-        rows = self.shape[-1] if self.is_transposed else self.shape[0]
+        rows = self.shape[-1] if self.is_transposed else self.num_rows
         return stored[self.row : self.row + rows]
 
 
@@ -184,7 +203,7 @@ class ModelPlan:
     @property
     def weight_bytes(self) -> int:
         """The bytes without padding, in the dtype that is served."""
-        elements = sum(math.prod(source.shape) for plan in self.ranges() for source in plan.sources)
+        elements = sum(source.numel for plan in self.ranges() for source in plan.sources)
         return int(elements * self.dtype.itemsize)
 
     @property
@@ -232,80 +251,147 @@ def pad_ffn(config: ModelConfig, dtype: torch.dtype, page_bytes: int, max_tp: in
 
 
 def _embedding(config: ModelConfig, dtype: torch.dtype) -> RangePlan:
-    shape = (config.vocab_size, config.hidden_size)
     plan = RangePlan("embedding")
-    plan.add("embedding", shape, dtype, CheckpointTensor("model.embed_tokens.weight", shape, "embedding"))
+    _add_whole(plan, "embedding", config.names.embedding, (config.vocab_size, config.hidden_size), dtype)
     return plan
 
 
 def _head(config: ModelConfig, dtype: torch.dtype) -> RangePlan:
-    hidden, shape = (config.hidden_size,), (config.vocab_size, config.hidden_size)
+    names, vocab = config.names, config.vocab_size
     plan = RangePlan("head")
-    plan.add("norm", hidden, dtype, CheckpointTensor("model.norm.weight", hidden, "norm"))
+    _add_norm(plan, config, "norm", names.norm, config.hidden_size, dtype)
     if not config.has_tied_embeddings:
-        plan.add("head", shape, dtype, CheckpointTensor("lm_head.weight", shape, "head"))
+        _add_whole(plan, "head", names.head, (vocab, config.hidden_size), dtype)
+    if config.has_head_bias:
+        _add_whole(plan, "head_bias", names.head, (vocab,), dtype)
     return plan
 
 
 def _attention(config: ModelConfig, dtype: torch.dtype, layer: int) -> RangePlan:
-    prefix = f"model.layers.{layer}."
-    hidden, q_size, kv_size = config.hidden_size, config.q_size, config.kv_size
-    qkv_rows = q_size + 2 * kv_size
-    starts = {"q": (0, q_size), "k": (q_size, kv_size), "v": (q_size + kv_size, kv_size)}
+    names, prefix = config.names, f"{config.names.layer}.{layer}."
+    hidden, q_size = config.hidden_size, config.q_size
+    qkv_rows = q_size + 2 * config.kv_size
     plan = RangePlan(f"layer {layer} attention")
-    plan.add(
-        "qkv",
-        (qkv_rows, hidden),
-        dtype,
-        *(
-            CheckpointTensor(f"{prefix}self_attn.{n}_proj.weight", (rows, hidden), "qkv", at)
-            for n, (at, rows) in starts.items()
-        ),
-    )
+    plan.add("qkv", (qkv_rows, hidden), dtype, *_qkv(config, prefix, "qkv", (hidden,)))
     if config.has_qkv_bias:
-        plan.add(
-            "qkv_bias",
-            (qkv_rows,),
-            dtype,
-            *(
-                CheckpointTensor(f"{prefix}self_attn.{n}_proj.bias", (rows,), "qkv_bias", at)
-                for n, (at, rows) in starts.items()
-            ),
-        )
-    plain: dict[str, tuple[str, tuple[int, ...]]] = {"o": ("self_attn.o_proj.weight", (hidden, q_size))}
+        plan.add("qkv_bias", (qkv_rows,), dtype, *_qkv(config, prefix, "qkv_bias", ()))
+    _add_whole(plan, "o", prefix + names.o, (hidden, q_size), dtype)
     if config.has_o_bias:
-        plain["o_bias"] = ("self_attn.o_proj.bias", (hidden,))
+        _add_whole(plan, "o_bias", prefix + names.o, (hidden,), dtype)
+    if config.has_sinks:
+        shape = (config.num_heads,)
+        plan.add("sinks", shape, dtype, CheckpointTensor(prefix + names.sinks, shape, "sinks"))
     if config.has_qk_norm:
-        plain["q_norm"] = ("self_attn.q_norm.weight", (config.head_dim,))
-        plain["k_norm"] = ("self_attn.k_norm.weight", (config.head_dim,))
-    plain["input_norm"] = ("input_layernorm.weight", (hidden,))
-    plain["post_norm"] = ("post_attention_layernorm.weight", (hidden,))
-    for name, (tensor, shape) in plain.items():
-        plan.add(name, shape, dtype, CheckpointTensor(prefix + tensor, shape, name))
+        _add_norm(plan, config, "q_norm", prefix + names.q_norm, config.head_dim, dtype)
+        _add_norm(plan, config, "k_norm", prefix + names.k_norm, config.head_dim, dtype)
+    for norm in ("input_norm", "ffn_norm", "attention_out_norm", "ffn_out_norm"):
+        if module := getattr(names, norm):
+            _add_norm(plan, config, norm, prefix + module, hidden, dtype)
     return plan
 
 
+def _add_whole(plan: RangePlan, name: str, module: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Add a weight, or the bias of an output, as it is."""
+    ending = "bias" if len(shape) == 1 else "weight"
+    plan.add(name, shape, dtype, CheckpointTensor(f"{module}.{ending}", shape, name))
+
+
+def _add_norm(
+    plan: RangePlan, config: ModelConfig, name: str, module: str, width: int, dtype: torch.dtype
+) -> None:
+    weight, shape = f"{module}.weight", (width,)
+    if config.norm == "rms":
+        plan.add(name, shape, dtype, CheckpointTensor(weight, shape, name))
+    elif config.norm == "rms of 1 + w":
+        plan.add(name, shape, torch.float32, CheckpointTensor(weight, shape, name, offset=1.0))
+    else:
+        scale = CheckpointTensor(weight, shape, name, index=0)
+        shift = CheckpointTensor(f"{module}.bias", shape, name, index=1)
+        plan.add(name, (2, width), dtype, scale, shift)
+
+
+def _qkv(config: ModelConfig, prefix: str, param: str, inputs: tuple[int, ...]) -> Iterator[CheckpointTensor]:
+    """Yield what fills the rows of all queries, all keys, all values, out of one tensor or three."""
+    names, ending = config.names, "weight" if inputs else "bias"
+    counts = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+    target = 0  # next row of the param
+    for part, heads in counts.items():
+        tensor = f"{prefix}{names.qkv or getattr(names, part)}.{ending}"
+        shape = ((sum(counts.values()) if names.qkv else heads) * config.head_dim, *inputs)
+        runs = [run for head in range(heads) for run in _head_rows(config, part, head)]
+        for rows in _joined(runs):
+            is_all = len(rows) == shape[0] and rows.step == 1
+            yield CheckpointTensor(tensor, shape, param, target, rows=None if is_all else rows)
+            target += len(rows)
+
+
+def _head_rows(config: ModelConfig, part: str, head: int) -> list[range]:
+    """Return the rows of a head in its tensor, in the order in which they are loaded."""
+    number, width = head, config.head_dim
+    if config.names.qkv and config.has_qkv_groups:
+        group = config.num_heads // config.num_kv_heads
+        of_kv, place = divmod(head, group) if part == "q" else (head, group + (part == "v"))
+        number = of_kv * (group + 2) + place
+    elif config.names.qkv:
+        number += {"q": 0, "k": config.num_heads, "v": config.num_heads + config.num_kv_heads}[part]
+    begin, end = number * width, (number + 1) * width
+    if part == "v" or not config.has_rotary_pairs:
+        return [range(begin, end)]
+    turning = begin + config.rope.dim
+    runs = [range(begin, turning, 2), range(begin + 1, turning, 2), range(turning, end)]
+    return [rows for rows in runs if rows]
+
+
+def _joined(runs: list[range]) -> list[range]:
+    """Join runs that follow each other."""
+    made: list[range] = []
+    for run in runs:
+        if made and run.step == made[-1].step == 1 and run.start == made[-1].stop:
+            made[-1] = range(made[-1].start, run.stop)
+        else:
+            made.append(run)
+    return made
+
+
 def _feed_forward(config: ModelConfig, dtype: torch.dtype, layer: int, padded: Padded) -> RangePlan:
-    prefix = f"model.layers.{layer}.mlp."
+    names, prefix = config.names, f"{config.names.layer}.{layer}."
     hidden, intermediate = config.hidden_size, config.intermediate_size
     plan = RangePlan(f"layer {layer} FFN")
     plan.add(
         "gate_up",
-        (2, padded.rows, hidden),
+        (config.num_ffn_matrices, padded.rows, hidden),
         dtype,
-        CheckpointTensor(f"{prefix}gate_proj.weight", (intermediate, hidden), "gate_up", index=0),
-        CheckpointTensor(f"{prefix}up_proj.weight", (intermediate, hidden), "gate_up", index=1),
+        *_gate_up(config, prefix),
         row_size=padded.row_size,
         split=1,
     )
-    plan.add(
-        "down",
-        (padded.rows, hidden),
-        dtype,
-        CheckpointTensor(f"{prefix}down_proj.weight", (hidden, intermediate), "down", is_transposed=True),
-        row_size=padded.row_size,
-        split=0,
+    down = CheckpointTensor(
+        f"{prefix}{names.down}.weight", (hidden, intermediate), "down", is_transposed=True
     )
+    plan.add("down", (padded.rows, hidden), dtype, down, row_size=padded.row_size, split=0)
+    if config.has_ffn_bias:
+        up_bias = CheckpointTensor(f"{prefix}{names.up}.bias", (intermediate,), "up_bias")
+        plan.add("up_bias", (padded.rows,), dtype, up_bias)
+        _add_whole(plan, "down_bias", prefix + names.down, (hidden,), dtype)
     stored, needed = padded.rows * padded.row_size, intermediate * hidden
-    plan.padding_bytes = 3 * (stored - needed) * dtype.itemsize
+    plan.padding_bytes = (config.num_ffn_matrices + 1) * (stored - needed) * dtype.itemsize
     return plan
+
+
+def _gate_up(config: ModelConfig, prefix: str) -> Iterator[CheckpointTensor]:
+    """Yield what fills the matrices that read the FFN's input, out of one tensor or two."""
+    names, size = config.names, config.intermediate_size
+    if config.ffn == "plain":
+        modules = [names.up]
+    elif names.gate_up:
+        shape = (2 * size, config.hidden_size)
+        for index in (0, 1):
+            rows = range(index * size, (index + 1) * size)
+            yield CheckpointTensor(
+                f"{prefix}{names.gate_up}.weight", shape, "gate_up", index=index, rows=rows
+            )
+        return
+    else:
+        modules = [names.gate, names.up]
+    for index, module in enumerate(modules):
+        yield CheckpointTensor(f"{prefix}{module}.weight", (size, config.hidden_size), "gate_up", index=index)

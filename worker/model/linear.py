@@ -68,14 +68,15 @@ class StackedLinear(Linear):
 
 
 class TransposedLinear(Linear):
-    """x times weight [K, N]."""
+    """x times weight [K, N], plus bias [N]."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight.shape[0], weight.shape[1], weight.device)
-        self.weight = weight
+        self.weight, self.bias = weight, bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return linear_t(x, self.weight)
+        made = linear_t(x, self.weight)
+        return made if self.bias is None else made.add_(self.bias)
 
     def dense(self) -> Iterator[tuple[Form, torch.Tensor]]:
         yield "linear_t", self.weight

@@ -158,8 +158,7 @@ class Model:
 def _ends(weights: ModelWeights) -> Ends | None:
     if weights.embedding is None or weights.head is None:
         return None
-    embedding, head = weights.embedding.tensors["embedding"], weights.head.tensors
-    return Ends(embedding, head["norm"], head.get("head", embedding))
+    return Ends.of(weights.embedding.tensors, weights.head.tensors)
 
 
 def reserve_model(

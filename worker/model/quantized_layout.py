@@ -3,11 +3,11 @@
 The FFN is stored unit by unit. A unit is the shard of the largest tensor-parallel degree, so every shard of
 any degree is a run of units and ends on a page, and no group straddles a shard. The intermediate dimension is
 padded so that units are equal and whole tiles of codes. Norms and biases are small: they stay full and are
-copied into the attention's range, so that a half is one range in any variant.
+copied into their half's range, so that a half is one range in any variant.
 
 ::
 
-    FFN range         unit 0 | unit 1 | ...        each padded to whole pages
+    FFN range         unit 0 | unit 1 | ... | biases        each unit padded to whole pages
     unit              gate codes [Iu, H] | up codes [Iu, H] | their scales, zeros | down codes [H, Iu] | ...
     attention range   qkv codes [Hq*D + 2*Hkv*D, H] | scales, zeros | o codes [H, Hq*D] | ... | biases, norms
 
@@ -55,7 +55,7 @@ def plan_quantized(
     product = _Products(BITS[precision], group, has_input_scale, has_input_order)
     return (
         _attention(config, plan, units, product, f"attention {precision}"),
-        _feed_forward(config, units, page_bytes, product, f"FFN {precision}"),
+        _feed_forward(config, plan, units, page_bytes, product, f"FFN {precision}"),
     )
 
 
@@ -92,13 +92,18 @@ def _attention(config: ModelConfig, full: ModelPlan, units: int, products: _Prod
 
 
 def _feed_forward(
-    config: ModelConfig, units: int, page_bytes: int, products: _Products, name: str
+    config: ModelConfig, full: ModelPlan, units: int, page_bytes: int, products: _Products, name: str
 ) -> RangePlan:
     unit_inputs = whole_tiles(-(-config.intermediate_size // units))
     unit = RangePlan(name)
-    products.add(unit, "gate_up", 2 * unit_inputs, whole_tiles(config.hidden_size))
+    products.add(unit, "gate_up", config.num_ffn_matrices * unit_inputs, whole_tiles(config.hidden_size))
     products.add(unit, "down", config.hidden_size, unit_inputs)
-    return unit.repeated(units, -(-unit.nbytes // page_bytes) * page_bytes)
+    plan = unit.repeated(units, -(-unit.nbytes // page_bytes) * page_bytes)
+    if config.has_ffn_bias:  # every rank has both whole
+        _, kept = full.layers[0]
+        plan.add("up_bias", (units * unit_inputs,), kept.params["up_bias"].dtype)
+        plan.add("down_bias", (config.hidden_size,), kept.params["down_bias"].dtype)
+    return plan
 
 
 def whole_tiles(inputs: int) -> int:

@@ -1,8 +1,8 @@
 """Set files of quantised matrices: written whole, read matrix by matrix, every byte checked.
 
 A set is MODEL/instar/{precision}-{method}.safetensors; method awq, gptq or rtn. For every matrix of every
-layer, named as in the checkpoint without ".weight" (for example `model.layers.3.mlp.down_proj`), with N
-outputs and K inputs:
+layer, named as in a Llama's checkpoint without ".weight" (for example `model.layers.3.mlp.down_proj`; fused
+tensors are in parts, and rows lie as `worker.model.layout` loads them), with N outputs and K inputs:
 
 =================  ===========================  ==========================================================
 tensor             dtype and shape              meaning
@@ -57,6 +57,11 @@ INPUTS: dict[str, tuple[str, ...]] = {
     "down": ("mlp.down_proj",),
 }
 MATRICES = tuple(name for names in INPUTS.values() for name in names)
+
+
+def matrices_by_input(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Return those of `INPUTS` that a model has: a plain FFN has no gate."""
+    return INPUTS if config.ffn == "gated" else INPUTS | {"gate_up": ("mlp.up_proj",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,16 +160,18 @@ class SetInfo:
 
 
 def matrix_name(layer: int, matrix: str) -> str:
-    """Return the full name of one of MATRICES."""
+    """Return the full name of one of the matrices."""
     return f"model.layers.{layer}.{matrix}"
 
 
 def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return (N, K) of each of MATRICES."""
-    hidden, ffn = config.hidden_size, config.intermediate_size
+    """Return (N, K) of each matrix of a layer."""
+    hidden, ffn, products = config.hidden_size, config.intermediate_size, matrices_by_input(config)
     sizes = [config.q_size, config.kv_size, config.kv_size]
-    shapes = [*((n, hidden) for n in sizes), (hidden, config.q_size), *[(ffn, hidden)] * 2, (hidden, ffn)]
-    return dict(zip(MATRICES, shapes, strict=True))
+    shapes = {name: (outputs, hidden) for name, outputs in zip(products["qkv"], sizes, strict=True)}
+    shapes |= dict.fromkeys(products["o"], (hidden, config.q_size))
+    shapes |= dict.fromkeys(products["gate_up"], (ffn, hidden))
+    return shapes | dict.fromkeys(products["down"], (hidden, ffn))
 
 
 def set_path(folder: Path, precision: str, method: str) -> Path:
@@ -228,9 +235,9 @@ class QuantizedSet:
         return made
 
     def layer(self, config: ModelConfig, layer: int) -> dict[str, QuantizedMatrix]:
-        """Read all of MATRICES of a layer. Raises ModelError."""
-        shapes = matrix_shapes(config)
-        return {matrix: self.matrix(matrix_name(layer, matrix), shapes[matrix]) for matrix in MATRICES}
+        """Read all matrices of a layer. Raises ModelError."""
+        shapes = matrix_shapes(config).items()
+        return {matrix: self.matrix(matrix_name(layer, matrix), shape) for matrix, shape in shapes}
 
     def _read(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         if name not in self._names:

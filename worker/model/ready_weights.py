@@ -83,6 +83,10 @@ class QuantizedCheckpoint(CheckpointWeights):
                     common_order(orders, self.folder)
                 self._check_biases({f"{name}.bias" for name in names} - known)
 
+    def _unknown_tensors(self, wanted: set[str]) -> list[str]:
+        found = super()._unknown_tensors(wanted)
+        return [tensor for tensor in found if tensor.rpartition(".")[0] not in self._shapes]
+
     def _check_biases(self, unknown: set[str]) -> None:
         """Check biases that the model does not have: some tools write one of zeros to every matrix."""
         for name in sorted(unknown):

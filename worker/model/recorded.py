@@ -75,8 +75,12 @@ class RecordedSteps:
         logit_rows: torch.Tensor,
         parts: Parts,
         forward: Forward,
+        scale: Callable[[torch.Tensor], object] = lambda residual: None,
     ) -> torch.Tensor | None:
-        """Return the logits [T, vocab] of a step; None if it must run call by call."""
+        """Return the logits [T, vocab] of a step; None if it must run call by call.
+
+        scale: called with the tokens' embeddings, to change them in place.
+        """
         tokens = token_ids.shape[0]
         if not self._is_fit(plan, tokens, logit_rows) or backend_of(embedding) != "cpu":
             return None
@@ -89,7 +93,7 @@ class RecordedSteps:
             step = self._steps[tokens] = _record(embedding, plan, parts, forward)
         if step.program is None:
             return None
-        return _run(step, embedding, token_ids, plan)
+        return _run(step, embedding, token_ids, plan, scale)
 
     def _is_fit(self, plan: AttentionPlan, tokens: int, logit_rows: torch.Tensor) -> bool:
         """Return True if each of a few sequences has one token and wants its logits."""
@@ -124,13 +128,20 @@ def _record(embedding: torch.Tensor, plan: AttentionPlan, parts: Parts, forward:
     return _Step(parts, residual, own, program)
 
 
-def _run(step: _Step, embedding: torch.Tensor, token_ids: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+def _run(
+    step: _Step,
+    embedding: torch.Tensor,
+    token_ids: torch.Tensor,
+    plan: AttentionPlan,
+    scale: Callable[[torch.Tensor], object],
+) -> torch.Tensor:
     from kernels.cpu.attention import rework
     from kernels.cpu.program import KernelProgram
 
     assert isinstance(step.program, KernelProgram)
     own = step.plan
     _copy_rows(step.residual, embedding, token_ids.tolist())
+    scale(step.residual)
     _write(own.context_lens, plan.context_lens)
     _write(own.slot_mapping, plan.slot_mapping)
     _write(own.positions, plan.positions)

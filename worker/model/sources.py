@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ from worker.model.config import ModelConfig, ModelError
 from worker.model.layout import CheckpointTensor, plan_model
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
+_LAYER = re.compile(r".*?\.\d+\.")  # the beginning of a layer's tensors
+# Tensors that some checkpoints have beside the weights: tables that every model can compute.
+_TABLES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 # With 0.02, the usual initialisation, greedy output of a random model repeats one token.
 DUMMY_STD = 0.06
@@ -54,11 +58,17 @@ class CheckpointWeights:
         self._file_of = _files_of_tensors(folder)
 
     def check(self, sources: Iterable[CheckpointTensor]) -> None:
-        wanted = list(sources)
+        wanted = list({(source.tensor, source.shape): source for source in sources}.values())
         missing = [source.tensor for source in wanted if source.tensor not in self._file_of]
         if missing:
             shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
             raise ModelError(f"{self.folder}: the checkpoint has no tensor {shown}")
+        if unknown := self._unknown_tensors({source.tensor for source in wanted}):
+            shown = ", ".join(unknown[:4]) + (f" and {len(unknown) - 4} more" if len(unknown) > 4 else "")
+            raise ModelError(
+                f"{self.folder}: the checkpoint has {shown}, of which config.json says nothing; it may be the"
+                " config of another model"
+            )
         by_file: dict[Path, list[CheckpointTensor]] = {}
         for source in wanted:
             by_file.setdefault(self._file_of[source.tensor], []).append(source)
@@ -66,6 +76,21 @@ class CheckpointWeights:
             with _open(path) as file:
                 for source in group:
                     _check_tensor(file, path, source.tensor, source.shape, _FLOATS)
+
+    def _unknown_tensors(self, wanted: set[str]) -> list[str]:
+        """Return the tensors beside the wanted ones in the same layers, and biases of wanted weights.
+
+        A model that is computed without them gives other tokens.
+        """
+        layers = {found[0] for tensor in wanted if (found := _LAYER.match(tensor))}
+        biases = {tensor.removesuffix("weight") + "bias" for tensor in wanted if tensor.endswith(".weight")}
+        return [
+            tensor
+            for tensor in self._file_of
+            if tensor not in wanted
+            and not tensor.endswith(_TABLES)
+            and (tensor in biases or ((found := _LAYER.match(tensor)) and found[0] in layers))
+        ]
 
     def check_stored(self, tensor: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> None:
         """Check that a tensor is there with this shape and one of these dtypes. Raises ModelError."""
@@ -81,11 +106,14 @@ class CheckpointWeights:
     def fill(
         self, target: torch.Tensor, source: CheckpointTensor, pause: Callable[[], object] = lambda: None
     ) -> None:
-        as_stored = target.T if source.is_transposed else target
+        as_stored, kept = target.T if source.is_transposed else target, source.rows or range(source.shape[0])
         with self.opened(source.tensor) as stored:
-            for rows in _pieces(source.shape):
-                as_stored[rows].copy_(stored[rows])
+            for rows in _pieces((len(kept), *source.shape[1:])):
+                taken = kept[rows]
+                as_stored[rows].copy_(stored[taken[0] : taken[-1] + 1][:: taken.step])
                 pause()
+        if source.offset:
+            target.add_(source.offset)
 
     def has(self, tensor: str) -> bool:
         return tensor in self._file_of
@@ -132,7 +160,9 @@ class RandomWeights:
             target.fill_(1.0)
             return
         generator = torch.Generator(target.device)
-        generator.manual_seed(zlib.crc32(f"{self.seed} {source.tensor}".encode()))  # a CPU's uses 32 bits
+        part = f" {source.rows}" if source.rows else ""
+        name = f"{self.seed} {source.tensor}{part}"
+        generator.manual_seed(zlib.crc32(name.encode()))  # a CPU's uses 32 bits
         for rows in _pieces(target.shape):
             target[rows].normal_(0.0, DUMMY_STD, generator=generator)
             pause()
@@ -192,12 +222,15 @@ def checkpoint_digest(config: ModelConfig, checkpoint: CheckpointWeights) -> str
     It covers sizes, rotary frequencies, and the first and last row of every tensor: a few MB are read from a
     checkpoint of any size. Raises ModelError.
     """
-    digest = hashlib.sha256(repr((config.num_heads, config.num_kv_heads, config.rms_norm_eps)).encode())
+    digest = hashlib.sha256(repr((config.num_heads, config.num_kv_heads, config.norm_eps)).encode())
     digest.update(repr((config.rope, config.sliding_windows)).encode())
     if config.ready:
         digest.update(repr(config.ready).encode())
+    if own := _own_options(config):
+        digest.update(repr(own).encode())
     plan = plan_model(config, config.dtype, page_bytes=4096, max_tp=1)
-    sources = sorted((s for part in plan.ranges() for s in part.sources), key=lambda s: s.tensor)
+    by_tensor = {source.tensor: source for part in plan.ranges() for source in part.sources}
+    sources = [by_tensor[tensor] for tensor in sorted(by_tensor)]
     for source in sources:
         for tensor, num_rows in checkpoint.stored(source):
             rows = [checkpoint.read(tensor, slice(at, at + 1)) for at in (0, num_rows - 1)]
@@ -205,3 +238,16 @@ def checkpoint_digest(config: ModelConfig, checkpoint: CheckpointWeights) -> str
             for row in rows:
                 digest.update(row.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _own_options(config: ModelConfig) -> dict[str, object]:
+    """Return the options that change results and that a Llama has not, where they are set."""
+    found = {
+        "local rope": config.local_rope,
+        "long rope": config.rope.long_inv_freq,
+        "activation": config.activation if config.activation != "silu" else "",
+        "scale": config.attention_scale,
+        "softcaps": any(caps := (config.attention_softcap, config.logit_softcap)) and caps,
+        "block": config.block if config.block != "sequential" else "",
+    }
+    return {name: value for name, value in found.items() if value}

@@ -4,7 +4,8 @@ Serving, profiles and the offline tools all run it: it is the only forward pass 
 
 Letters as in `kernels`: T tokens of the step, R rows whose logits are wanted, H hidden size, Hq and Hkv heads
 of this rank, D head dimension. Norms and the residual follow the pre-norm Transformer (Llama, Touvron et al.
-2023); grouped-query attention, SwiGLU and rotary embeddings are the kernels'.
+2023). Some families also norm what a half gives before it is added (Gemma), or let both halves read the same
+residual (GPT-J, Falcon). Grouped-query attention, gated FFNs and rotary embeddings are the kernels'.
 
 Tensor parallelism splits heads and FFN rows, and two sums over the group make a layer (Megatron-LM, Shoeybi
 et al. 2019). While the degree changes, the layers form two segments: those below a boundary run at one
@@ -16,12 +17,12 @@ embedding and the head, so that a step begins and ends there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from kernels import AttentionPlan, add_rms_norm, linear, rms_norm
+from kernels import AttentionPlan, add_layer_norm, add_rms_norm, layer_norm, linear, rms_norm
 from worker.model.config import ModelConfig
 from worker.model.layer import Layer
 from worker.model.recorded import Parts, RecordedSteps
@@ -51,11 +52,18 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The ends of a model: embedding and head [vocab, H], norm [H] before the head."""
+    """The ends of a model: embedding and head [vocab, H], norm before the head, perhaps a bias [vocab]."""
 
     embedding: torch.Tensor
     norm: torch.Tensor
     head: torch.Tensor
+    head_bias: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, embedding: Mapping[str, torch.Tensor], head: Mapping[str, torch.Tensor]) -> Ends:
+        """Build from the tensors of both ranges, as the layout names them."""
+        weights = embedding["embedding"]
+        return cls(weights, head["norm"], head.get("head", weights), head.get("head_bias"))
 
 
 class Transformer:
@@ -72,10 +80,15 @@ class Transformer:
 
         ends: None for a later stage of a pipeline.
         """
-        self.layers, self.eps, self._ends = layers, config.rms_norm_eps, ends
+        self.layers, self.eps, self._ends = layers, config.norm_eps, ends
         device = (ends.norm if ends else layers[0].attention.input_norm).device
+        is_rms, self._is_parallel = config.norm != "layer", config.block == "parallel"
+        self._norm = rms_norm if is_rms else layer_norm
+        self._add_norm = add_rms_norm if is_rms else add_layer_norm
+        self._embedding_scale, self._softcap = config.embedding_scale, config.logit_softcap
         self._recorded = RecordedSteps()
-        self.cos_sin = config.rope.table(config.max_position_embeddings, device)
+        ropes = [rope for rope in (config.rope, config.local_rope) if rope]
+        self.cos_sin = [rope.table(config.max_position_embeddings, device) for rope in ropes]
 
     def forward(
         self,
@@ -99,7 +112,7 @@ class Transformer:
         if (logits := self._recorded_step(token_ids, segments, caches_at, logit_rows)) is not None:
             return logits[own]
         residual = self.embed(token_ids)
-        x = rms_norm(residual, self.layers[0].attention.input_norm, self.eps)
+        x = self._norm(residual, self.layers[0].attention.input_norm, self.eps)
         before = segments[0]
         for segment in segments:
             if segment.degree > before.degree:
@@ -111,7 +124,7 @@ class Transformer:
             norm = self.ends.norm if is_last else self.layers[segment.end].attention.input_norm
             x, residual = self._run(segment, caches_at(segment.degree), x, residual, rows, norm)
             before = segment
-        return linear(x[own], self.ends.head).float()
+        return self._logits(x[own])
 
     def _recorded_step(
         self,
@@ -127,19 +140,34 @@ class Transformer:
         caches = caches_at(alone.degree)
 
         def forward(residual: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-            x = rms_norm(residual, self.layers[0].attention.input_norm, self.eps)
+            x = self._norm(residual, self.layers[0].attention.input_norm, self.eps)
             segment = replace(alone, plan=plan)
             x, _ = self._run(segment, caches, x, residual, None, self.ends.norm)
-            return linear(x, self.ends.head)
+            return linear(x, self.ends.head, self.ends.head_bias)
 
         halves = [half for layer in self.layers for half in (layer.attention, layer.feed_forward)]
         parts = Parts(halves, caches)
-        logits = self._recorded.run(self.ends.embedding, token_ids, alone.plan, logit_rows, parts, forward)
-        return None if logits is None else logits.float()
+        embedding, plan = self.ends.embedding, alone.plan
+        logits = self._recorded.run(embedding, token_ids, plan, logit_rows, parts, forward, self._scaled)
+        return None if logits is None else self._capped(logits)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the residual [T, H] before the first layer of int64 [T]."""
-        return self.ends.embedding.index_select(0, token_ids)
+        return self._scaled(self.ends.embedding.index_select(0, token_ids))
+
+    def _scaled(self, residual: torch.Tensor) -> torch.Tensor:
+        """Scale embeddings in place, by a factor that is rounded to their dtype as Hugging Face does."""
+        if self._embedding_scale == 1.0:
+            return residual
+        return residual.mul_(torch.tensor(self._embedding_scale, dtype=residual.dtype).item())
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Return float32 [R, vocab] of x [R, H], which is normed."""
+        return self._capped(linear(x, self.ends.head, self.ends.head_bias))
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        made = logits.float()
+        return made.div_(self._softcap).tanh_().mul_(self._softcap) if self._softcap else made
 
     def run(
         self,
@@ -155,13 +183,13 @@ class Transformer:
         H] then. group: the ranks of a stage of several, each of which runs its shard of all rows; then
         PeerLost may be raised.
         """
-        x = rms_norm(residual, self.layers[0].attention.input_norm, self.eps)
+        x = self._norm(residual, self.layers[0].attention.input_norm, self.eps)
         stage = Segment(0, len(self.layers), plan, group.size if group else 1, group)
         return self._run(stage, caches, x, residual, rows, None)[1]
 
     def logits(self, residual: torch.Tensor) -> torch.Tensor:
         """Return float32 [R, vocab] of the residual [R, H] behind the model's last layer."""
-        return linear(rms_norm(residual, self.ends.norm, self.eps), self.ends.head).float()
+        return self._logits(self._norm(residual, self.ends.norm, self.eps))
 
     @property
     def ends(self) -> Ends:
@@ -187,19 +215,47 @@ class Transformer:
             return x, residual
         for i in range(segment.first, segment.end):
             layer, is_last = self.layers[i], i == segment.end - 1
-            rows = last_rows if is_last else None
-            x = layer.attention(x, segment.plan, caches[i], self.cos_sin, rows)
-            _sum(x, segment.group)
-            residual = residual if rows is None else residual[rows]
-            x = add_rms_norm(x, residual, layer.attention.post_norm, self.eps)
-            x = layer.feed_forward(x)
-            _sum(x, segment.group)
+            attention, rows = layer.attention, last_rows if is_last else None
             norm = next_norm if is_last else self.layers[i + 1].attention.input_norm
+            if self._is_parallel:
+                x, residual = self._run_parallel(layer, segment, caches[i], x, residual, rows)
+            else:
+                x = attention(x, segment.plan, caches[i], self.cos_sin[attention.rope], rows)
+                _sum(x, segment.group)
+                residual = residual if rows is None else residual[rows]
+                if attention.out_norm is not None:
+                    x = self._norm(x, attention.out_norm, self.eps)
+                x = self._add_norm(x, residual, attention.ffn_norm, self.eps)
+                x = layer.feed_forward(x)
+                _sum(x, segment.group)
+                if attention.ffn_out_norm is not None:
+                    x = self._norm(x, attention.ffn_out_norm, self.eps)
             if norm is None:
                 residual.add_(x)
             else:
-                x = add_rms_norm(x, residual, norm, self.eps)
+                x = self._add_norm(x, residual, norm, self.eps)
         return x, residual
+
+    def _run_parallel(
+        self,
+        layer: Layer,
+        segment: Segment,
+        cache: torch.Tensor,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a layer whose halves read the same residual, to what is to be added to it; one sum makes it."""
+        attention = layer.attention
+        residual_of_rows = residual if rows is None else residual[rows]
+        if attention.ffn_norm is attention.input_norm:
+            fed = x if rows is None else x[rows]
+        else:
+            fed = self._norm(residual_of_rows, attention.ffn_norm, self.eps)
+        made = attention(x, segment.plan, cache, self.cos_sin[attention.rope], rows)
+        made.add_(layer.feed_forward(fed))
+        _sum(made, segment.group)
+        return made, residual_of_rows
 
     def _gather_to_higher_tp(
         self, low: Segment, high: Segment, residual: torch.Tensor
@@ -212,7 +268,7 @@ class Transformer:
         if low.is_giver:
             wide[low.rows] = residual
         _sum(wide, high.group)
-        return rms_norm(wide, self.layers[high.first].attention.input_norm, self.eps), wide
+        return self._norm(wide, self.layers[high.first].attention.input_norm, self.eps), wide
 
     def _check(self, segments: Sequence[Segment]) -> None:
         """Check that the segments are the layers in order, each at its present degree."""

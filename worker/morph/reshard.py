@@ -63,9 +63,16 @@ class Resharder:
         return self._copy(place, missing)
 
     def spans(self, layer: int, shard: Shard) -> list[ByteSpan]:
-        """Return the bytes of the layer's FFN in a shard's pages; no other shard of that degree has them."""
+        """Return the bytes of the layer's FFN in a shard's pages; no other shard of that degree has them.
+
+        Pages that all of them have, those of biases, are left out.
+        """
         place = self._resident(layer, "ffn")
-        return self._ranges.spans(place, self._ranges.needed(place, shard))
+        pages = self._ranges.needed(place, shard)
+        if shard.size > 1:
+            other = Shard((shard.rank + 1) % shard.size, shard.size)
+            pages = pages & ~self._ranges.needed(place, other)
+        return self._ranges.spans(place, pages)
 
     def ffn(self, layer: int) -> CheckedPages:
         """Return the pages of the layer's FFN, to read the present shard's and to fill those of `map`."""

@@ -45,8 +45,7 @@ class LayerwiseModel:
         self._plan = plan_model(config, dtype, _PAGE_BYTES, max_tp=1)
         checkpoint.check([tensor for part in self._plan.ranges() for tensor in part.sources])
         assert self._plan.embedding and self._plan.head, "an offline tool reads whole models"
-        embedding, head = self._read(self._plan.embedding)["embedding"], self._read(self._plan.head)
-        ends = Ends(embedding, head["norm"], head.get("head", embedding))
+        ends = Ends.of(self._read(self._plan.embedding), self._read(self._plan.head))
         self._transformer = Transformer(config, [], ends=ends)
         num_blocks = -(-window_tokens // _BLOCK_TOKENS)
         kv_dtype, width = cache_format(kv_precision, config.head_dim, dtype)

@@ -24,6 +24,7 @@ from worker.model.quantized_sets import (
     QuantizedMatrix,
     QuantizedSet,
     SetInfo,
+    matrices_by_input,
     matrix_name,
     round_to_nearest,
     set_path,
@@ -37,7 +38,7 @@ from worker.offline.layerwise import LayerwiseModel
 from worker.offline.progress import ProgressLine, say
 from worker.shape.host_images import dense_matrices
 
-LayerMatrices = dict[str, QuantizedMatrix]  # matrices by the names of MATRICES
+LayerMatrices = dict[str, QuantizedMatrix]  # matrices by their names in a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,7 @@ def quantise_layer(
     """
     full = {name: tensor for half in tensors for name, tensor in half.items()}
     made: LayerMatrices = {}
-    for product, names in INPUTS.items():
+    for product, names in matrices_by_input(config).items():
         matrices = dict(zip(names, dense_matrices(config, product, full), strict=True))
         if moments:
             made |= activation_aware(matrices, moments[product], info.bits, info.group)

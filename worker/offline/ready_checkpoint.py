@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from bus.families import FAMILIES, LLAMA
 from bus.precisions import ENTRIES
 from worker.model.config import ModelConfig, ModelError
 from worker.model.quantized_sets import (
@@ -75,6 +76,12 @@ def convert_checkpoint(
     `group` is used if the checkpoint has one scale for all inputs. Raises ModelError: a format, packing or
     order of inputs that is not supported, tensors missing or of other shapes, another model's weights.
     """
+    if config.names != LLAMA:
+        there_are = ", ".join(name for name, family in FAMILIES.items() if family.names == LLAMA)
+        raise ModelError(
+            f"{config.folder}: a ready checkpoint of {config.architecture} cannot be converted; those of"
+            f" {there_are} can; make a set with `instar quantize` instead"
+        )
     form, ready = read_format(folder), CheckpointWeights(folder)
     precision = form.precision
     group = form.group or group or ENTRIES[precision].group
@@ -103,7 +110,7 @@ class _Layer:
     group: int
 
     def matrices(self) -> dict[str, QuantizedMatrix]:
-        """Read all of MATRICES; what is folded into norms becomes their input_scale. Raises ModelError."""
+        """Read all matrices; what is folded into norms becomes their input_scale. Raises ModelError."""
         made = {
             matrix: read_matrix(self.ready, self.form, matrix_name(self.layer, matrix), shape, self.group)
             for matrix, shape in matrix_shapes(self.config).items()

@@ -175,6 +175,9 @@ class Profiler:
                 device=self.pool.backend.device,
                 bits=[BITS[precision] for precision in self.plan.precisions],
                 has_kv_codes=self.grid.kv_dtype != "full",
+                rotary_dim=config.rope.dim,
+                softcap=config.attention_softcap,
+                has_sinks=config.has_sinks,
             )
 
     def _say(self, progress: str) -> None:

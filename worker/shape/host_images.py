@@ -26,6 +26,7 @@ from worker.model.quantized_sets import (
     QuantizedMatrix,
     QuantizedSet,
     find_set,
+    matrices_by_input,
     matrix_name,
     matrix_shapes,
     round_to_nearest,
@@ -69,7 +70,7 @@ class SetMatrices:
 
     def read(self, layer: int, product: str, full: Tensors, pause: Pause) -> list[QuantizedMatrix]:
         shapes, made = matrix_shapes(self._config), []
-        for name in INPUTS[product]:
+        for name in matrices_by_input(self._config)[product]:
             stored = matrix_name(self._config.first_layer + layer, name)
             made.append(self._stored.matrix(stored, shapes[name], pause))
         return made
@@ -198,7 +199,8 @@ def write_half(
         pause()
     for name, kept in target.items():
         if name.partition(".")[0] not in products:
-            kept.copy_(full[name])
+            same = slice(min(len(kept), len(full[name])))  # the bias of an FFN is padded to its rows
+            kept[same].copy_(full[name][same])
 
 
 def _write_product(target: Tensors, product: str, matrices: Sequence[QuantizedMatrix]) -> None:

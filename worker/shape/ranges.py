@@ -139,7 +139,7 @@ def build_half(model: Model, variant: VariantKey, tensors: Tensors, shard: Shard
     layer, part, precision = variant
     if part == "attention":
         return build_attention(model.config, tensors, shard, model.config.sliding_windows[layer], precision)
-    return build_feed_forward(model.config, tensors, precision)
+    return build_feed_forward(model.config, tensors, precision, shard)
 
 
 def products_of(

@@ -88,7 +88,7 @@ class LayerVariants:
             sizes[*variant, "weights"], sizes[*variant, "sums"] = plan.nbytes, 8 * num_rows(plan.nbytes)
             sizes[*variant, "outputs"] = 4 * num_outputs(imagined)
         contents = [identity(model, self._device), *(matrices.name for matrices in self._matrices.values())]
-        key = f"{contents} {model.config.rms_norm_eps} {self.ranges.plans}"
+        key = f"{contents} {model.config.norm_eps} {self.ranges.plans}"
         pin = self._device.type == "cuda"
         make = partial(self._make, pause)
         self._opened = HostStore(host_dir, key, sizes, make, pin=pin, progress=progress)

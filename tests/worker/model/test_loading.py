@@ -269,8 +269,8 @@ def test_a_config_that_is_no_object_is_refused(tmp_path: Path, text: str, reason
 
 
 def test_an_unsupported_architecture_is_named_with_the_supported_ones(tmp_path: Path) -> None:
-    folder = config_folder(tmp_path / "m", architectures=["GPTJForCausalLM"])
-    refused(folder, "GPTJForCausalLM is not supported; these are: LlamaForCausalLM, .*Qwen3ForCausalLM")
+    folder = config_folder(tmp_path / "m", architectures=["GPT2LMHeadModel"])
+    refused(folder, "GPT2LMHeadModel is not supported; these are: LlamaForCausalLM, .*Qwen3ForCausalLM")
     folder = config_folder(tmp_path / "m", architectures=None, model_type="bloom")
     refused(folder, "architecture bloom is not supported")
 

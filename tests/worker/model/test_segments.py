@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.common.oracles import FAMILIES, make_oracle
+from bench.common.oracles import SPLIT, make_oracle
 from tests.support.group_models import Chunks, Ranks
 from tests.support.model_folders import Runner
 from worker.model import Segment
@@ -64,7 +64,7 @@ def next_chunks(before: list[Chunks], made: list[list[int]]) -> list[Chunks]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SPLIT)
 def test_a_group_gives_each_member_what_it_gets_alone(tmp_path: Path, family: str, size: int) -> None:
     make_oracle(family).save_pretrained(tmp_path)
     ranks = Ranks(tmp_path, size)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench.common.oracles import FAMILIES, TINY, make_oracle
+from bench.common.oracles import FAMILIES, SPLIT, TINY, make_oracle
 from bus.messages import PARTS, LayerShape, Part
 from bus.precisions import BITS, ENTRIES, PRECISIONS, QUANTIZED, Precision
 from tests.support.group_models import Ranks
@@ -21,7 +21,7 @@ from tests.support.model_folders import Runner
 from tests.support.variant_models import Morphing
 from worker.memory import MappingFailed, OutOfPages
 from worker.model import Shard, read_config
-from worker.model.layout import RangePlan, plan_model
+from worker.model.layout import RangePlan, degrees, plan_model
 from worker.model.linear import StackedLinear, TransposedLinear
 from worker.model.quantized_layout import plan_quantized
 from worker.model.quantized_sets import round_to_nearest
@@ -106,11 +106,16 @@ def test_the_shards_of_a_degree_share_the_pages_of_an_ffn_between_them(
     tmp_path: Path, family: str, page_bytes: int
 ) -> None:
     make_oracle(family).save_pretrained(tmp_path)
+    config = read_config(tmp_path)
     for attention, ffn in layouts(tmp_path, page_bytes).values():
-        for size in (1, 2, 4):
+        for size in degrees(config, 4):
             pages = [ffn.at(Shard(rank, size)).pages(page_bytes) for rank in range(size)]
             assert len(pages[0]) == -(-ffn.nbytes // page_bytes)
-            assert (np.sum(pages, axis=0) == 1).all() and len({int(each.sum()) for each in pages}) == 1
+            # Every rank has the biases whole, in pages of their own behind the matrices.
+            end = ffn.params["up_bias"].offset_bytes // page_bytes if config.has_ffn_bias else len(pages[0])
+            owners = np.sum(pages, axis=0)
+            assert (owners[:end] == 1).all() and (owners[end:] == size).all()
+            assert len({int(each.sum()) for each in pages}) == 1
             assert attention.at(Shard(size - 1, size)).pages(page_bytes).all()
 
 
@@ -208,7 +213,9 @@ def test_quantised_layers_come_back_byte_for_byte(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["llama with rows that fit no page", "qwen2"])
+@pytest.mark.parametrize(
+    "family", ["llama with rows that fit no page", "qwen2", "gemma3", "gpt-j", "falcon, new decoder"]
+)
 def test_a_checkpoint_is_read_again_as_it_was_at_load(
     tmp_path: Path, family: str, dtype: torch.dtype
 ) -> None:
@@ -222,12 +229,33 @@ def test_a_checkpoint_is_read_again_as_it_was_at_load(
     resharding.close()
 
 
+def test_biases_of_an_ffn_are_on_every_rank_and_never_sent(tmp_path: Path) -> None:
+    make_oracle("gpt-j").save_pretrained(tmp_path)
+    resharding = Resharding(tmp_path, None)
+    weights, plan = resharding.weights, resharding.model.plan.layers[1][1]
+    sent = [weights.spans(1, Shard(rank, 2)) for rank in range(2)]
+    ends = [end for spans in sent for _, end in spans]
+    assert max(ends) == plan.params["up_bias"].offset_bytes  # what lies before it is sent, once
+    assert sum(end - begin for spans in sent for begin, end in spans) == max(ends)
+    weights.narrow(1, Shard(1, 2))
+    up_bias = resharding.model.layers[1].feed_forward.gate_up.bias  # type: ignore[attr-defined]
+    whole = resharding.runner.model.source.read("transformer.h.1.mlp.fc_in.bias")  # type: ignore[attr-defined]
+    own = whole[plan.params["up_bias"].shape[0] // 2 :]
+    assert up_bias[: len(own)].equal(own) and not up_bias[len(own) :].any()
+    resharding.close()
+
+
 # ---------------------------------------------------------------------------- what a group computes
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_resharded_group_gives_each_member_what_it_gets_alone(folder: Path, size: int) -> None:
-    ranks = Ranks(folder, size)
+@pytest.mark.parametrize(
+    ("family", "size"), [("llama", 4), *((family, 2) for family in SPLIT if " with" not in family)]
+)
+def test_a_resharded_group_gives_each_member_what_it_gets_alone(
+    tmp_path: Path, family: str, size: int
+) -> None:
+    make_oracle(family).save_pretrained(tmp_path)
+    ranks = Ranks(tmp_path, size)
     ranks.reshape(0, is_rising=False)  # all layers alone
     for h, rank in enumerate(ranks.ranks):
         weights = make_resharder(rank.runner.model, rank.runner.pool, NoVariants())

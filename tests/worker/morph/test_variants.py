@@ -19,12 +19,11 @@ from bus.precisions import BITS, ENTRIES, PRECISIONS, QUANTIZED, Precision
 from tests.support.model_folders import Runner
 from tests.support.variant_models import Morphing, write_sets
 from worker.memory import OutOfPages, VirtualRange
-from worker.model import ModelError, Shard, read_config
+from worker.model import ModelConfig, ModelError, Shard, read_config
 from worker.model.layer import build_attention, build_feed_forward
 from worker.model.layout import plan_model
 from worker.model.quantized_layout import plan_quantized
 from worker.model.quantized_sets import (
-    MATRICES,
     round_to_nearest,
     set_path,
 )
@@ -67,15 +66,17 @@ def tokens(n: int, seed: int = 0) -> list[int]:
     return made
 
 
-def rounded_twin(oracle: Any, precision: Precision, *, keep: tuple[str, ...] = ()) -> Any:
-    """transformers with every matrix of every layer in place of which its rounded values stand."""
+def rounded_twin(oracle: Any, precision: Precision, config: ModelConfig, *, keeps_o: bool = False) -> Any:
+    """transformers with every matrix of every layer in place of which its rounded values stand.
+
+    Rows are rounded one by one, so that a fused tensor has what its parts have.
+    """
     twin = copy.deepcopy(oracle)
     with torch.no_grad():
-        for layer in twin.model.layers:
-            for name in MATRICES:
-                if name not in keep:
-                    weight = layer.get_submodule(name).weight
-                    weight.copy_(round_to_nearest(weight, BITS[precision], ENTRIES[precision].group).dense())
+        for name, module in twin.get_submodule(config.names.layer).named_modules():
+            if isinstance(module, torch.nn.Linear) and not (keeps_o and name.endswith(config.names.o)):
+                weight = module.weight
+                weight.copy_(round_to_nearest(weight, BITS[precision], ENTRIES[precision].group).dense())
     return twin
 
 
@@ -98,7 +99,7 @@ def test_a_swapped_model_gives_the_logits_of_its_rounded_twin(
     made.swap_all(precision)
     assert made.model.shape() == [LayerShape(attention=precision, ffn=precision)] * 3
     kept = "o" in plan_quantized(made.model.config, made.model.plan, 4096, precision)[0].params
-    twin = rounded_twin(oracle, precision, keep=("self_attn.o_proj",) if kept else ())
+    twin = rounded_twin(oracle, precision, made.model.config, keeps_o=kept)
     prompt = tokens(31)
     got = torch.cat([made.runner.step({0: prompt[:20]}), made.runner.step({0: prompt[20:]})])
     torch.testing.assert_close(got, logits_of(twin, prompt), **EXACT)
@@ -166,10 +167,12 @@ def test_variants_pass_their_check_in_half_precision(
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("precision", QUANTIZED)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-j", "falcon with biases"])
 def test_the_sum_over_the_shards_of_a_variant_is_the_whole_half(
-    wide: Path, tmp_path: Path, precision: Precision, size: int
+    tmp_path: Path, family: str, precision: Precision, size: int
 ) -> None:
-    made = Morphing(wide, tmp_path, max_tp=4)
+    make_oracle(family, **(WIDE if family == "llama" else {})).save_pretrained(tmp_path / "model")
+    made = Morphing(tmp_path / "model", tmp_path, max_tp=4)
     made.swap_all(precision)
     model, runner = made.model, made.runner
     config, layer = model.config, model.layers[1]
@@ -178,16 +181,18 @@ def test_the_sum_over_the_shards_of_a_variant_is_the_whole_half(
     x = torch.randn(9, config.hidden_size, generator=torch.Generator().manual_seed(0))
     plan = runner._plan({0: tokens(9)})
     whole_kv = torch.zeros(128, *runner.kv.block_shape)
-    whole = layer.attention(x, plan, whole_kv, model._transformer.cos_sin)
+    cos_sin = model._transformer.cos_sin[layer.attention.rope]
+    whole = layer.attention(x, plan, whole_kv, cos_sin)
     attended, fed = [], []
     for rank in range(size):
         shard = Shard(rank, size)
         kv = torch.zeros(128, config.num_kv_heads // size, *runner.kv.block_shape[1:])
         tensors = {part: tensors_of(memory[part], plans[part].at(shard)) for part in PARTS}
-        part = build_attention(config, tensors["attention"], shard, 0, precision)
-        attended.append(part(x, plan, kv, model._transformer.cos_sin))
+        window = config.sliding_windows[1]
+        part = build_attention(config, tensors["attention"], shard, window, precision)
+        attended.append(part(x, plan, kv, cos_sin))
         torch.testing.assert_close(kv, whole_kv[:, shard.part(config.num_kv_heads, "KV heads")], **EXACT)
-        fed.append(build_feed_forward(config, tensors["ffn"], precision)(x))
+        fed.append(build_feed_forward(config, tensors["ffn"], precision, shard)(x))
     torch.testing.assert_close(sum(attended), whole, **EXACT)
     torch.testing.assert_close(sum(fed), layer.feed_forward(x), **EXACT)
     made.close()

@@ -19,6 +19,7 @@ from tests.support.dense_layers import open_layerwise
 from tests.support.model_folders import Runner
 from tests.support.paths import MODELS
 from tests.support.tiny_model import byte_level
+from tests.support.variant_models import Morphing
 from worker.model import ModelError, read_config
 from worker.model.quantized_sets import (
     INPUTS,
@@ -114,7 +115,7 @@ def test_an_observed_layer_reports_what_its_products_read_and_computes_the_same(
         "gate_up": (12, 64),
         "down": (12, 172),
     }
-    normed = torch.nn.functional.rms_norm(x, (64,), layer.attention.input_norm, model.config.rms_norm_eps)
+    normed = torch.nn.functional.rms_norm(x, (64,), layer.attention.input_norm, model.config.norm_eps)
     torch.testing.assert_close(seen["qkv"], normed)
 
 
@@ -186,6 +187,28 @@ def test_the_command_makes_what_the_worker_reads(
         assert 0.01 < float(error) < 0.25
     assert quantize(folder, text) == 0
     assert "exists already" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", ["phi3", "gemma3", "gpt-j", "falcon, new decoder"])
+def test_sets_of_families_with_other_tensors_serve(text: Path, tmp_path: Path, family: str) -> None:
+    folder, prompt = tmp_path / "model", list(range(40))
+    make_oracle(family, vocab_size=400).save_pretrained(folder)
+    byte_level(folder)
+    loaded = Morphing(folder, tmp_path)
+    full = loaded.runner.step({0: prompt})
+    loaded.swap_all("int4")
+    rounded = loaded.runner.step({1: prompt})
+    loaded.close()
+    assert quantize(folder, text, "--method", "both") == 0
+    made, best = Morphing(folder, tmp_path, method="rtn"), Morphing(folder, tmp_path)
+    for each in (made, best):
+        each.swap_all("int4")
+    assert made.runner.step({0: prompt}).equal(rounded)  # its set is what the weights are rounded to
+    aware = best.runner.step({0: prompt})
+    assert not aware.equal(rounded)
+    assert float((aware - full).norm()) < 1.5 * float((rounded - full).norm())
+    made.close()
+    best.close()
 
 
 def test_a_stopped_run_goes_on_and_makes_the_same(

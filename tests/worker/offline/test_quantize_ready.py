@@ -295,6 +295,16 @@ def test_a_ready_checkpoint_of_another_model_is_refused(
     assert "it was made from another model" in capsys.readouterr().err
 
 
+def test_a_ready_checkpoint_of_a_family_with_other_tensors_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full, other = make_full(tmp_path / "full"), tmp_path / "other"
+    make_oracle("phi3", **SIZES).save_pretrained(other)
+    assert take(other, gptq(full).write()) == 2
+    told = capsys.readouterr().err
+    assert "a ready checkpoint of Phi3ForCausalLM cannot be converted; those of LlamaForCausalLM, " in told
+
+
 def test_a_ready_checkpoint_that_lacks_a_tensor_says_which(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
