@@ -75,6 +75,18 @@ def test_an_instance_is_named_by_its_place_or_by_a_flag(gateway: Script, argv: t
     assert gateway.asked == [("POST", "/admin/instances/b@w0/resize", {"wait_s": 0.0, "blocks": 40})]
 
 
+def test_a_kv_cache_is_ordered_into_what_it_can_be(
+    gateway: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.instances, gateway.answers = ["a@w0"], [(200, APPLIED)]
+    assert gateway.run("kv", "int8") == 0
+    assert gateway.asked == [("POST", "/admin/instances/a@w0/kv", {"wait_s": 0.0, "kv_dtype": "int8"})]
+    assert "may undo this" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        gateway.run("kv", "int4")
+    assert "choose from 'full', 'int8'" in capsys.readouterr().err
+
+
 def test_two_names_of_instances_are_one_too_many(gateway: Script, capsys: pytest.CaptureFixture[str]) -> None:
     assert gateway.run("resize", "a@w0", "40", "--instance", "b@w0") == 2
     assert "a@w0 and --instance b@w0 differ; name one instance" in capsys.readouterr().err
