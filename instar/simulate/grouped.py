@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from bus.morphs import MorphOutcome, MorphReport, Swap
@@ -176,6 +176,10 @@ class GroupedCluster(SimulatedCluster):
                 if report.kind != "transform":
                     self._controller.observe(report, self.now_s)
             self._num_heard = len(self.record.morphs)
+            for one in self._workers.values():
+                if one.morphs.running:
+                    running = one.morphs.running.progress(one.instance, self.now_s)
+                    self._controller.observe(running, self.now_s)
             self._controller.window(self, self._calibration.model, self._dispatcher.demand(self))
         self._on_window(self.now_s)
 
@@ -212,9 +216,9 @@ class GroupedCluster(SimulatedCluster):
         for outcome in list(self.queue):
             self._place(outcome)
 
-    def withhold(self, instances: Container[str], held: Container[str]) -> None:
+    def restrict(self, moved: Mapping[str, int], held: Container[str]) -> None:
         for one in self._workers.values():
-            one.morphs.withhold(one.instance.name in instances, one.instance.name in held)
+            one.morphs.restrict(moved.get(one.instance.name, 0), one.instance.name in held)
 
     def _transform(self, workers: Sequence[str], tp: int, morph_id: str) -> None:
         members = [self._workers[name] for name in workers]

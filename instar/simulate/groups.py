@@ -102,7 +102,12 @@ class SimulatedGroup:
         """Return the group as the controller knows it from metrics."""
         limits = self.calibration.limits
         block_tokens = limits.block_tokens
-        kv_at = self.calibration.tokens_at | ({1: self.kv_tokens} if self.tp == 1 else {})
+        swapped = self.leader.instance.shape.kv_blocks - self.calibration.memory.kv_blocks
+        kv_at = {
+            degree: tokens + (max(0, swapped) * block_tokens if degree > 1 else 0)
+            for degree, tokens in self.calibration.tokens_at.items()
+        }
+        kv_at |= {1: self.kv_tokens} if self.tp == 1 else {}
         return Group(
             model=self.calibration.model,
             host="simulated",
@@ -141,14 +146,14 @@ class SimulatedGroup:
         return (self.calibration.transform.degrees[self.tp].speed if self.tp > 1 else 1.0) / token_s
 
     def _layer_blocks(self) -> dict[Precision, float]:
-        """Return the KV blocks that a layer in each precision frees."""
+        """Return the KV blocks that a layer in each precision frees; a group keeps its layers."""
+        if self.tp > 1:
+            return {}
         memory = self.calibration.memory
         per_block = memory.kv_pages / memory.kv_blocks
         full = memory.layer_pages["full"]
         return {
-            name: (full - pages) / self.tp / per_block
-            for name, pages in memory.layer_pages.items()
-            if name != "full"
+            name: (full - pages) / per_block for name, pages in memory.layer_pages.items() if name != "full"
         }
 
     # ------------------------------------------------------------------------------------- steps

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from bus.morphs import MorphOutcome, MorphReport, Resize, Swap
@@ -202,6 +202,10 @@ class SimulatedMorph:
             instance.blocks.extend(instance.shape.kv_blocks)
         self.obstacle = "cancelled"
         return self._report(instance, now_s, "failed")
+
+    def progress(self, instance: SimulatedInstance, now_s: float) -> MorphReport:
+        """Return a report that it runs."""
+        return replace(self._report(instance, now_s, "applied"), state="running", ended_ms=None)
 
     def _wait(self, instance: SimulatedInstance, now_s: float) -> MorphReport | None:
         """Wait for blocks as long as the command says."""

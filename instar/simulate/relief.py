@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import count
 
 from bus.morphs import Morph, MorphReport, Resize, Swap
-from bus.policy import Envelope, Policy
+from bus.policy import MOVES_S, Envelope, Policy
 from bus.precisions import LOWEST, PRECISIONS, Precision
 from instar.simulate.calibration import EngineCalibration
 from instar.simulate.engine import SimulatedInstance
@@ -101,6 +101,7 @@ class SimulatedMorphs:
         self._cancelled: list[MorphReport] = []
         self._loop: ReflexLoop | None = None
         self._granted: Envelope | None = None  # without the controller's restrictions
+        self._moved_s = float("-inf")  # when requests were moved last
         if policy is not None:
             numbers = count(1)
             self._loop = ReflexLoop(self, clock, lambda: f"{instance.name}-{next(numbers)}")
@@ -137,12 +138,12 @@ class SimulatedMorphs:
             self.cancel(self.running.command.id)
         self.begin(command, reason=reason)
 
-    def withhold(self, is_withheld: bool, is_held: bool) -> None:
-        """Take the controller's word whether the reflex may take loss, or change layers at all."""
+    def restrict(self, moved_blocks: int, is_held: bool) -> None:
+        """Take the controller's word for how many blocks no loss is needed, and whether layers may change."""
         if (found := self._loop and self._loop.of(self._instance.name)) and self._granted:
-            allowed = [] if is_withheld else self._granted.precisions
+            self._moved_s = self._clock()
             policy = replace(self._granted.policy, mode="manual") if is_held else self._granted.policy
-            found.envelope = replace(found.envelope, precisions=allowed, policy=policy)
+            found.envelope = replace(found.envelope, moved_blocks=moved_blocks, policy=policy)
 
     @property
     def lever(self) -> Lever:
@@ -166,6 +167,8 @@ class SimulatedMorphs:
                 self.urgencies = {}
                 return []
             found.granted_s = self._renewed_s()
+            if self._clock() >= self._moved_s + MOVES_S:
+                found.envelope = replace(found.envelope, moved_blocks=0)
         loop.act()
         reports, self._cancelled = self._cancelled, []
         if report := self._advance():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from itertools import count
 from typing import Final, Protocol
 
@@ -34,17 +34,14 @@ class Transforms(Protocol):
     def move(self, instance: str, num_tokens: int) -> None:
         """Take queued requests with so many tokens back from an instance."""
 
-    def withhold(self, instances: Container[str], held: Container[str]) -> None:
-        """Let the reflexes of these instances take no more loss, and those of the others again.
-
-        held: these change no layers at all.
-        """
+    def restrict(self, moved: Mapping[str, int], held: Container[str]) -> None:
+        """Tell reflexes of the blocks that moves bring now, by instance; the held change no layers."""
 
 
 class SimulatedController:
     """Hears what waits, and decides on windows of metrics; `controller.morphing` does.
 
-    moves: queued requests are moved, too, and loss is withheld meanwhile.
+    moves: queued requests are moved, too.
     """
 
     def __init__(self, policy: Policy, *, moves: bool = False) -> None:
@@ -64,7 +61,7 @@ class SimulatedController:
             self._send(cluster, merging)
         if self._moves:
             self._pressure, moves, _ = relieve_pressure(self._pressure, cluster.groups_seen(), *now)
-            cluster.withhold(self._pressure.withheld, self._state.reshaping(cluster.now_s))
+            cluster.restrict(self._pressure.moved, self._state.reshaping(cluster.now_s))
             for one in moves:
                 cluster.move(one.instance, int(one.numbers["tokens"]))
 
