@@ -205,6 +205,7 @@ class Deployment:
     epochs: dict[str, int] = field(default_factory=dict)  # epochs of the workers of `stages` at the command
     replaces: str = ""  # the deployment that it replaces, which serves until then
     heir: str = ""  # the deployment that replaced it
+    copies: str = ""  # the deployment that the planner serves once more with this one, for a time
     is_ungrouped: bool = False  # workers refused to form a group for it: it is served without
 
     @property
@@ -274,6 +275,7 @@ class DeployModel:
     id: str
     name: str
     intent: Intent
+    copies: str = ""  # see `Deployment.copies`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ MAX_DELAY_S: Final = 3600
 URGENT: Final = 0.25  # share of the objective; after this wait morphs may take all of the time
 RELIEF_SHARE: Final = 0.25  # of the time at least for relief under way: a prompt admitted hides the next
 NEWS_S: Final = 3.0  # what an envelope says of requests holds for so long unless it is repeated
+MOVES_S: Final = 0.2  # what it says of moves holds for so long: by then they are done, or in vain
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +225,8 @@ class Envelope:
     """The limits within which an instance's reflex acts; the controller sends them to the leading worker.
 
     It is sent again when it changes, and four times while it is valid. Without a fresh one the reflex takes
-    no more loss, and goes on to give layers back. `floor` and `expected_blocks` are valid for NEWS_S alone.
+    no more loss, and goes on to give layers back. `floor` and `expected_blocks` are valid for NEWS_S alone,
+    `moved_blocks` for MOVES_S.
     """
 
     id: str
@@ -235,6 +237,7 @@ class Envelope:
     precisions: list[Precision] = field(default_factory=list)  # below it, that layers may be held in
     floor: Precision | Literal[""] = ""  # floor of a request that waits at a gateway; "": none
     expected_blocks: int = 0  # KV blocks needed by the forecast; 0: no forecast
+    moved_blocks: int = 0  # KV blocks of queued prompts that are being moved elsewhere
     valid_s: float = 60.0
 
 

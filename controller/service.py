@@ -18,7 +18,7 @@ log = logging.getLogger("controller")
 async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
     """Run until `stop` is set. Raises RedisProblem."""
     watcher, deployer = MembershipWatcher(settings.controller, bus), Deployer(settings, bus)
-    morpher = Morpher(settings.monitor, bus, deployer.rests)
+    morpher = Morpher(settings.monitor, bus, deployer.rests, deployer.copies)
     deployer.what_if = morpher.what_if
     log.info("watching leases, metrics, demand and orders")
     await run_until(

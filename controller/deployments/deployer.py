@@ -21,6 +21,7 @@ from bus.messages import Event, Metrics
 from bus.morphs import MorphReport
 from bus.settings import Settings
 from controller.deployments.adopting import folders_of_unknown
+from controller.deployments.copying import copies_of
 from controller.deployments.free_memory import FreeMemory, free_memory
 from controller.deployments.observation import Observation, WorkerView, kept_of, named_by_settings
 from controller.deployments.orders import Facts, carry_out, path_of
@@ -28,6 +29,7 @@ from controller.deployments.planner import Planner, Question, planned
 from controller.deployments.profiling import profiles_of, rests_of
 from controller.deployments.reconcile import reconcile
 from controller.deployments.transitions import Transition
+from controller.morphing.copies import Copies
 from controller.morphing.resting import Rests
 from controller.planning.intent import IntentError, validate
 from controller.planning.placement import LoadWindow, Placing
@@ -204,6 +206,10 @@ class Deployer:
     def rests(self) -> Rests:
         """Return the shapes that deployments rest in; none before the first look."""
         return rests_of(self._contents)
+
+    def copies(self) -> dict[str, Copies]:
+        """Return by model what the planner can copy; nothing before the first look."""
+        return copies_of(self._contents, self._observation()) if self._contents.deployments else {}
 
     def _memory(self, seen: Observation) -> FreeMemory:
         return free_memory(self._metrics[1] if self._metrics else None, seen.workers.values(), self._contents)

@@ -57,7 +57,7 @@ def given_up(
 
 def next_of_improving(deployment: Deployment, now: Situation) -> Transition | None:
     """Return the change of a serving deployment that is worth it, if any."""
-    if not (now.seen.is_settled and now.seen.may_change) or _is_cooling(deployment, now):
+    if deployment.copies or not (now.seen.is_settled and now.seen.may_change) or _is_cooling(deployment, now):
         return None
     others = now.contents.deployments.values()
     if any(one.state in ("loading", "retiring") for one in others):

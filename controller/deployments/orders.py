@@ -151,7 +151,9 @@ def _plan_or_deploy(order: PlanModel | DeployModel, contents: Contents, facts: F
     if unmet:
         return _answered(order, 409, estimates=facts.plan.estimates, error=unmet)
     name, intent, now_ms = order.name, order.intent, facts.now_ms
-    record = Deployment(id=order.id, model=name, intent=intent, state="waiting", since_ms=now_ms)
+    record = Deployment(
+        id=order.id, model=name, intent=intent, state="waiting", since_ms=now_ms, copies=order.copies
+    )
     return _answered(order, 202, record, deployment=record)
 
 

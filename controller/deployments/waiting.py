@@ -45,6 +45,8 @@ def next_of_waiting(deployment: Deployment, now: Situation) -> Transition | None
 def _place(deployment: Deployment, card: ModelCard, now: Situation) -> Transition | None:
     workers = now.seen.workers
     why_not = {name: now.why_not_taken(one, card.name) for name, one in workers.items()}
+    if deployment.copies:
+        why_not |= {name: "is not free" for name, one in workers.items() if one.card.instances}
     question = now.question(deployment, (one for name, one in workers.items() if not why_not[name]))
     assert question is not None
     plan = now.plan(question) if question.devices else None

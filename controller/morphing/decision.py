@@ -70,6 +70,7 @@ def merging(merge: Merge, waiting: Waiting, plan: LeverPlan, policy: Policy, at_
     """Return the decision to make one group."""
     epochs = dict(chain(*(zip(one.workers, one.epochs, strict=True) for one in merge.groups)))
     first = merge.groups[0]
+    names = tuple(name for group in merge.groups for name in group.instances)
     of_all = f" (the longest of {waiting.count})" if waiting.count > 1 else ""
     reason = (
         f"a request of {waiting.tokens} tokens waits{of_all} and no instance has room for it: "
@@ -91,19 +92,28 @@ def merging(merge: Merge, waiting: Waiting, plan: LeverPlan, policy: Policy, at_
     }
     return replace(
         _decision(first, "scale_up", reason, numbers),
-        instances=tuple(name for group in merge.groups for name in group.instances),
+        instances=names,
         epochs={name: epochs[name] for name in merge.workers},
         tp=merge.tp,
-        predicted_s=plan.wait_s,
+        predicted_s=next(one.duration_s for one in plan.taken if {*one.targets} == {*names}),
     )
 
 
-def parting(group: Group, plan: LeverPlan, windows: int, policy: Policy) -> MorphDecision:
-    """Return the decision to part a group."""
-    tp = next(one.tp for one in plan.taken)
+def parting(
+    group: Group, plan: LeverPlan, windows: int, policy: Policy, waiting: Waiting | None = None
+) -> MorphDecision:
+    """Return the decision to part a group, since no long request is left or another needs a larger one."""
+    option = next(one for one in plan.taken if one.lever == "part")
+    tp = option.tp
     parts = "; ".join(", ".join(part) for part in parted(group.workers, tp))
+    why = (
+        f"a request of {waiting.tokens} tokens waits, which needs a larger group than this one of "
+        f"{group.max_tokens},"
+        if waiting
+        else "no long request is left"
+    )
     reason = (
-        f"no long request is left and {1 - group.usage:.2f} of the KV is free, {policy.scale_down_free:g} "
+        f"{why} and {1 - group.usage:.2f} of the KV is free, {policy.scale_down_free:g} "
         f"suffices: degree {group.tp} parts into degree {tp} ({parts}); {weighed(plan)}"
     )
     numbers: dict[str, Number] = {
@@ -118,9 +128,10 @@ def parting(group: Group, plan: LeverPlan, windows: int, policy: Policy) -> Morp
         "policy_revision": policy.revision,
         **costs_of(plan),
     }
-    predicted_s = next(one.duration_s for one in plan.taken)
     decision = _decision(group, "scale_down", reason, numbers)
-    return replace(decision, cause="no_long_request", tp=tp, predicted_s=predicted_s)
+    if waiting:
+        return replace(decision, tp=tp)
+    return replace(decision, cause="no_long_request", tp=tp, predicted_s=option.duration_s)
 
 
 def levelling(merge: Merge, common: CommonShape, plan: LeverPlan) -> list[MorphDecision]:

@@ -60,14 +60,14 @@ def envelopes(
     rests: Rests,
     floors: Mapping[str, Precision] | None = None,
     expected: Mapping[str, int] | None = None,
-    withheld: Container[str] = (),
+    moved: Mapping[str, int] | None = None,
     held: Container[str] = (),
 ) -> dict[str, ToWorker]:
     """Return by instance its leading worker and what its reflex may do; without ids.
 
-    floors: by instance, the precision that a request waits for. expected: the KV blocks by forecast.
-    withheld: instances that take no more loss now, since the planner found a cheaper lever. held: those that
-    keep their layers, since they are to become one group.
+    floors: by instance, the precision that a request waits for. expected: the KV blocks by forecast. moved:
+    those of prompts that are being moved elsewhere. held: instances that keep their layers, since they are to
+    become one group.
     The leader of a group or a pipeline gets it. Deployments whose shape at rest is not known get none.
     """
     found: dict[str, ToWorker] = {}
@@ -84,7 +84,7 @@ def envelopes(
                         envelope,
                         floor=(floors or {}).get(instance.id, ""),
                         expected_blocks=(expected or {}).get(instance.id, 0),
-                        precisions=[] if instance.id in withheld else envelope.precisions,
+                        moved_blocks=(moved or {}).get(instance.id, 0),
                     ),
                 )
     return found

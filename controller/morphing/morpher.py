@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from bus.client import Bus, BusFull, BusUnavailable, Restart
@@ -16,6 +16,7 @@ from bus.levers import LeverPlan
 from bus.messages import Demand, Event, Metrics
 from bus.morphs import MorphReport
 from bus.settings import MonitorSettings
+from controller.morphing.copies import Copies, CopyDecision, CopyState, adjust
 from controller.morphing.decision import MorphDecision, costs_of, weighed
 from controller.morphing.envelopes import Floors, Granted, due, envelopes, hear_floor, raised
 from controller.morphing.forecast import Forecast, expected_blocks, observe_all
@@ -40,9 +41,15 @@ class Morpher:
     expected. `decide` takes metrics, `answer` what gateways ask for, `confirm` what became of morphs.
     """
 
-    def __init__(self, monitor: MonitorSettings, bus: Bus, resting: Callable[[], Rests] = dict) -> None:
-        """`resting` returns the shapes that deployments rest in."""
-        self._bus, self._resting = bus, resting
+    def __init__(
+        self,
+        monitor: MonitorSettings,
+        bus: Bus,
+        resting: Callable[[], Rests] = dict,
+        copies: Callable[[], Mapping[str, Copies]] = dict,
+    ) -> None:
+        """`resting` returns the shapes that deployments rest in, `copies` those that can be copied."""
+        self._bus, self._resting, self._copies = bus, resting, copies
         self._freshness = Freshness(
             stale_s=monitor.stale_s, gap_s=monitor.stale_s + max(monitor.interval_s, monitor.idle_interval_s)
         )
@@ -56,7 +63,7 @@ class Morpher:
         self._floors: Floors = {}
         self._forecasts: dict[str, Forecast] = {}  # forecasts by instance
         self._metrics: tuple[float, Metrics] | None = None  # the last, and when they were made
-        self._costs, self._pressure = LeverCosts(), PressureState()
+        self._costs, self._pressure, self._copying = LeverCosts(), PressureState(), CopyState()
 
     def _restarted(self, restart: Restart) -> None:
         if restart.data_lost:  # another server, maybe another clock; pending morphs are lost with the rest
@@ -77,10 +84,10 @@ class Morpher:
         before = [name for name, (envelope, _) in self._granted.items() if envelope.floor]
         floors = raised(self._floors, workers, now_s, loads, before)
         held = self._state.reshaping(self._clock.now(now_s))
-        withheld, expected = frozenset[str](), dict[str, int]()
+        moved, expected = dict[str, int](), dict[str, int]()
         if self._is_informed(now_s):
-            withheld, expected = self._pressure.withheld, expected_blocks(self._forecasts)
-        wanted = envelopes(workers, policy, self._resting(), floors, expected, withheld, held)
+            moved, expected = {**self._pressure.moved}, expected_blocks(self._forecasts)
+        wanted = envelopes(workers, policy, self._resting(), floors, expected, moved, held)
         self._granted = {name: one for name, one in self._granted.items() if name in wanted}
         for worker, envelope in due(self._granted, wanted, now_s):
             await self._bus.publish(self._bus.names.control(worker), envelope)
@@ -135,7 +142,7 @@ class Morpher:
         return Answer(
             id=order.id,
             status=200,
-            plans=what_if(order, groups, waiting, policy, self._costs, now_s),
+            plans=what_if(order, groups, waiting, policy, self._costs, now_s, self._copies()),
             error="mode manual: nothing of it would be done" if policy.mode == "manual" else "",
         )
 
@@ -156,11 +163,16 @@ class Morpher:
             about = policy, at_s, self._freshness, self._costs
             self._state, parting = scale_down(self._state, groups, *about)
             await self._send(parting, at_s)
-            before = self._pressure.withheld
-            self._pressure, moves, plans = relieve_pressure(self._pressure, groups, *about)
+            before = self._pressure.moved
+            copies = self._copies()
+            self._pressure, moves, plans = relieve_pressure(self._pressure, groups, *about, copies)
+            if self._pressure.moved != before:
+                await self._grant()  # first, or the reflex takes loss for what moves
             await self._tell(moves, plans)
-            if self._pressure.withheld != before:
-                await self._grant()
+            taken = self._pressure.plans.values()
+            self._copying, orders = adjust(self._copying, taken, groups, copies, policy, at_s, self._costs)
+            for one in orders:
+                await self._copy(one)
 
     async def _tell(self, moves: Iterable[MoveDecision], plans: Iterable[LeverPlan]) -> None:
         """Order gateways to move requests, and say what was weighed."""
@@ -169,6 +181,15 @@ class Morpher:
         for plan in plans:
             reason = f"{plan.need}; {weighed(plan)}"
             await self._bus.event("levers_weighed", plan.subject, reason, **costs_of(plan))
+
+    async def _copy(self, decision: CopyDecision) -> None:
+        """Order the deployer, and say why, both or neither."""
+        batch, names = self._bus.batch(), self._bus.names
+        about = decision.subject, decision.reason, decision.numbers
+        batch.publish(names.orders, decision.order)
+        batch.publish(names.events, self._bus.make_event("copy_decided", *about))
+        await batch.send()
+        log.info("%s: %s", decision.subject, decision.reason, extra=decision.numbers)
 
     async def _foresee(self) -> None:
         """Forecast from the last metrics, and tell at once whom it concerns."""
@@ -190,8 +211,11 @@ class Morpher:
             return
         (made_s, metrics), now_s = self._metrics, self._clock.now(time.monotonic())
         groups = groups_of(metrics, workers, now_s - made_s, self._resting())
+        held = self._state.reshaping(now_s)
         self._state, merging = scale_up(self._state, groups, policy, now_s, self._freshness, self._costs)
         await self._send(merging, now_s)
+        if self._state.reshaping(now_s) - held:
+            await self._grant()
 
     async def _send(self, decisions: Iterable[MorphDecision], at_s: float) -> None:
         """Send each command with its event, both or neither. After a broken connection it counts as sent."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bus.groups import natural
 from controller.morphing.groups import Group
@@ -34,18 +34,23 @@ class Merge:
         """Tokens of one sequence in the new group."""
         return min(group.tokens_at[self.tp] for group in self.groups)
 
-    def has_room(self, num_tokens: int) -> bool:
-        """Return True if it holds a sequence of so many tokens beside what the caches hold."""
-        kv_tokens = min(group.kv_at(self.tp) for group in self.groups)
-        return num_tokens <= self.tokens_after and self.used_tokens + num_tokens <= kv_tokens
+    @property
+    def kv_tokens_after(self) -> int:
+        """Tokens of all sequences in the new group."""
+        return min(group.kv_at(self.tp) for group in self.groups)
+
+    def missing(self, num_tokens: int) -> int:
+        """Return the tokens that must come free until it holds a sequence beside what the caches hold."""
+        return max(0, self.used_tokens + num_tokens - self.kv_tokens_after)
 
 
 def merges_for(groups: Iterable[Group], num_tokens: int, max_tp: int = 0) -> list[Merge]:
     """Return the merges that make room for a request of `num_tokens` that no instance holds.
 
-    They hold the request beside what the caches hold (the reserve of section 5), on instances of one degree,
-    model and host, up to degree `max_tp` (0: any). Of equal prices the planner takes the first: the lowest
-    degree, then the fewest shapes that change, then neighbours, then the least loaded.
+    They are of instances of one degree, model and host, up to degree `max_tp` (0: any). Beside what the
+    caches hold now (the reserve of section 5) there may be no room yet: see `Merge.missing`. Of equal prices
+    the planner takes the first: the lowest degree, then the fewest shapes that change, then neighbours, then
+    the least loaded.
     """
     there = list(groups)
     places, found = _places(there), dict[tuple[str, ...], Merge]()
@@ -53,9 +58,30 @@ def merges_for(groups: Iterable[Group], num_tokens: int, max_tp: int = 0) -> lis
         for alike in _alike(there, kind_of):
             for tp in _degrees_for(alike, num_tokens, max_tp):
                 for merge in _merges(alike, tp, places):
-                    if merge.has_room(num_tokens):
+                    if num_tokens <= merge.tokens_after:
                         found.setdefault(tuple(merge.workers), merge)
     return sorted(found.values(), key=_preference)
+
+
+def parts_of(group: Group, tp: int) -> list[Group]:
+    """Return the groups of degree `tp` that a group would part into, each with its share of what runs."""
+    workers, instances, epochs = group.workers, group.instances, group.epochs
+    num_parts = group.tp // tp
+    return [
+        replace(
+            group,
+            workers=workers[part::num_parts],
+            instances=instances[part::num_parts],
+            epochs=epochs[part::num_parts],
+            tp=tp,
+            max_tokens=group.tokens_at[tp],
+            kv_tokens=group.kv_at(tp),
+            used_tokens=tokens,
+            own_tokens=(),
+            load=group.load / num_parts,
+        )
+        for part, tokens in enumerate(_tokens_of_parts(group, tp))
+    ]
 
 
 def degrees_below(group: Group, free_share: float) -> list[int]:

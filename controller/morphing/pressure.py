@@ -1,7 +1,7 @@
 """The planner's answer to requests that wait for KV blocks. Pure.
 
 The reflex of a worker resizes and swaps by itself. The planner moves queued requests where others have room,
-and withholds loss from instances whose plan takes none.
+and tells the reflex for how many blocks it need take no loss.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from typing import Final
 from bus.levers import LeverPlan
 from bus.messages import Number
 from bus.policy import Policy
+from controller.morphing.copies import Copies
 from controller.morphing.decision import costs_of, weighed
 from controller.morphing.groups import Group
 from controller.morphing.track import Freshness
 from controller.morphing.weighing import weigh_pressure
-from controller.planning.lever_costs import MOVE_S, LeverCosts
+from controller.planning.lever_costs import LeverCosts
 
 MOVE_AGAIN_S: Final = 1.0  # until metrics show what a move did
-
-Levers = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +39,11 @@ class MoveDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PressureState:
-    """The levers taken now and the last moves, by instance. The `withheld` take no loss now."""
+    """The plans of now, the last moves and the blocks that those of now bring, by instance."""
 
-    taken: Mapping[str, Levers] = field(default_factory=dict)
+    plans: Mapping[str, LeverPlan] = field(default_factory=dict)
     moved_s: Mapping[str, float] = field(default_factory=dict)
-    withheld: frozenset[str] = frozenset()
+    moved: Mapping[str, int] = field(default_factory=dict)
 
 
 def relieve_pressure(
@@ -54,6 +53,7 @@ def relieve_pressure(
     at_s: float,
     freshness: Freshness,
     costs: LeverCosts,
+    copies: Mapping[str, Copies] | None = None,
 ) -> tuple[PressureState, list[MoveDecision], list[LeverPlan]]:
     """Judge metrics. Returns also the moves to order, and the plans that take other levers than before."""
     rules = policy.in_force()
@@ -64,19 +64,30 @@ def relieve_pressure(
         if group.age_s <= freshness.stale_s:
             by_model[group.model].append(group)
     by_name = {group.instance: group for there in by_model.values() for group in there}
-    plans = [plan for there in by_model.values() for plan in weigh_pressure(there, rules, costs)]
+    plans = [
+        plan
+        for model, there in by_model.items()
+        for plan in weigh_pressure(there, rules, costs, (copies or {}).get(model))
+    ]
     moved_s = {name: when for name, when in state.moved_s.items() if at_s < when + MOVE_AGAIN_S}
-    moves, taken, withheld = [], dict[str, Levers](), set[str]()
+    moves, moved = [], dict[str, int]()
     for plan in plans:
-        name, levers = plan.subject, tuple(one.lever for one in plan.taken)
-        taken[name] = levers
-        if "swap" not in levers and "move" in levers and plan.wait_s <= MOVE_S:  # nothing is left to wait
-            withheld.add(name)
+        name, levers = plan.subject, _levers(plan)
         if "move" in levers and name not in moved_s:
             moved_s[name] = at_s
+            moved[name] = sum(one.blocks for one in plan.taken if one.lever == "move")
             moves.append(_move(plan, by_name[name]))
-    news = [plan for plan in plans if state.taken.get(plan.subject) != taken[plan.subject]]
-    return PressureState(taken=taken, moved_s=moved_s, withheld=frozenset(withheld)), moves, news
+    before = {name: _levers(plan) for name, plan in state.plans.items()}
+    news = [plan for plan in plans if before.get(plan.subject) != _levers(plan)]
+    return (
+        PressureState(plans={plan.subject: plan for plan in plans}, moved_s=moved_s, moved=moved),
+        moves,
+        news,
+    )
+
+
+def _levers(plan: LeverPlan) -> tuple[str, ...]:
+    return tuple(one.lever for one in plan.taken)
 
 
 def _move(plan: LeverPlan, group: Group) -> MoveDecision:

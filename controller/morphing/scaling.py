@@ -17,7 +17,7 @@ from bus.policy import Policy
 from bus.shapes import CommonShape
 from controller.morphing.decision import MorphDecision, levelling, merging, parting, swapping
 from controller.morphing.groups import Group
-from controller.morphing.parallelism import Merge, degrees_below
+from controller.morphing.parallelism import degrees_below
 from controller.morphing.track import (
     REGRET_S,
     REPORT_S,
@@ -29,7 +29,7 @@ from controller.morphing.track import (
     Waiting,
     model_of,
 )
-from controller.morphing.weighing import NO_COSTS, WeighedMerge, taken_merge, weigh_long, weigh_part
+from controller.morphing.weighing import NO_COSTS, WeighedMerge, taken_merges, weigh_long, weigh_part
 from controller.planning.lever_costs import LeverCosts
 
 GONE_S = 2.0  # a demand without a report for so long is over; gateways report twice a second
@@ -56,9 +56,10 @@ def scale_up(
     freshness: Freshness,
     costs: LeverCosts = NO_COSTS,
 ) -> tuple[State, list[MorphDecision]]:
-    """Do what the planner takes for each model that long requests wait for: at most one group, or a swap.
+    """Do what the planner takes for each model that long requests wait for: groups, or a swap.
 
-    Members of a group whose layers differ in precision are made alike first.
+    Members of a group whose layers differ in precision are made alike first. All keep their layers from the
+    first window on in which they are to become one, so that no reflex undoes that.
     """
     rules = policy.in_force()
     if rules is None:
@@ -70,39 +71,48 @@ def scale_up(
         of_model = [group for group in there if group.model == model]
         if not now.is_due(of_model, model, waiting):
             continue
-        free = [group for group in of_model if now.is_free(group, "scale_up")]
+        free = [group for group in of_model if now.is_free(group, "scale_up", may_swap=True)]
         waited_s = at_s - waiting.since_s
         is_held = any(group.max_tokens >= waiting.tokens for group in of_model)
         is_in_vain = is_held and now.has_swapped(model, waiting)
-        swappable = [] if is_in_vain else [group for group in free if not now.has_refused_swap(group)]
+        ready = [] if is_in_vain else [group for group in free if now.is_free(group, "scale_up")]
+        swappable = [group for group in ready if not now.has_refused_swap(group)]
         plan, offers = weigh_long(of_model, free, swappable, waiting, rules, waited_s, costs)
-        made = _for_long(plan, offers, now, of_model, waiting)
+        merges = now.leaving_room_for_short(taken_merges(plan, offers), of_model, waiting)
+        made = _for_long(plan, merges, now, of_model, waiting)
         for one in made:
-            there = [group for group in of_model if set(group.instances) & set(one.instances)]
+            members = [group for group in of_model if set(group.instances) & set(one.instances)]
             state = _regretted(state, model, at_s) if one.lever == "scale_up" else state
-            state = _decided(state, there, one.lever, at_s)
-        if made and made[0].lever == "level" and (found := taken_merge(plan, offers)):
-            state = _held(state, found.merge.groups, at_s)
+            state = _decided(state, members, one.lever, at_s)
+        for found in merges:
+            if not found.parting and not found.merge.missing(waiting.tokens):
+                state = _held(state, found.merge.groups, at_s)
         decisions += made
     return state, decisions
 
 
 def _for_long(
-    plan: LeverPlan, offers: list[WeighedMerge], now: _Moment, groups: list[Group], waiting: Waiting
+    plan: LeverPlan, merges: list[WeighedMerge], now: _Moment, groups: list[Group], waiting: Waiting
 ) -> list[MorphDecision]:
     """Return the morphs that a plan for long requests takes now."""
-    if swap := next((one for one in plan.taken if one.lever == "swap"), None):
+    made = []
+    for swap in (one for one in plan.taken if one.lever == "swap"):
         group = next(one for one in groups if one.instance == swap.targets[0])
-        return [swapping(group, swap, plan, waiting)] if now.may_swap([group]) else []
-    found = taken_merge(plan, offers)
-    if found is None or waiting.times < now.rules.windows:  # a group costs more than a swap: be sure
-        return []
-    if not now.leaves_room_for_short(found.merge, groups, waiting):
-        return []
-    if isinstance(found.common, CommonShape):
-        is_due = now.may_swap(found.merge.groups)
-        return levelling(found.merge, found.common, plan) if is_due else []
-    return [merging(found.merge, waiting, plan, now.rules, now.at_s)]
+        made += [swapping(group, swap, plan, waiting)] if now.may_swap([group]) else []
+    is_sure = waiting.times >= now.rules.windows  # a group costs more than a swap
+    for found in merges:
+        if not all(now.is_free(group, "scale_up") for group in groups if _is_in(group, found)):
+            continue
+        if found.parting:
+            made += [parting(found.parting, plan, waiting.times, now.rules, waiting)] if is_sure else []
+        elif found.merge.missing(waiting.tokens):
+            continue
+        elif isinstance(found.common, CommonShape):
+            is_due = now.may_swap(found.merge.groups)
+            made += levelling(found.merge, found.common, plan) if is_due else []
+        elif is_sure:
+            made.append(merging(found.merge, waiting, plan, now.rules, now.at_s))
+    return made
 
 
 def scale_down(
@@ -188,19 +198,35 @@ class _Moment:
         tracks = (track for name, track in self.state.tracks.items() if model_of(name) == model)
         return any(track.swapped_s >= waiting.since_s for track in tracks)
 
-    def leaves_room_for_short(self, merge: Merge, groups: Sequence[Group], waiting: Waiting) -> bool:
-        """Return True if short requests keep an instance, or none came lately, or it is the first group."""
-        if not any(group.max_tokens >= waiting.tokens for group in groups):
-            return True
-        others = [group for group in groups if group.tp == merge.groups[0].tp and group not in merge.groups]
-        lately = max(self.state.track(*one, self.at_s).busy_s for one in _instances(merge.groups))
-        return bool(others) or self.at_s >= lately + self.rules.long_patience_s
+    def leaving_room_for_short(
+        self, merges: Iterable[WeighedMerge], groups: Sequence[Group], waiting: Waiting
+    ) -> list[WeighedMerge]:
+        """Return the merges beside which short requests keep an instance, unless none came lately.
 
-    def is_free(self, group: Group, lever: Lever) -> bool:
-        """Return True unless a member has a pending morph, cools down, or refused this lately."""
+        The first group of all may take the last instance.
+        """
+        found = list[WeighedMerge]()
+        is_first = not any(group.max_tokens >= waiting.tokens for group in groups)
+        for one in merges:
+            there = [group.instance for each in (*found, one) for group in each.merge.groups]
+            tp = one.merge.groups[0].tp
+            others = [group for group in groups if group.tp == tp and group.instance not in there]
+            lately = max(self.state.track(*each, self.at_s).busy_s for each in _instances(one.merge.groups))
+            if is_first or others or self.at_s >= lately + self.rules.long_patience_s:
+                found.append(one)
+            is_first = False
+        return found
+
+    def is_free(self, group: Group, lever: Lever, *, may_swap: bool = False) -> bool:
+        """Return True unless a member has a pending morph, cools down, or refused this lately.
+
+        may_swap: a swap that the controller did not order is no obstacle; its end will be waited for.
+        """
         cooldown_s = self.rules.cooldown_s
         return all(
-            track.is_ready(self.at_s, cooldown_s) and not track.is_paused(lever, self.at_s, cooldown_s)
+            not track.is_cooling(self.at_s, cooldown_s)
+            and not track.is_paused(lever, self.at_s, cooldown_s)
+            and not track.is_morphing(self.at_s, may_swap=may_swap)
             for track in (self.state.tracks.get(name) for name in group.instances)
             if track is not None
         )
@@ -225,6 +251,11 @@ class _Moment:
         if regret is None or not regret.is_in_a_row(self.at_s) or group.waiting >= 1:
             return True
         return self.at_s >= track.parting_since_s + regret.seconds(self.rules.cooldown_s)
+
+
+def _is_in(group: Group, found: WeighedMerge) -> bool:
+    """Return True if an instance of now takes part in a merge, or parts for it."""
+    return bool({*group.instances} & {name for one in found.merge.groups for name in one.instances})
 
 
 def _counted(track: Track, could_part: bool, at_s: float, gap_s: float) -> Track:

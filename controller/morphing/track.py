@@ -31,10 +31,15 @@ class Freshness:
 
 @dataclass(frozen=True, slots=True)
 class PendingMorph:
-    """A morph under way. `lever` is None for a morph by hand."""
+    """A morph under way. `lever` is None for one that the controller did not order."""
 
     lever: Lever | None
     heard_s: float
+    is_local: bool = False  # a swap or a resize, by hand or by the reflex
+
+    @property
+    def is_ordered(self) -> bool:
+        return self.lever is not None or not self.is_local
 
     def is_heard(self, at_s: float) -> bool:
         """Return True unless its worker has been silent for SILENT_S."""
@@ -93,17 +98,13 @@ class Track:
         """Lengthen the pause of `lever`."""
         return replace(self, pauses={**self.pauses, lever: RetryPause.after(self.pauses.get(lever), at_s)})
 
-    def is_morphing(self, at_s: float) -> bool:
-        """Return True if a morph of it is under way."""
-        return any(morph.is_heard(at_s) for morph in self.pending.values())
+    def is_morphing(self, at_s: float, *, may_swap: bool = False) -> bool:
+        """Return True if a morph of it is under way; may_swap: other than swaps and resizes of its own."""
+        return any(one.is_heard(at_s) and (one.is_ordered or not may_swap) for one in self.pending.values())
 
     def is_cooling(self, at_s: float, cooldown_s: float) -> bool:
         """Return True until a cool-down after the last change of degree, also by hand."""
         return self.morphed_s is not None and at_s < self.morphed_s + cooldown_s
-
-    def is_ready(self, at_s: float, cooldown_s: float) -> bool:
-        """Return True if no morph is under way and the last one is a cool-down ago."""
-        return not self.is_cooling(at_s, cooldown_s) and not self.is_morphing(at_s)
 
     def is_paused(self, lever: Lever, at_s: float, cooldown_s: float) -> bool:
         """Return True while `lever` pauses after a refusal."""
@@ -205,7 +206,7 @@ def _observed(track: Track, report: MorphReport, at_s: float) -> Track:
     pending = dict(track.pending)
     lever = morph.lever if (morph := pending.pop(report.id, None)) else None
     if report.state == "running":
-        pending[report.id] = PendingMorph(lever, at_s)
+        pending[report.id] = PendingMorph(lever, at_s, report.kind in ("swap", "resize"))
     else:
         track = _ended(track, report, lever, at_s)
     return replace(track, pending=pending)

@@ -12,8 +12,9 @@ from bus.morphs import HalfOrder
 from bus.policy import Policy
 from bus.precisions import PRECISIONS, Precision, is_below
 from bus.shapes import CommonShape, common_shape, loss_of, whole_loss
+from controller.morphing.copies import Copies
 from controller.morphing.groups import Group
-from controller.morphing.parallelism import Merge, merges_for
+from controller.morphing.parallelism import Merge, degrees_below, merges_for, parts_of
 from controller.morphing.track import Waiting
 from controller.planning.lever_costs import LeverCosts, observe_speed
 from controller.planning.levers import weigh
@@ -32,10 +33,14 @@ NO_COSTS: Final = LeverCosts()
 
 @dataclass(frozen=True, slots=True)
 class WeighedMerge:
-    """A merge and the layers that its members get first; None: they are alike. Text: why there are none."""
+    """A merge and the layers that its members get first; None: they are alike. Text: why there are none.
+
+    parting: the group that parts before, since it is too small and of another degree.
+    """
 
     merge: Merge
     common: CommonShape | str | None
+    parting: Group | None = None
 
 
 def weigh_long(
@@ -56,7 +61,7 @@ def weigh_long(
     offers = [
         WeighedMerge(merge, levelled(merge, policy.most_loss))
         for merge in merges_for(free, waiting.tokens, policy.max_tp)
-    ]
+    ] or _after_parting(free, waiting.tokens, policy)
     names = {group.instance for group in swappable}
     situation = LeverSituation(
         model=groups[0].model if groups else "",
@@ -72,17 +77,34 @@ def weigh_long(
                 (_until_room(group, waiting.tokens) for group in groups if not is_overdue), default=NEVER_S
             ),
         ),
-        merges=[_offer(one) for one in offers],
+        merges=[_offer(one, waiting.tokens) for one in offers],
         objectives=objectives(policy),
         costs=costs,
     )
     return weigh(situation)[0], offers
 
 
-def taken_merge(plan: LeverPlan, offers: Iterable[WeighedMerge]) -> WeighedMerge | None:
-    """Return the merge that a plan takes, if it takes one."""
-    taken = [one.targets for one in plan.taken if one.lever == "merge"]
-    return next((one for one in offers if _names(one.merge) in taken), None)
+def taken_merges(plan: LeverPlan, offers: Iterable[WeighedMerge]) -> list[WeighedMerge]:
+    """Return the merges that a plan takes, also those for which a group parts first."""
+    taken = [one.targets for one in plan.taken if one.lever in ("merge", "part")]
+    return [one for one in offers if _targets(one) in taken]
+
+
+def _after_parting(free: Sequence[Group], num_tokens: int, policy: Policy) -> list[WeighedMerge]:
+    """Return a merge for each group that is too small, with those that it would part into."""
+    found = []
+    for group in free:
+        if group.max_tokens >= num_tokens or not (lower := degrees_below(group, policy.scale_down_free)):
+            continue
+        parts = parts_of(group, lower[0])
+        merges = merges_for([*(one for one in free if one is not group), *parts], num_tokens, policy.max_tp)
+        with_parts = (one for one in merges if {*_names(one)} & {*group.instances})
+        found += [WeighedMerge(one, levelled(one, policy.most_loss), group) for one in [*with_parts][:1]]
+    return found
+
+
+def _targets(one: WeighedMerge) -> list[str]:
+    return list(one.parting.instances) if one.parting else _names(one.merge)
 
 
 def weigh_part(
@@ -103,14 +125,21 @@ def weigh_part(
     return weigh(situation)[-1]
 
 
-def weigh_pressure(groups: Sequence[Group], policy: Policy, costs: LeverCosts = NO_COSTS) -> list[LeverPlan]:
+def weigh_pressure(
+    groups: Sequence[Group], policy: Policy, costs: LeverCosts = NO_COSTS, copies: Copies | None = None
+) -> list[LeverPlan]:
     """Weigh what to do for instances of one model in which requests wait for KV blocks."""
     if not groups:
         return []
-    instances = [serving(group, policy) for group in groups]
-    return weigh(
-        LeverSituation(model=groups[0].model, instances=instances, objectives=objectives(policy), costs=costs)
+    situation = LeverSituation(
+        model=groups[0].model,
+        instances=[serving(group, policy) for group in groups],
+        spares=copies.spares if copies else (),
+        no_spare=copies.refusal if copies else "",
+        objectives=objectives(policy),
+        costs=costs,
     )
+    return weigh(situation)
 
 
 def learn_speeds(costs: LeverCosts, groups: Iterable[Group]) -> LeverCosts:
@@ -212,11 +241,15 @@ def _rungs(group: Group, wished: Precision) -> list[SwapRung]:
     return found
 
 
-def _offer(one: WeighedMerge) -> MergeOffer:
+def _offer(one: WeighedMerge, num_tokens: int) -> MergeOffer:
     merge, common = one.merge, one.common
     tokens = merge.groups[0].block_tokens
     kv_tokens = sum(group.kv_tokens or group.max_tokens for group in merge.groups)
     change = common if isinstance(common, CommonShape) else None
+    missing, speed = merge.missing(num_tokens), sum(group.tokens_per_s for group in merge.groups)
+    refusal = common if isinstance(common, str) else ""
+    if missing and not speed:
+        refusal = f"its members hold {merge.used_tokens} tokens, of {merge.kv_tokens_after} that it would"
     return MergeOffer(
         instances=tuple(_names(merge)),
         tp_before=merge.groups[0].tp,
@@ -224,9 +257,12 @@ def _offer(one: WeighedMerge) -> MergeOffer:
         load=sum(group.load for group in merge.groups),
         blocks=(min(group.kv_at(merge.tp) for group in merge.groups) - kv_tokens) // tokens,
         are_neighbours=merge.are_neighbours,
+        holds=max(1, (merge.kv_tokens_after - merge.used_tokens) // num_tokens),
+        room_s=missing / speed if missing and speed else 0.0,
+        parted=one.parting.instances if one.parting else (),
         halves=max(map(len, change.orders)) if change else 0,
         loss=change.loss if change else 0.0,
-        refusal=common if isinstance(common, str) else "",
+        refusal=refusal,
     )
 
 

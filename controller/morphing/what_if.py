@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from bus.deployments import WeighLevers
 from bus.levers import LeverPlan
 from bus.policy import Policy
+from controller.morphing.copies import Copies
 from controller.morphing.groups import Group
 from controller.morphing.parallelism import degrees_below
 from controller.morphing.track import Waiting
@@ -23,6 +24,7 @@ def what_if(
     policy: Policy,
     costs: LeverCosts,
     at_s: float,
+    copies: Mapping[str, Copies] | None = None,
 ) -> list[LeverPlan]:
     """Return the plans for what waits and for the requests that the order adds. Nothing is remembered.
 
@@ -39,7 +41,7 @@ def what_if(
             of_model = _spread(order, [_at_full_speed(group, costs) for group in of_model])
         if long:
             plans.append(weigh_long(of_model, of_model, of_model, long, rules, at_s - long.since_s, costs)[0])
-        plans += weigh_pressure(of_model, rules, costs)
+        plans += weigh_pressure(of_model, rules, costs, (copies or {}).get(model))
         for group in of_model if long is None else []:
             if lower := degrees_below(group, policy.scale_down_free):
                 plans.append(weigh_part(of_model, group, lower, rules, costs))

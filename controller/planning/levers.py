@@ -7,17 +7,19 @@ request-seconds of `controller.planning.options`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from heapq import heapify, heapreplace
 from itertools import product
 from typing import Final
 
 from bus.levers import NEVER_S, LeverName, LeverOption, LeverPlan
 from bus.policy import RELIEF_SHARE, share_for
-from controller.planning.options import merge, move, part, resize, room, stay, swap, swap_for_long
+from controller.planning.options import merge, more, move, part, resize, room, stay, swap, swap_for_long
 from controller.planning.situation import LeverSituation, LongNeed, PartOffer, ServingInstance
 
 MARGIN: Final = 0.25  # a lever must gain so much more than its price: predictions err
-NO_COPIES: Final = "a copy of a model is deployed by order only (`instar deploy`)"
+NO_COPIES: Final = "only a deployment can be copied (`instar deploy`)"
+HOLDS_NO_MORE: Final = "one instance more holds no longer request"
 ONLY_FOR_LONG: Final = "groups are made for long requests only"
 
 
@@ -31,6 +33,8 @@ def weigh(situation: LeverSituation) -> list[LeverPlan]:
         for option in plan.taken:
             if option.lever == "move":
                 free[option.targets[1]] -= option.blocks
+            elif option.lever == "more":
+                situation = replace(situation, spares=(), no_spare=f"{one.name} takes {option.targets[0]}")
         plans.append(plan)
     groups = dict.fromkeys(offer.instances for offer in situation.parts)
     plans += [
@@ -42,39 +46,91 @@ def weigh(situation: LeverSituation) -> list[LeverPlan]:
 # ------------------------------------------------------------------------------------- a long request
 
 
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """An option that serves long requests: how many at a time, and how long each runs there."""
+
+    option: LeverOption
+    holds: int
+    runs_s: float
+
+
 def _for_long(situation: LeverSituation, long: LongNeed) -> LeverPlan:
+    """Weigh the queue, a swap and merges, for several requests also several of them at once."""
+    costs, slo_s = situation.costs, situation.objectives.ttft_slo_s
+    queue = LeverOption(lever="queue", targets=[], duration_s=long.queue_s, basis="measured")
     found = [
-        LeverOption(lever="queue", targets=[], duration_s=long.queue_s, basis="measured"),
-        *([swapped] if (swapped := swap_for_long(situation, long)) else []),
-        *(merge(situation, offer) for offer in situation.merges),
+        (queue, 1),
+        *([(swapped, 1)] if (swapped := swap_for_long(situation, long)) else []),
+        *((merge(situation, offer), offer.holds) for offer in situation.merges),
     ]
-    options = [replace(one, cost_s=long.count * one.duration_s + one.price_s) for one in found]
+    highest, speed = max((one.tp for one in situation.instances), default=1), _speed_alone(situation)
+    servers = [
+        _Server(one, holds, long.tokens / speed / costs.speed(max(one.tp, 1) if one.targets else highest)[0])
+        for one, holds in found
+        if not one.refusal
+    ]
 
-    def is_late(option: LeverOption) -> bool:
-        return long.waited_s + option.duration_s > situation.objectives.ttft_slo_s
+    def outcome(chosen: Sequence[_Server]) -> tuple[float, float]:
+        """Return the longest wait and the cost of what is taken beside the queue."""
+        waits = _waits(long.count, [servers[0], *(one for one in chosen if one is not servers[0])])
+        return max(waits), sum(waits) + sum(one.option.price_s for one in chosen)
 
-    best = min(
-        (one for one in options if not one.refusal),
-        key=lambda one: (is_late(one), one.cost_s + MARGIN * one.price_s),
-    )
+    def key(chosen: Sequence[_Server]) -> tuple[bool, float, int]:
+        """Return the order of sets: that meet the objective, of less cost, of fewer workers."""
+        wait_s, cost_s = outcome(chosen)
+        margin_s = MARGIN * sum(one.option.price_s for one in chosen)
+        tp = sum(one.option.tp for one in chosen)
+        return long.waited_s + wait_s > slo_s, round(cost_s + margin_s, 6), tp
+
+    def grown(chosen: list[_Server]) -> list[_Server]:
+        """Return the set with others beside it, as long as that is better."""
+        there = {name for one in chosen for name in one.option.targets}
+        more = ([*chosen, one] for one in servers[1:] if not there & {*one.option.targets})
+        better = min(more, key=key, default=chosen)
+        return grown(better) if len(better) <= long.count and key(better) < key(chosen) else chosen
+
+    taken = min([[servers[0]], *(grown([one]) for one in servers[1:])], key=key)
+    wait_s, cost_s = outcome(taken)
+    shown = {id(one): replace(one.option, cost_s=outcome([one])[1]) for one in servers}
+    best = [shown[id(one)] for one in taken]
     several = f"{long.count} requests of up to {long.tokens} tokens wait"
     return _plan(
         situation.model,
-        best.targets[0] if best.targets else situation.model,
+        best[0].targets[0] if best[0].targets else situation.model,
         f"{several if long.count > 1 else f'a request of {long.tokens} tokens waits'} that no instance holds",
-        [*options, _refused("more", NO_COPIES)],
-        [best],
-        cost_s=best.cost_s,
-        wait_s=best.duration_s,
-        meets=not is_late(best),
+        [*shown.values(), *(one for one, _ in found if one.refusal), _refused("more", HOLDS_NO_MORE)],
+        best,
+        cost_s=cost_s,
+        wait_s=wait_s,
+        meets=not key(taken)[0],
     )
+
+
+def _speed_alone(situation: LeverSituation) -> float:
+    """Return the tokens per second of a worker alone: by the costs, or more if one does more now."""
+    costs = situation.costs
+    seen = (one.tokens_per_s / costs.speed(one.tp)[0] for one in situation.instances)
+    return max([costs.tokens_per_s(1)[0], *seen])
+
+
+def _waits(count: int, servers: Sequence[_Server]) -> list[float]:
+    """Return how long each of `count` requests waits if it takes the first place that comes free."""
+    places = [(one.option.duration_s, i) for i, one in enumerate(servers) for _ in range(one.holds)]
+    heapify(places)
+    waits = []
+    for _ in range(count):
+        free_s, i = places[0]
+        heapreplace(places, (free_s + servers[i].runs_s, i))
+        waits.append(min(NEVER_S, free_s))
+    return waits
 
 
 # ------------------------------------------------------------------------------------- pressure
 
 
 def _for_pressure(situation: LeverSituation, one: ServingInstance, free: Mapping[str, int]) -> LeverPlan:
-    """Weigh resize, moves and a swap for what is still missing, in all combinations."""
+    """Weigh resize, moves, a swap and an instance more for what is still missing, in all combinations."""
     queue_s = one.queue_s(one.missing)
     queue = LeverOption(lever="queue", targets=[one.name], duration_s=queue_s, basis=one.speed_basis)
     queue = replace(queue, cost_s=one.waiting * queue_s / 2)
@@ -89,7 +145,9 @@ def _for_pressure(situation: LeverSituation, one: ServingInstance, free: Mapping
     is_late, (_, cost_s) = key(taken)[0], _outcome(one, taken)
     alone = [replace(each[0], cost_s=_outcome(one, each)[1]) for each in sets if len(each) == 1]
     taken = [replace(each, cost_s=_outcome(one, [each])[1]) for each in taken]
-    refused = [_refused("merge", ONLY_FOR_LONG), _refused("more", NO_COPIES)]
+    refused = [_refused("merge", ONLY_FOR_LONG)]
+    if not situation.spares:
+        refused.append(_refused("more", situation.no_spare or NO_COPIES))
     if not any(each.lever == "move" for chosen in sets for each in chosen):
         refused.append(_refused("move", "no other instance has KV blocks to spare"))
     return _plan(
@@ -107,18 +165,22 @@ def _for_pressure(situation: LeverSituation, one: ServingInstance, free: Mapping
 def _sets(
     situation: LeverSituation, one: ServingInstance, free: Mapping[str, int]
 ) -> Iterator[list[LeverOption]]:
-    """Yield the sets of levers beside the queue; a swap is for what the others leave missing."""
-    levers = (resize(situation, one), move(one, free))
+    """Yield the sets of levers beside the queue: each is for what those before it leave missing."""
+    levers, added = (resize(situation, one), move(one, free)), more(situation, one)
     for grown, moved in product(*([[], each] if each else [[]] for each in levers)):
         chosen = [*grown, *moved]
         left = one.missing - sum(option.blocks for option in chosen)
         if chosen:
             yield chosen
+        if added and left > 0:
+            yield [*chosen, *added]
         wait_s = max(one.oldest_wait_s, one.queue_s(one.missing))
         wanted = share_for(wait_s, situation.objectives.ttft_slo_s)
         share = max(RELIEF_SHARE, wanted) if one.load else 1.0
         if left > 0 and (swapped := swap(situation, one, left, share)):
             yield [*chosen, swapped]
+            if added and left > swapped.blocks:
+                yield [*chosen, swapped, *added]
 
 
 def _outcome(one: ServingInstance, chosen: Sequence[LeverOption]) -> tuple[float, float]:

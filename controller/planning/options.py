@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from bus.levers import CostBasis, LeverOption
+from bus.levers import NEVER_S, CostBasis, LeverOption
 from controller.planning.lever_costs import CONNECT_S, MOVE_S
 from controller.planning.situation import (
     LeverSituation,
@@ -40,7 +40,10 @@ def swap_for_long(situation: LeverSituation, long: LongNeed) -> LeverOption | No
 
 
 def merge(situation: LeverSituation, offer: MergeOffer) -> LeverOption:
-    """Return the option: its members stand still, and the whole cluster gets less done while the group is."""
+    """Return the option: its members stand still, and the whole cluster gets less done while the group is.
+
+    Where a group parts first, that is the lever, and all that follows is in its price.
+    """
     costs, shape = situation.costs, list(offer.instances)
     if offer.refusal:
         return LeverOption(lever="merge", targets=shape, refusal=offer.refusal)
@@ -48,7 +51,7 @@ def merge(situation: LeverSituation, offer: MergeOffer) -> LeverOption:
     speed, basis = costs.speed(offer.tp)
     alone = costs.speed(offer.tp_before)[0] * len(offer.instances)
     connect_s = 0.0 if offer.are_neighbours else CONNECT_S
-    stalled_s = kind.stalled_s + offer.halves * half.stalled_s
+    stalled_s = kind.stalled_s + offer.halves * half.stalled_s + (undo.stalled_s if offer.parted else 0.0)
     worker = costs.speeds.get(1, 0.0)
     price_s = (
         (stalled_s + undo.stalled_s) * offer.load
@@ -56,15 +59,19 @@ def merge(situation: LeverSituation, offer: MergeOffer) -> LeverOption:
         + _price_of_loss(offer.loss, offer.load, situation.objectives)
     )
     return LeverOption(
-        lever="merge",
-        targets=shape,
-        tp=offer.tp,
+        lever="part" if offer.parted else "merge",
+        targets=list(offer.parted) or shape,
+        tp=offer.tp_before if offer.parted else offer.tp,
         blocks=offer.blocks,
         tokens_per_s=round((speed - alone) * worker, 1),
         loss=offer.loss,
         stalled_s=stalled_s,
         nbytes=round(kind.nbytes + offer.halves * half.nbytes),
-        duration_s=costs.seconds("merge") + connect_s + costs.seconds("swap", offer.halves),
+        duration_s=min(NEVER_S, offer.room_s)
+        + costs.seconds("merge")
+        + connect_s
+        + (costs.seconds("part") if offer.parted else 0.0)
+        + costs.seconds("swap", offer.halves),
         price_s=price_s,
         basis=_weaker(kind.basis, basis),
     )
@@ -138,6 +145,26 @@ def move(one: ServingInstance, free: Mapping[str, int]) -> list[LeverOption]:
         )
         left -= taken
     return found
+
+
+def more(situation: LeverSituation, one: ServingInstance) -> list[LeverOption]:
+    """Return the option: an instance more, like the smallest there is, to which queued requests go."""
+    if not situation.spares:
+        return []
+    kind, (speed, _) = situation.costs.kinds["load"], situation.costs.tokens_per_s(1)
+    blocks = min(each.blocks for each in situation.instances)
+    moved = one.waiting * min(1.0, blocks / max(1, one.missing))
+    option = LeverOption(
+        lever="more",
+        targets=[situation.spares[0]],
+        blocks=blocks,
+        tokens_per_s=round(speed, 1),
+        nbytes=round(kind.nbytes),
+        duration_s=situation.costs.seconds("load") + MOVE_S,
+        price_s=MOVE_S * moved,
+        basis=kind.basis,
+    )
+    return [option]
 
 
 def room(one: ServingInstance, objectives: Objectives) -> int:

@@ -73,6 +73,9 @@ class MergeOffer:
     load: float
     blocks: int = 0  # gained
     are_neighbours: bool = True
+    holds: int = 1  # long requests at a time
+    room_s: float = 0.0  # until what its members hold leaves room for the first of them
+    parted: tuple[str, ...] = ()  # members that are a group too small for it, and part first
     halves: int = 0  # that a member swaps before, at most, so that all layers are alike
     loss: float = 0.0  # by that
     refusal: str = ""
@@ -116,6 +119,8 @@ class LeverSituation:
     long: LongNeed | None = None
     merges: Sequence[MergeOffer] = ()
     parts: Sequence[PartOffer] = ()
+    spares: Sequence[str] = ()  # workers on which nothing runs, that could serve the model once more
+    no_spare: str = ""  # why there are none
     objectives: Objectives = field(default_factory=Objectives)
     costs: LeverCosts = field(default_factory=LeverCosts)
 

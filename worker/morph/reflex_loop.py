@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from bus.clock import now_ms
 from bus.messages import Event, Number
 from bus.morphs import Cause, HalfOrder, Morph, MorphReport, Resize, Swap
-from bus.policy import NEWS_S, Envelope, Policy
+from bus.policy import MOVES_S, NEWS_S, Envelope, Policy
 from bus.precisions import LOWEST, PRECISIONS, Precision
 from worker.distributed.messages import MemberLoad
 from worker.morph import reflex, sizing
@@ -257,16 +257,19 @@ class ReflexLoop:
 
     def load(self, target: ReflexTarget, found: Reflex | None) -> Load:
         """Add up what runs and waits at all members of the instance, and what waits at gateways."""
-        at_s, floor, expected = self._clock(), LOWEST, 0
+        at_s, floor, expected, moved = self._clock(), LOWEST, 0, 0
         if found and at_s < found.granted_s + NEWS_S:
             floor, expected = found.envelope.floor or LOWEST, found.envelope.expected_blocks
+        if found and at_s < found.granted_s + MOVES_S:
+            moved = found.envelope.moved_blocks
         members = target.loads()
+        used = sum(each.used for each in members)
         refused = [floor, *(each.floor_refused for each in members)]
         return Load(
             at_s=at_s,
             kv_blocks=target.kv_blocks,
-            kv_used=sum(each.used for each in members),
-            kv_needed=sum(each.needed for each in members),
+            kv_used=used,
+            kv_needed=max(used, sum(each.needed for each in members) - moved),
             running=sum(each.running for each in members),
             waiting=sum(each.waiting for each in members),
             wanting_s=max(each.wanting_s for each in members),

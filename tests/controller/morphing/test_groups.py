@@ -16,7 +16,7 @@ from controller.morphing.groups import Group, groups_of
 from controller.morphing.parallelism import Merge, degrees_below
 from controller.morphing.resting import Rest
 from controller.morphing.track import Waiting
-from controller.morphing.weighing import taken_merge, weigh_long
+from controller.morphing.weighing import WeighedMerge, taken_merges, weigh_long
 from tests.support.parallelism_groups import TOKENS_AT, group, live, metrics_for, singles, worker_card
 
 # --------------------------------------------------------------------------- scale-up
@@ -30,11 +30,15 @@ def merge(groups: list[Group], num_tokens: int, max_tp: int = 0) -> Merge:
 
 def decide_scale_up(groups: list[Group], num_tokens: int, max_tp: int = 0) -> Merge | None:
     """The merge that the planner takes for a request that has lost its patience."""
+    found = weighed(groups, num_tokens, max_tp)
+    return found.merge if found and not found.parting else None
+
+
+def weighed(groups: list[Group], num_tokens: int, max_tp: int = 0) -> WeighedMerge | None:
     policy = Policy(max_tp=max_tp).in_force()
     assert policy is not None
     plan, offers = weigh_long(groups, groups, groups, Waiting(num_tokens, 1, 3, 0.0, 0.0), policy, 60.0)
-    found = taken_merge(plan, offers)
-    return found.merge if found else None
+    return next(iter(taken_merges(plan, offers)), None)
 
 
 def decide_scale_down(group: Group, free_share: float) -> int | None:
@@ -74,6 +78,16 @@ def test_unlike_instances_do_not_become_one() -> None:
     assert decide_scale_up([group("w0"), group("w1", model="other")], 300) is None
     assert decide_scale_up([group("w0", device="H100"), group("w1", device="L4")], 300) is None
     assert decide_scale_up([group("w0"), group("w1", tokens_at={1: 100})], 300) is None
+
+
+def test_a_group_that_is_too_small_parts_to_become_a_larger_one_with_others() -> None:
+    small = group("w0", "w1", used=50, own_tokens=(30, 20))
+    found = weighed([small, *singles(2, 3)], 1000)
+    assert found is not None and found.parting == small
+    assert (found.merge.tp, found.merge.workers) == (4, ["w0", "w1", "w2", "w3"])
+    assert [one.used_tokens for one in found.merge.groups] == [30, 20, 0, 0]
+    assert weighed([replace(small, used_tokens=250), *singles(2, 3)], 1000) is None  # less than half is free
+    assert weighed([replace(small, longest_tokens=300), *singles(2, 3)], 1000) is None  # a long one runs
 
 
 def test_what_lies_in_the_caches_is_reckoned_with() -> None:

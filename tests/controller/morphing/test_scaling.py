@@ -33,13 +33,13 @@ class Hand:
         self.decisions: list[tuple[float, MorphDecision]] = []
 
     def demand(
-        self, tokens: int, times: int = 1, gateway: str = "g", model: str = "m"
+        self, tokens: int, times: int = 1, gateway: str = "g", model: str = "m", count: int = 1
     ) -> MorphDecision | None:
         """The last decision of these tellings."""
         found = None
         for _ in range(times):
             self.at_s += TOLD_S
-            told = Demand(gateway=gateway, model=model, tokens=tokens, count=1, at_ms=0)
+            told = Demand(gateway=gateway, model=model, tokens=tokens, count=count, at_ms=0)
             self.state = hear(self.state, told, self.at_s)
             self.state, made = scale_up(self.state, self.groups, self.policy, self.at_s, FRESHNESS)
             found = self._send(made) or found
@@ -129,12 +129,75 @@ def test_a_demand_that_is_not_repeated_is_over() -> None:
 
 
 def test_demands_of_several_gateways_ask_for_the_longest() -> None:
-    hand = Hand(*singles(*range(8)))
+    hand = Hand(*singles(*range(4)))
     for _ in range(4):
         hand.demand(300, gateway="g1")
         hand.demand(1000, gateway="g2")
     ((_, found),) = hand.decisions
     assert (found.tp, found.numbers["waiting"]) == (4, 2)
+
+
+def test_several_requests_get_a_group_each_where_that_costs_less_than_to_wait_in_turn() -> None:
+    hand = Hand(*singles(*range(8)), max_tp=2)
+    hand.demand(300, times=3, count=3)
+    assert [set(one.epochs) for _, one in hand.decisions] == [{"w0", "w1"}, {"w2", "w3"}, {"w4", "w5"}]
+    assert "a request of 300 tokens waits (the longest of 3)" in hand.decisions[0][1].reason
+    busy = Hand(*singles(*range(8), load=6.0, tokens_per_s=3000.0), max_tp=2)
+    busy.demand(300, times=3, count=3)
+    assert len(busy.decisions) == 1  # more groups would slow down more requests than wait
+
+
+def test_short_requests_keep_an_instance_beside_several_groups() -> None:
+    hand = Hand(*singles(*range(4)))
+    hand.window()  # when they had load last
+    hand.groups = [replace(one, load=0.1) for one in hand.groups]
+    hand.window()
+    hand.demand(300, times=3, count=2)
+    assert len(hand.decisions) == 1
+
+
+def test_members_keep_their_layers_from_the_first_telling_on() -> None:
+    """Else a reflex swaps some meanwhile, or runs a morph that a transform would have to wait for."""
+    hand = Hand(*singles(*range(8)))
+    assert hand.demand(1000) is None
+    assert hand.state.reshaping(hand.at_s) == {f"m@{worker}" for worker in FOUR}
+    hand.pass_s(2.0)
+    assert not hand.state.reshaping(hand.at_s)
+
+
+def test_members_that_morph_by_themselves_keep_their_layers_and_are_waited_for() -> None:
+    """Where some worker always swapped, no group would be made."""
+    hand = Hand(*singles(0, 1))
+    told = MorphReport(
+        id="r1", kind="swap", target="m@w1", worker="w1", epoch=1, state="running", reason="", started_ms=0
+    )
+    hand.state = observe(hand.state, told, hand.at_s)
+    assert hand.demand(300, times=5) is None
+    assert hand.state.reshaping(hand.at_s) == {"m@w0", "m@w1"}
+    hand.state = observe(hand.state, replace(told, state="applied"), hand.at_s)
+    found = hand.demand(300)
+    assert found is not None and found.lever == "scale_up"
+
+
+def test_workers_whose_caches_are_full_become_a_group_when_there_is_room_and_may_swap_until_then() -> None:
+    hand = Hand(*singles(0, 1, used=95, tokens_per_s=50.0))
+    assert hand.demand(300, times=4) is None and not hand.state.reshaping(hand.at_s)
+    hand.groups = singles(0, 1, used=40)
+    found = hand.demand(300)
+    assert found is not None and found.lever == "scale_up"
+
+
+def test_a_group_that_is_too_small_for_what_waits_parts_and_a_larger_one_is_made() -> None:
+    """Else it would stay while something waits, and nothing could be merged with it."""
+    hand = Hand(group("w0", "w1"), *singles(2, 3))
+    assert hand.demand(1000, times=2) is None
+    found = hand.demand(1000)
+    assert found is not None and (found.lever, found.tp, found.cause) == ("scale_down", 1, "long_request")
+    assert found.reason.startswith("a request of 1000 tokens waits, which needs a larger group than this one")
+    hand.answer()
+    hand.pass_s(5.0)
+    found = hand.demand(1000, times=3)
+    assert found is not None and (found.lever, found.tp) == ("scale_up", 4)
 
 
 def test_one_group_is_made_at_a_time() -> None:

@@ -127,7 +127,7 @@ def test_up_and_down_are_kinds_of_their_own_and_a_group_is_held_in_between() -> 
         report("swap", 1.0, halves_applied=0),
         transform(2, 2, 1.0),
         report("transform", 1.0, tp_before=1, tp_after=2, layers=8, layers_done=3),
-        report("deploy", 1.0),
+        report("retire", 1.0),
     ],
 )
 def test_a_morph_that_changed_nothing_says_nothing(useless: MorphReport) -> None:
@@ -150,3 +150,9 @@ def test_the_throughput_of_an_instance_is_assumed_until_one_was_busy() -> None:
     assert alone.tokens_per_s(1) == (200.0, "measured")
     assert alone.tokens_per_s(2) == (200 * GROUP_SPEED[2], "assumed")
     assert observe_speed(alone, 2, 250.0).tokens_per_s(2) == (250.0, "measured")
+
+
+def test_the_time_to_load_an_instance_is_that_of_the_last_deployments() -> None:
+    costs = observe_cost(LeverCosts(), report("deploy", 4.0, bytes_copied=1000))
+    assert (costs.kinds["load"].duration_s, costs.kinds["load"].basis) == (4.0, "measured")
+    assert observe_cost(costs, report("deploy", 9.0, "failed")) == costs

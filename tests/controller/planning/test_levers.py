@@ -135,6 +135,33 @@ def test_the_rate_between_waiting_and_loss_is_the_policys() -> None:
     )
 
 
+def test_an_instance_more_is_taken_where_the_queue_takes_longer_than_its_loading() -> None:
+    """30 blocks come free in 60 s, and a free worker serves in 10 s."""
+    slow = pressed(tokens_per_s=8.0, rungs=())
+    found = plan(slow, spares=("w5", "w6"))
+    assert taken(found) == [("more", ["w5"], 100)]
+    (more,) = found.taken
+    assert (more.duration_s, more.price_s, more.basis) == (10.1, 0.4, "assumed")
+    assert found.wait_s == 10.1 and "more w5 " in found.reason
+    assert taken(plan(pressed(tokens_per_s=80.0, rungs=()), spares=("w5",)))[0][0] == "queue"
+    assert taken(plan(pressed(tokens_per_s=8.0), spares=("w5",)))[0][0] == "swap"  # it is there at once
+    assert "more: not possible, no worker is free" in plan(slow, no_spare="no worker is free").reason
+
+
+def test_what_a_swap_leaves_missing_is_for_an_instance_more() -> None:
+    found = plan(pressed(tokens_per_s=8.0, loss_left=0.0003), spares=("w5",))
+    assert {one[0]: one[2] for one in taken(found)} == {"swap": 15, "more": 100}
+
+
+def test_one_worker_is_counted_on_once() -> None:
+    slow: dict[str, Any] = {"tokens_per_s": 8.0, "rungs": ()}
+    both = weigh(
+        LeverSituation(model="m", instances=[pressed(**slow), pressed("m@w1", **slow)], spares=("w5",))
+    )
+    assert [taken(one)[0][0] for one in both] == ["more", "queue"]
+    assert "more: not possible, m@w0 takes w5" in both[1].reason
+
+
 def test_an_instance_where_nothing_waits_has_no_need() -> None:
     assert weigh(LeverSituation(model="m", instances=[instance(needed=130)])) == []
 
@@ -182,6 +209,55 @@ def test_groups_of_idle_and_neighbouring_workers_cost_less() -> None:
     assert chosen(offer("w0", "w1", halves=40, load=2.0), offer("w2", "w3", load=2.0)) == ["m@w2", "m@w3"]
     refused = plan(*there, long=LongNeed(tokens=4000), merges=[offer("w0", "w1", refusal="no room")])
     assert refused.taken[0].lever == "queue" and "merge: not possible, no room" in refused.reason
+
+
+def test_several_requests_get_several_groups_where_waiting_in_turn_would_cost_more() -> None:
+    there = [instance(f"m@w{number}", rungs=()) for number in range(4)]
+
+    def chosen(count: int, *merges: MergeOffer, speed: float = 400.0) -> list[list[str]]:
+        long, costs = LongNeed(tokens=4000, count=count), LeverCosts(speeds={1: speed})
+        found = plan(*there, long=long, merges=merges, costs=costs)
+        return [one.targets for one in found.taken]
+
+    two = offer("w0", "w1"), offer("w2", "w3")
+    assert chosen(1, *two) == [["m@w0", "m@w1"]]
+    assert chosen(2, *two) == [["m@w0", "m@w1"], ["m@w2", "m@w3"]]
+    assert chosen(2, *two, speed=1e6) == [["m@w0", "m@w1"]]  # the first is over at once
+    four = offer("w0", "w1", "w2", "w3", holds=2)
+    assert chosen(2, two[0], four) == [["m@w0", "m@w1", "m@w2", "m@w3"]]
+
+
+def test_a_group_under_pressure_is_made_when_its_members_have_room() -> None:
+    there, long = [instance(rungs=())], LongNeed(tokens=4000)
+    full = offer("w0", "w1", room_s=3.0)
+    found = plan(*there, long=long, merges=[full])
+    assert (taken(found)[0][0], found.wait_s, found.meets) == ("merge", 4.0, False)
+    assert plan(*there, long=long, merges=[full, offer("w2", "w3")]).taken[0].targets == ["m@w2", "m@w3"]
+
+
+def test_a_group_that_parts_first_takes_longer() -> None:
+    there, long = [instance(rungs=())], LongNeed(tokens=4000)
+    found = plan(*there, long=long, merges=[offer("w0", "w1", "w2", "w3", parted=("m@w0", "m@w1"))])
+    (part,) = found.taken
+    assert (part.lever, part.targets, part.tp, part.duration_s) == ("part", ["m@w0", "m@w1"], 1, 2.0)
+
+
+@given(
+    st.integers(1, 6),
+    st.floats(0, 200),
+    st.lists(st.tuples(st.integers(0, 5), st.floats(0, 9), st.integers(1, 3)), max_size=5),
+)
+def test_what_is_taken_for_long_requests_costs_no_more_than_the_best_single_lever(
+    count: int, queue_s: float, rows: list[tuple[int, float, int]]
+) -> None:
+    by_place = {i: offer(f"w{i}", f"w{i + 1}", load=load, holds=holds) for i, load, holds in rows}
+    merges = list(by_place.values())
+    found = plan(instance(rungs=()), long=LongNeed(tokens=4000, count=count, queue_s=queue_s), merges=merges)
+    targets = [name for one in found.taken for name in one.targets]
+    assert len(targets) == len({*targets})
+    possible = [one for one in found.options if not one.refusal]
+    if not found.meets:
+        assert found.cost_s <= min(one.cost_s + MARGIN * one.price_s for one in possible) + 1e-3
 
 
 # ------------------------------------------------------------------------------------- no long request

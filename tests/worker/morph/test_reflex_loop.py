@@ -11,7 +11,7 @@ import pytest
 
 from bus.messages import Event, LayerShape
 from bus.morphs import Swap
-from bus.policy import NEWS_S, Envelope, Mode, Policy
+from bus.policy import MOVES_S, NEWS_S, Envelope, Mode, Policy
 from bus.precisions import PRECISIONS, Precision
 from tests.support.engine_toys import continuation, request
 from tests.support.morph_toys import Rig
@@ -283,6 +283,22 @@ def test_an_instance_without_int8_goes_down_and_back_and_up_to_a_floor() -> None
         made.rig.check_integrity()
     finally:
         made.rig.close()
+
+
+def test_no_loss_is_taken_for_what_moves_elsewhere_unless_it_is_still_here_soon(clocked: Clocked) -> None:
+    clocked.grant()
+    clocked.flood()
+    clocked.rig.engine.step()
+    needed = clocked.loop.load(clocked.loop._morphs.targets["toy@w0"], clocked.loop.of("toy@w0")).kv_needed
+    blocks = clocked.rig.cache.num_blocks
+    clocked.grant(moved_blocks=needed - blocks // 2)
+    assert needed > blocks
+    clocked.step(4)
+    assert clocked.shape == [FULL] * 4 and not clocked.events
+    clocked.at_s += MOVES_S
+    clocked.step(4)
+    assert clocked.events[0].numbers["kv_needed"] > blocks and clocked.shape != [FULL] * 4
+    clocked.finish()
 
 
 def test_a_forecast_brings_blocks_ahead_and_is_over_unless_it_is_repeated(clocked: Clocked) -> None:

@@ -1,0 +1,124 @@
+"""More and fewer instances of a model: copies of its deployment, for as long as they are needed. Pure.
+
+A copy is made on a worker on which nothing runs, if the planner takes that for several windows. It is retired
+when the others have had room for all requests for a while, and at once when something else waits for a place.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from bus.deployments import DeployModel, Intent, RetireModel
+from bus.levers import LeverPlan
+from bus.messages import Number
+from bus.policy import Policy
+from controller.morphing.decision import costs_of, weighed
+from controller.morphing.groups import Group
+from controller.planning.lever_costs import LeverCosts
+
+AGAIN_S: Final = 5.0  # until an order shows in the records
+HOLD_TIMES: Final = 10  # a copy is kept for so many times as long as it took to load, after its last use
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copies:
+    """A deployment that can be copied, the workers free for that, and its copies.
+
+    made: by instance the deployment of each copy that serves. unwanted: copies that must go at once, with the
+    reason. refusal: why none can be made.
+    """
+
+    original: str = ""
+    intent: Intent = field(default_factory=Intent)
+    spares: tuple[str, ...] = ()
+    made: Mapping[str, str] = field(default_factory=dict)
+    unwanted: Mapping[str, str] = field(default_factory=dict)
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyState:
+    """How many windows in a row took a copy, by model, and since when each copy is not needed.
+
+    ordered_s: the last order for a copy of each model, and to retire each copy.
+    """
+
+    wanted: Mapping[str, int] = field(default_factory=dict)
+    unneeded_s: Mapping[str, float] = field(default_factory=dict)
+    ordered_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyDecision:
+    """An order to deploy a copy or to retire one."""
+
+    order: DeployModel | RetireModel
+    subject: str
+    reason: str
+    numbers: Mapping[str, Number]
+
+
+def adjust(
+    state: CopyState,
+    plans: Iterable[LeverPlan],
+    groups: Sequence[Group],
+    copies: Mapping[str, Copies],
+    policy: Policy,
+    at_s: float,
+    costs: LeverCosts,
+) -> tuple[CopyState, list[CopyDecision]]:
+    """Judge one window. plans: what is taken for all instances under pressure."""
+    rules = policy.in_force()
+    if rules is None:
+        return CopyState(), []
+    pause_s = max(rules.cooldown_s, AGAIN_S)
+    ordered_s = {name: when for name, when in state.ordered_s.items() if at_s < when + pause_s}
+    made, wanted = list[CopyDecision](), dict[str, int]()
+    for plan in plans:
+        taken = [one for one in plan.taken if one.lever == "more"]
+        there = copies.get(plan.model)
+        if not taken or there is None or plan.model in ordered_s:
+            continue
+        wanted[plan.model] = state.wanted.get(plan.model, 0) + 1
+        if wanted[plan.model] >= rules.windows:
+            ordered_s[plan.model] = at_s
+            made.append(_more(plan, there, taken[0].targets[0]))
+    hold_s = max(rules.cooldown_s, HOLD_TIMES * costs.seconds("load"))
+    unneeded_s = dict[str, float]()
+    for model, there in copies.items():
+        going = dict(there.unwanted)
+        for instance, deployment in there.made.items():
+            if _is_unneeded(instance, model, groups, rules):
+                unneeded_s[instance] = since_s = state.unneeded_s.get(instance, at_s)
+                if at_s >= since_s + hold_s:
+                    why = f"the other instances have had room for all requests for {at_s - since_s:.0f} s"
+                    going.setdefault(deployment, why)
+        made += [_fewer(name, why) for name, why in going.items() if name not in ordered_s]
+        ordered_s |= {name: at_s for name in going if name not in ordered_s}
+    return CopyState(wanted=wanted, unneeded_s=unneeded_s, ordered_s=ordered_s), made
+
+
+def _more(plan: LeverPlan, there: Copies, worker: str) -> CopyDecision:
+    order = DeployModel(id=uuid.uuid4().hex[:12], name=plan.model, intent=there.intent, copies=there.original)
+    reason = f"{plan.need}: {there.original} is deployed once more, as {order.id}; {worker} is free"
+    return CopyDecision(
+        order=order, subject=plan.subject, reason=f"{reason}; {weighed(plan)}", numbers=costs_of(plan)
+    )
+
+
+def _fewer(deployment: str, why: str) -> CopyDecision:
+    order = RetireModel(id=uuid.uuid4().hex[:12], deployment=deployment)
+    return CopyDecision(order=order, subject=deployment, reason=f"{why}: {deployment} retires", numbers={})
+
+
+def _is_unneeded(instance: str, model: str, groups: Sequence[Group], rules: Policy) -> bool:
+    """Return True if nothing waits, and the other instances have room for what runs here too."""
+    of_model = [group for group in groups if group.model == model]
+    others = [group for group in of_model if group.instance != instance]
+    there = sum(group.kv_tokens or group.max_tokens for group in others)
+    used = sum(group.used_tokens + group.queued_tokens for group in of_model)
+    is_seen = len(others) < len(of_model)
+    return is_seen and used <= rules.kv_usage_low * there and all(group.waiting < 1 for group in of_model)
