@@ -18,7 +18,7 @@ and `QuantizedMatrix.input_order` says which input is where.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,7 +37,7 @@ from worker.model.quantized_sets import (
     pack_matrix,
 )
 from worker.model.ready_format import ReadyFormat
-from worker.model.sources import CheckpointWeights
+from worker.model.sources import PIECE_ELEMENTS, CheckpointWeights
 
 _WORD = 32
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is output _AWQ_ORDER[i] of its eight
@@ -93,18 +93,18 @@ class QuantizedCheckpoint(CheckpointWeights):
             if self.has(name) and bool(self.read(name).any()):
                 raise ModelError(f"{self.folder}: {name} is a bias that models of this family do not have")
 
-    def matrix(self, name: str) -> QuantizedMatrix:
-        """Read one matrix. Raises ModelError."""
-        return read_matrix(self, self.form, name, self._shapes[name], self.group)
+    def matrix(self, name: str, pause: Callable[[], object] = lambda: None) -> QuantizedMatrix:
+        """Read one matrix; `pause` as in `read_matrix`. Raises ModelError."""
+        return read_matrix(self, self.form, name, self._shapes[name], self.group, pause)
 
     @contextmanager
-    def opened(self, tensor: str) -> Iterator[Any]:
+    def opened(self, tensor: str, pause: Callable[[], object] = lambda: None) -> Iterator[Any]:
         """Yield a tensor to take rows of; of a quantised weight float32 [N, K]. Raises ModelError."""
         name = tensor.removesuffix(_WEIGHT)
         if name in self._shapes and tensor.endswith(_WEIGHT):
-            yield self.matrix(name).dense()
+            yield self.matrix(name, pause).dense()
         else:
-            with super().opened(tensor) as stored:
+            with super().opened(tensor, pause) as stored:
                 yield stored
 
     def stored(self, source: CheckpointTensor) -> Iterator[tuple[str, int]]:
@@ -136,18 +136,27 @@ def stored_shapes(form: ReadyFormat, shape: tuple[int, int], has_order: bool) ->
 
 
 def read_matrix(
-    ready: CheckpointWeights, form: ReadyFormat, name: str, shape: tuple[int, int], group: int
+    ready: CheckpointWeights,
+    form: ReadyFormat,
+    name: str,
+    shape: tuple[int, int],
+    group: int,
+    pause: Callable[[], object] = lambda: None,
 ) -> QuantizedMatrix:
-    """Read the matrix `name` of N x K = shape in groups of `group` inputs. Raises ModelError."""
+    """Read the matrix `name` of N x K = shape in groups of `group` inputs. Raises ModelError.
+
+    pause: called after each PIECE_ELEMENTS words, which the disk reads when they are unpacked.
+    """
     shapes = stored_shapes(form, shape, has_order=False)
     words = _read(ready, f"{name}.qweight", shapes["qweight"], torch.int32)
     zero_words = _read(ready, f"{name}.qzeros", shapes["qzeros"], torch.int32)
     scales = _read(ready, f"{name}.scales", shapes["scales"], None).half()
     if form.method == "awq":
-        codes, zeros = (_unpack(w, form.bits, 1, _AWQ_ORDER) for w in (words, zero_words))
+        codes, zeros = (_unpack(w, form.bits, 1, _AWQ_ORDER, pause) for w in (words, zero_words))
     else:
         in_order = tuple(range(_WORD // form.bits))
-        codes, zeros = _unpack(words, form.bits, 0, in_order), _unpack(zero_words, form.bits, 1, in_order)
+        codes = _unpack(words, form.bits, 0, in_order, pause)
+        zeros = _unpack(zero_words, form.bits, 1, in_order, pause)
     order = input_order(ready, form, name, shape[1])
     if order is not None:
         codes = codes[order.long()]
@@ -185,11 +194,17 @@ def input_order(ready: CheckpointWeights, form: ReadyFormat, name: str, inputs: 
     return order.int() if form.is_ordered else None
 
 
-def _unpack(words: torch.Tensor, bits: int, dim: int, order: tuple[int, ...]) -> torch.Tensor:
+def _unpack(
+    words: torch.Tensor, bits: int, dim: int, order: tuple[int, ...], pause: Callable[[], object]
+) -> torch.Tensor:
     """Unpack int32 words to uint8 codes along `dim`; piece i of a word is its code order[i]."""
-    pieces = [words >> bits * i & (2**bits - 1) for i in range(len(order))]
-    in_order = [pieces[order.index(i)] for i in range(len(order))]
-    return torch.stack(in_order, dim + 1).flatten(dim, dim + 1).to(torch.uint8)
+    made = []
+    for some in words.split(max(1, PIECE_ELEMENTS // words.shape[1])):
+        pieces = [some >> bits * i & (2**bits - 1) for i in range(len(order))]
+        in_order = [pieces[order.index(i)] for i in range(len(order))]
+        made.append(torch.stack(in_order, dim + 1).flatten(dim, dim + 1).to(torch.uint8))
+        pause()
+    return torch.cat(made)
 
 
 def _read(

@@ -107,7 +107,7 @@ class CheckpointWeights:
         self, target: torch.Tensor, source: CheckpointTensor, pause: Callable[[], object] = lambda: None
     ) -> None:
         as_stored, kept = target.T if source.is_transposed else target, source.rows or range(source.shape[0])
-        with self.opened(source.tensor) as stored:
+        with self.opened(source.tensor, pause) as stored:
             for rows in _pieces((len(kept), *source.shape[1:])):
                 taken = kept[rows]
                 as_stored[rows].copy_(stored[taken[0] : taken[-1] + 1][:: taken.step])
@@ -125,8 +125,11 @@ class CheckpointWeights:
             return read
 
     @contextmanager
-    def opened(self, tensor: str) -> Iterator[Any]:
-        """Yield a tensor of which rows are read when they are asked for. Raises ModelError."""
+    def opened(self, tensor: str, pause: Callable[[], object] = lambda: None) -> Iterator[Any]:
+        """Yield a tensor whose rows are read when they are used. Raises ModelError.
+
+        pause: called after each piece of what must be computed before.
+        """
         # Opened for each tensor, so that memory peaks at the weights plus one tensor: an open file keeps what
         # was read of it. Opening costs less than a millisecond.
         path = self._file_of.get(tensor)

@@ -89,11 +89,8 @@ class ReadyMatrices:
         self.name = f"{checkpoint.form} of the checkpoint"
 
     def read(self, layer: int, product: str, full: Tensors, pause: Pause) -> list[QuantizedMatrix]:
-        made = []
-        for name in INPUTS[product]:
-            made.append(self._checkpoint.matrix(matrix_name(self._config.first_layer + layer, name)))
-            pause()
-        return made
+        names = (matrix_name(self._config.first_layer + layer, name) for name in INPUTS[product])
+        return [self._checkpoint.matrix(name, pause) for name in names]
 
 
 class RoundedMatrices:

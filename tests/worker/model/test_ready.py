@@ -16,13 +16,14 @@ from bus.precisions import Precision
 from tests.support.model_folders import Runner, make_pool
 from tests.support.ready_models import Ready
 from tests.support.variant_models import Morphing
-from worker.model import ModelError, read_config
+from worker.model import ModelError, read_config, ready_weights
 from worker.model.layer import FeedForward
-from worker.model.ready_weights import open_checkpoint
+from worker.model.ready_weights import QuantizedCheckpoint, open_checkpoint
 from worker.model.shard import Shard
 from worker.model.sources import checkpoint_digest
 from worker.offline.__main__ import main
 from worker.profiler.fingerprint import CutPlan
+from worker.shape.copier import GivenUp
 
 EXACT = {"rtol": 2e-4, "atol": 2e-4}
 SIZES = {
@@ -110,6 +111,25 @@ def test_layers_in_a_pipelines_stage_are_read_by_their_numbers(full: Path, tmp_p
     stage = read_config(folder).part(1, 2)
     matrix = open_checkpoint(stage).read("model.layers.1.mlp.down_proj.weight")
     torch.testing.assert_close(matrix, ready.twin["model.layers.1.mlp.down_proj.weight"])
+
+
+def test_reading_a_matrix_can_be_stopped_in_the_middle(
+    full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ready_weights, "PIECE_ELEMENTS", 200)
+    ready = Ready(full, is_ordered=False)
+    checkpoint = open_checkpoint(read_config(ready.write(tmp_path / "q")))
+    assert isinstance(checkpoint, QuantizedCheckpoint)
+    name, pauses = "model.layers.1.mlp.down_proj", list[None]()
+
+    def give_up() -> None:
+        pauses.append(None)
+        if len(pauses) == 3:
+            raise GivenUp
+
+    with pytest.raises(GivenUp):
+        checkpoint.matrix(name, give_up)
+    torch.testing.assert_close(checkpoint.matrix(name).dense(), ready.twin[f"{name}.weight"])
 
 
 def test_a_fingerprint_is_measured_in_the_precision_that_there_is(full: Path, tmp_path: Path) -> None:
