@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from bus.messages import PARTS, LayerShape
 from bus.morphs import HalfOrder
-from bus.precisions import ASSUMED_LOSSES, PRECISIONS, Precision, is_below
+from bus.precisions import ASSUMED_LOSSES, PRECISIONS, Precision
 
 Layers = Sequence[LayerShape]
 MayRise = Callable[[int, Sequence[HalfOrder]], bool]  # whether a member has room for halves with more bits
@@ -85,11 +85,6 @@ def orders_between(now: Layers, target: Layers) -> tuple[HalfOrder, ...]:
         for part in PARTS
         if (wanted := other.of(part)) != one.of(part)
     )
-
-
-def rising(now: Layers, orders: Iterable[HalfOrder]) -> list[HalfOrder]:
-    """Return the orders to more bits than now."""
-    return [one for one in orders if is_below(now[one.layer].of(one.part), one.precision)]
 
 
 def _towards(

@@ -42,8 +42,6 @@ GONE: Final = ("retired", "failed")
 NO_MODEL: Final = "model_not_found"
 
 OBJECTIVES: Final = get_args(Objective)
-Tokens = Annotated[int, between(1, MAX_COUNT)]
-Limit = Annotated[float, between(0, 1e30, above=True)]
 
 router = APIRouter(prefix="/admin", dependencies=[Depends(allowed)])
 

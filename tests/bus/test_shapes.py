@@ -6,7 +6,7 @@ import pytest
 
 from bus.messages import LayerShape
 from bus.precisions import Precision
-from bus.shapes import common_shape, loss_of, orders_between, rising
+from bus.shapes import common_shape, loss_of, orders_between
 
 FULL = LayerShape()
 INT8 = LayerShape(attention="int8", ffn="int8")
@@ -52,4 +52,3 @@ def test_orders_name_the_halves_that_differ() -> None:
         (0, "attention", "full"),
         (1, "ffn", "int4"),
     ]
-    assert [one.layer for one in rising([INT8, FULL], orders)] == [0]
