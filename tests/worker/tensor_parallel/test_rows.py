@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.common.oracles import make_oracle
 from bus.precisions import Precision
 from tests.support.group_workers import GroupWorker, model_fixtures, swap, transform, workers
 from tests.worker.tensor_parallel.test_exchange import Member, together
@@ -218,6 +219,35 @@ def test_two_that_part_have_every_byte_again_and_every_request_its_tokens(
                 assert found.equal(wanted)
             worker.wait_ends("runs through")
             assert worker.tokens["runs through"] == oracle(model, prompt(7, 30), 60)
+            assert worker.instance.scheduler.num_recomputed == 0
+        assert [worker.pool.counts() for worker in each] == pages
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        *((family, "peers") for family in ("phi3", "gemma2", "gemma3", "gpt-j", "falcon, new decoder")),
+        ("gpt-j", "host"),
+    ],
+)
+def test_workers_of_other_families_come_together_and_part_as_those_of_a_llama(
+    tmp_path: Path, take: Callable[[str], None], family: str, way: str
+) -> None:
+    """GPT-J has biases in its FFN, in pages that every rank has."""
+    take(way)
+    other = make_oracle(family, num_hidden_layers=LAYERS)
+    other.save_pretrained(tmp_path)
+    with workers(tmp_path, 2) as each:
+        pages = [worker.pool.counts() for worker in each]
+        for worker in each:
+            worker.submit("runs through", prompt(7, 30), 60)
+        for _ in range(2):
+            applied(each[0], each, 2)
+            numbers = applied(each[0], each, 1)
+            assert numbers["rows_from_peers"] == (way == "peers")
+        for worker in each:
+            worker.wait_ends("runs through")
+            assert worker.tokens["runs through"] == oracle(other, prompt(7, 30), 60)
             assert worker.instance.scheduler.num_recomputed == 0
         assert [worker.pool.counts() for worker in each] == pages
 
