@@ -22,11 +22,13 @@ from kernels.packing import pack, unpack
 from kernels.plan import AttentionPlan
 from kernels.quantized import QuantizedWeight, dequantize, quantize_rtn
 from kernels.registry import use_backend
+from kernels.routing import Routing
 from kernels.setup import choose_products, configure, warm_up
 
 __all__ = [
     "AttentionPlan",
     "QuantizedWeight",
+    "Routing",
     "choose_products",
     "configure",
     "dequantize",

@@ -5,6 +5,8 @@ The plain ones are the oracles of the others: simple, in float32 inside, and slo
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -14,12 +16,16 @@ from kernels.packing import TILE
 from kernels.plan import AttentionPlan
 from kernels.quantized import QuantizedWeight, dequantize
 from kernels.registry import kernel
+from kernels.routing import Routing
 
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "combine",
     "copy_blocks",
     "gelu_mul",
+    "grouped_linear",
+    "grouped_quantized_linear",
     "layer_norm",
     "linear",
     "linear_t",
@@ -27,6 +33,7 @@ __all__ = [
     "quantized_linear",
     "rms_norm",
     "rotary",
+    "route",
     "silu_mul",
     "stacked_linear",
     "store_kv",
@@ -147,6 +154,68 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
     weight.check_operands(x, bias)
     x32 = x.float() if weight.input_scale is None else x.float() * weight.input_scale.float()
     return F.linear(x32, dequantize(weight), None if bias is None else bias.float()).to(x.dtype)
+
+
+@kernel(lambda s: [(s.tensor(s.chunk + 1, 8), 2, True)], cpu="kernels.cpu.experts")
+def route(logits: Tensor, top_k: int, is_normalised: bool) -> Routing:
+    """Choose the top_k experts of each token by logits [T, E] (Shazeer et al. 2017).
+
+    Their weights are the softmax over all experts or, if normalised, over the chosen ones. Of equal logits
+    the lower expert comes first.
+    """
+    experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = logits.float().softmax(-1).gather(1, experts)
+    weights = weights / weights.sum(-1, keepdim=True) if is_normalised else weights
+    return Routing.of(experts, weights, logits.shape[1])
+
+
+@kernel(lambda s: s.grouped(), cpu="kernels.cpu.experts", cuda="kernels.gpu.experts")
+def grouped_linear(
+    x: Tensor, weights: Tensor, routing: Routing, is_by_place: bool = False, bias: Tensor | None = None
+) -> Tensor:
+    """Multiply each pair's x by the matrix of its expert, transposed: [P, N] in the order of the places.
+
+    weights [E, N, K] and bias [E, N] of the experts that the routing has, at any stride. x [T, K], or [P, K]
+    if it is by place. Only experts with pairs are read. The rows of pairs of other experts hold anything.
+    """
+    out = x.new_zeros(routing.rows.shape[0], weights.shape[1])
+    for e, (begin, end) in enumerate(pairwise(routing.bounds.tolist())):
+        if begin < end:
+            part = x[begin:end] if is_by_place else x[routing.rows[begin:end]]
+            out[begin:end] = F.linear(part, weights[e], None if bias is None else bias[e])
+    return out
+
+
+@kernel(lambda s: s.grouped_quantized(), cpu="kernels.cpu.experts", cuda="kernels.by_expert")
+def grouped_quantized_linear(
+    x: Tensor,
+    weight: QuantizedWeight,
+    routing: Routing,
+    is_by_place: bool = False,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Multiply as grouped_linear does, by a quantised weight: each unit [Nu, Ku] is an expert's matrix.
+
+    x may have fewer columns than a unit has inputs: the codes behind them are padding. Raises ValueError for
+    units that are no matrices of their own.
+    """
+    out = x.new_zeros(routing.rows.shape[0], weight.unit_outputs)
+    bounds = routing.bounds.tolist()
+    for e, unit in enumerate(weight.matrices()):
+        begin, end = bounds[e], bounds[e + 1]
+        if begin < end:
+            part = unit.padded(x[begin:end] if is_by_place else x[routing.rows[begin:end]])
+            out[begin:end] = quantized_linear.reference(part, unit, None if bias is None else bias[e])
+    return out
+
+
+@kernel(lambda s: [(s.tensor(2 * (s.chunk + 1), s.hidden_size), s.routing)], cpu="kernels.cpu.experts")
+def combine(y: Tensor, routing: Routing) -> Tensor:
+    """Return the weighted sum [T, N] of each token's pairs in y [P, N], of the experts the routing has."""
+    begin, end = routing.bounds[0], routing.bounds[-1]
+    is_here = (routing.places >= begin) & (routing.places < end)  # [T, k]
+    parts = y[routing.places.long()].float() * routing.weights[..., None]
+    return parts.where(is_here[..., None], 0.0).sum(1).to(y.dtype)
 
 
 @kernel(

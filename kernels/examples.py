@@ -14,6 +14,7 @@ from kernels.kv_codes import SCALE_BYTES
 from kernels.packing import TILE, packed_size
 from kernels.plan import AttentionPlan
 from kernels.quantized import GROUP_STEP, QuantizedWeight
+from kernels.routing import Routing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,28 @@ class Sizes:
         """Yield inputs and weights of a product: a kernel for few tokens and one for more."""
         for tokens in (None, 1):
             yield self.x[:tokens], self.tensor(*shape)
+
+    @property
+    def routing(self) -> Routing:
+        """Two of four experts for each token."""
+        tokens = torch.arange(self.chunk + 1)
+        experts = torch.stack([tokens % 4, (tokens + 1) % 4], 1)
+        return Routing.of(experts, self.make(experts.shape, dtype=torch.float32), 4)
+
+    def grouped(self) -> Iterator[tuple[Any, ...]]:
+        """Yield a product with experts for tokens, and one by place."""
+        weights = self.tensor(4, TILE, self.hidden_size)
+        yield self.x, weights, self.routing
+        yield self.tensor(2 * (self.chunk + 1), self.hidden_size), weights, self.routing, True
+
+    def grouped_quantized(self) -> Iterator[tuple[Any, ...]]:
+        """Yield a product with quantised experts for each number of bits."""
+        for bits in self.bits:
+            inputs = max(TILE, self.hidden_size // TILE * TILE)
+            codes = torch.zeros(4, TILE, packed_size(inputs, bits), dtype=torch.uint8)
+            levels = torch.zeros(4, TILE, inputs // TILE)
+            weight = QuantizedWeight(codes, levels.half(), levels.to(torch.uint8), bits, TILE)
+            yield self.tensor(self.chunk + 1, inputs), weight, self.routing
 
     def quantized(self) -> Iterator[tuple[Any, ...]]:
         """Yield a product for each path: by number of tokens, by input scale and, on a GPU, split or not."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -102,6 +102,28 @@ class QuantizedWeight:
     def num_inputs(self) -> int:
         """K, the inputs of the matrix."""
         return self.unit_inputs * (self.num_units if self.split == "inputs" else 1)
+
+    def matrices(self) -> list[QuantizedWeight]:
+        """Return each unit as a weight of its own. Raises ValueError if it is only a part of a matrix."""
+        if self.split != "outputs" or self.input_scale is not None:
+            raise ValueError(
+                f"units split by {self.split}{' with an input_scale' if self.input_scale is not None else ''}"
+                " are no matrices of their own"
+            )
+        if "matrices" not in self.derived:
+            self.derived["matrices"] = [
+                replace(self, codes=codes, scales=scales, zeros=zeros, derived={})
+                for codes, scales, zeros in zip(
+                    self.codes.split(1), self.scales.split(1), self.zeros.split(1), strict=True
+                )
+            ]
+        found: list[QuantizedWeight] = self.derived["matrices"]
+        return found
+
+    def padded(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [T, K] with zeros for the inputs that it has not."""
+        missing = self.num_inputs - x.shape[1]
+        return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
     def check_operands(self, x: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Raise ValueError unless x [T, K] can be multiplied by the matrix, and bias [N] added."""

@@ -26,6 +26,7 @@ from kernels import AttentionPlan, kv_codes
 from kernels.examples import Sizes
 from kernels.kv_codes import SCALE_BYTES
 from kernels.registry import KERNELS, KernelCall
+from kernels.routing import Routing
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Two roundings of the last bit of values around 1; the interpreter truncates to bfloat16 instead of rounding.
@@ -441,6 +442,43 @@ def check_stacked_products(backend: str, device: str, dtype: torch.dtype) -> Non
             assert_close(kernels.stacked_linear(x, weights), expected)
 
 
+def check_routing(backend: str, device: str, dtype: torch.dtype) -> None:
+    for tokens, experts, top_k in ((1, 8, 2), (5, 128, 8), (40, 6, 6), (3, 1, 1)):
+        logits = 3 * _randn(tokens, experts + 3, dtype=dtype)
+        logits[:, 1::4] = logits[:, ::4][:, : logits[:, 1::4].shape[1]]  # some are equal
+        for is_normalised in (False, True):
+            expected = kernels.route.reference(logits[:, :experts], top_k, is_normalised)
+            with kernels.use_backend(backend):
+                made = kernels.route(logits.to(device)[:, :experts], top_k, is_normalised)
+            assert_close(made.weights, expected.weights)
+            for name in ("places", "rows", "bounds"):
+                assert torch.equal(getattr(made, name).cpu(), getattr(expected, name)), name
+
+
+def check_mixtures(backend: str, device: str, dtype: torch.dtype) -> None:
+    """Check the products of experts and the sums of their pairs, of all experts and of a rank's."""
+    for tokens, num_experts, top_k, inputs in ((1, 8, 2, 64), (7, 40, 8, 48), (16, 4, 2, 64), (90, 6, 3, 80)):
+        routing = kernels.route.reference(_randn(tokens, num_experts, dtype=dtype), top_k, True)
+        stored = _randn(num_experts, 33 * inputs + 16, dtype=dtype)
+        weights = stored[:, : 32 * inputs].view(num_experts, 32, inputs)
+        is_used = routing.bounds[1:] > routing.bounds[:-1]
+        stored[~is_used] = torch.nan  # the others are not read
+        for part, is_by_place in itertools.product((slice(0, num_experts), slice(2, 4)), (False, True)):
+            x = _randn(tokens * top_k if is_by_place else tokens, inputs, dtype=dtype)
+            own = routing.part(part)
+            bias = _randn(num_experts, 40, dtype=dtype)[part, 8:] if is_by_place else None  # rows lie apart
+            expected = kernels.grouped_linear.reference(x, weights[part], own, is_by_place, bias)
+            summed = kernels.combine.reference(expected, own)
+            moved = Routing(*(getattr(own, field.name).to(device) for field in fields(own)))
+            on_device = stored.to(device)[:, : 32 * inputs].view(num_experts, 32, inputs)[part]
+            with kernels.use_backend(backend):
+                added = None if bias is None else bias.to(device)
+                made = kernels.grouped_linear(x.to(device), on_device, moved, is_by_place, added)
+                assert_close(kernels.combine(made, moved), summed)
+            here = slice(int(own.bounds[0]), int(own.bounds[-1]))
+            assert_close(made[here], expected[here])
+
+
 ROW_CHECKS = (
     check_rms_norm,
     check_norms_of_float32,
@@ -457,6 +495,8 @@ ROW_CHECKS = (
     check_products,
     check_products_of_one_row,
     check_stacked_products,
+    check_routing,
+    check_mixtures,
 )
 
 

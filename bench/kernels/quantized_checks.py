@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from functools import partial
 from typing import get_args
 from unittest import mock
@@ -18,6 +19,7 @@ import kernels
 from bench.kernels.quantized_weights import quantized
 from kernels.packing import CODE_BITS
 from kernels.quantized import QuantizedWeight, Split
+from kernels.routing import Routing
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GROUPS = (32, 64, 96, 192)  # half a tile, a tile, no whole tiles, all inputs of a unit
@@ -44,6 +46,8 @@ def quantized_checks(
     for tokens_of_all in (5,) if is_slow else (5, 33, 300):
         check = partial(check_many_inputs, backend, device, assert_close, tokens_of_all)
         yield f"product with bits of many inputs, {tokens_of_all} tokens", check
+    for bits in CODE_BITS[:1] if is_slow else CODE_BITS:
+        yield f"experts with {bits} bits", partial(check_experts, backend, device, assert_close, bits)
     if backend == "cuda":
         yield "product with bits in pieces", partial(check_pieces, device, assert_close)
 
@@ -116,6 +120,30 @@ def check_many_inputs(backend: str, device: str, assert_close: AssertClose, toke
         )
         # A sum of 2000 products in float32 is off by 50 roundings or so, not by two.
         check_product(backend, device, assert_close, weight, torch.float32, tokens, size=0.1)
+
+
+def check_experts(backend: str, device: str, assert_close: AssertClose, bits: int) -> None:
+    """Check products with quantised experts, all of them and a rank's; a few have more than 16 tokens."""
+    weight, _ = quantized(units=6, unit_outputs=50, unit_inputs=INPUTS, bits=bits, group=64)
+    there, random = _moved(weight, device), torch.Generator().manual_seed(bits)
+    counts = (9,) if is_interpreted(backend, device) else (1, 9, 16, 70)
+    for tokens, is_by_place, dtype in itertools.product(counts, (False, True), DTYPES[:2]):
+        routing = kernels.route.reference(torch.randn(tokens, 6, generator=random), 2, True)
+        x = torch.randn(2 * tokens if is_by_place else tokens, INPUTS - 16, generator=random).to(dtype) / 8
+        bias = torch.randn(6, 50, generator=random).to(dtype) if is_by_place else None
+        expected = kernels.grouped_quantized_linear.reference(x, weight, routing, is_by_place, bias)
+        moved = Routing(*(getattr(routing, field.name).to(device) for field in fields(routing)))
+        with kernels.use_backend(backend):
+            added = None if bias is None else bias.to(device)
+            made = kernels.grouped_quantized_linear(x.to(device), there, moved, is_by_place, added)
+        assert_close(made, expected)
+        part = replace(weight, codes=weight.codes[2:4], scales=weight.scales[2:4], zeros=weight.zeros[2:4])
+        here = slice(*routing.bounds[[2, 4]].tolist())
+        with kernels.use_backend(backend):
+            own = _moved(part, device), moved.part(slice(2, 4))
+            added = None if bias is None else bias[2:4].to(device)
+            made = kernels.grouped_quantized_linear(x.to(device), *own, is_by_place, added)
+        assert_close(made[here], expected[here])
 
 
 def check_pieces(device: str, assert_close: AssertClose) -> None:

@@ -43,7 +43,7 @@ def _widen(kind, x, x_row, tokens, inputs, size, wide):
 
 
 @compiled
-def _one_row(kind, x_kind, tokens, depth, w, w_row, x, x_row, bias, bias_step, out, out_row):
+def one_row(kind, x_kind, tokens, depth, w, w_row, x, x_row, bias, bias_step, out, out_row):
     """Compute one output for all tokens."""
     t = 0
     while t < tokens:
@@ -63,7 +63,7 @@ def _one_row(kind, x_kind, tokens, depth, w, w_row, x, x_row, bias, bias_step, o
 
 
 @compiled
-def _four_rows(kind, x_kind, tokens, depth, w, w_row, x, x_row, bias, bias_step, out, out_row):
+def four_rows(kind, x_kind, tokens, depth, w, w_row, x, x_row, bias, bias_step, out, out_row):
     """Compute ROWS outputs for all tokens, and prefetch the ROWS rows behind while they are multiplied.
 
     The prefetches are spread over the groups of tokens, so that the memory is always at work.
@@ -114,10 +114,10 @@ def _dot_items(kind, x_kind, widens):
             a, b = w + matrix * w_matrix + n * w_row, bias + n * bias_step
             c = out + (matrix * outputs + n) * size
             if follows and end - n >= ROWS:
-                _four_rows(kind, x_kind, tokens, inputs, a, w_row, x, x_row, b, bias_step, c, out_row)
+                four_rows(kind, x_kind, tokens, inputs, a, w_row, x, x_row, b, bias_step, c, out_row)
                 n += ROWS
             else:
-                _one_row(kind, x_kind, tokens, inputs, a, w_row, x, x_row, b, bias_step, c, out_row)
+                one_row(kind, x_kind, tokens, inputs, a, w_row, x, x_row, b, bias_step, c, out_row)
                 n += 1
         item = next_item(kind)
     buffer[0] = 0  # keeps the buffer alive to here
@@ -217,7 +217,7 @@ DOT = Kernel(_dot, DOTS)
 DOT_PAIRS = Kernel(_dot_pairs, DOTS)
 ADD_UP = Kernel(_add_up, SUMS)
 REDUCE = Kernel(_reduce, REDUCTION)
-_NO_BIAS = np.zeros(1, F32)  # zero in every dtype
+NO_BIAS = np.zeros(1, F32)  # zero in every dtype
 
 
 def can_multiply(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -258,7 +258,7 @@ def few(
         count * -(-outputs // step),
         *(x.data_ptr(), x.stride(0) * size),
         *(weights.data_ptr(), weights.stride(1) * size, weights.stride(0) * size),
-        *((_NO_BIAS.ctypes.data, 0) if bias is None else (bias.data_ptr(), size)),
+        *((NO_BIAS.ctypes.data, 0) if bias is None else (bias.data_ptr(), size)),
         *(out.data_ptr(), count * outputs * size, tokens, inputs, outputs, step, size, by_row),
     )
     return out

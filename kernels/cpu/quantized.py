@@ -54,7 +54,7 @@ def _read_levels(w, unit, row, count, levels):
 
 
 @compiled
-def _dots_of_rows(w, unit, row, levels, x, x_row, tokens, out, out_row):
+def dots_of_rows(w, unit, row, levels, x, x_row, tokens, out, out_row):
     """Compute out[t, 0..ROWS) for all tokens t and rows [row, row + ROWS) of the outputs' unit."""
     for piece in range(w.in_units):
         _read_levels(w, unit + piece, row, ROWS, levels)
@@ -93,7 +93,7 @@ def _multiply_few(kind):
         for begin in range(part * step, end, ROWS):
             row = min(begin, w.rows - ROWS)
             place = out + (unit * w.rows + row) * 4
-            _dots_of_rows(w, unit, row, levels, x, x_row, tokens, place, out_row)
+            dots_of_rows(w, unit, row, levels, x, x_row, tokens, place, out_row)
         item = next_item(kind)
     buffer[0] = 0  # keeps the buffer alive to here
 

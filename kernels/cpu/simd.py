@@ -354,6 +354,12 @@ def write_f32(builder: Any, address: Int, value: Float) -> None:
 
 
 @intrinsic_of
+def write_i32(builder: Any, address: Int, value: Int) -> None:
+    """Write the low half of an int64."""
+    store_as(builder, builder.trunc(value, I32), address, 4)
+
+
+@intrinsic_of
 def write_i64(builder: Any, address: Int, value: Int) -> None:
     store_as(builder, value, address, 8)
 

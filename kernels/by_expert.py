@@ -1,0 +1,40 @@
+"""Products with quantised experts as one product for each expert, on any device."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from kernels import calls
+from kernels.quantized import QuantizedWeight
+from kernels.routing import Routing
+
+
+def grouped_quantized_linear(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    routing: Routing,
+    is_by_place: bool = False,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply expert by expert; which ones are in use is read from the device."""
+    out = x.new_zeros(routing.rows.shape[0], weight.unit_outputs)
+    fill_groups(out, x, weight, routing, is_by_place, least=1)
+    return out if bias is None else out.add_(bias[routing.experts()])
+
+
+def fill_groups(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    routing: Routing,
+    is_by_place: bool,
+    *,
+    least: int,
+) -> None:
+    """Multiply the pairs of each expert that has `least` or more."""
+    for unit, (begin, end) in zip(weight.matrices(), pairwise(routing.bounds.tolist()), strict=True):
+        if end - begin >= least:
+            part = x[begin:end] if is_by_place else x[routing.rows[begin:end]]
+            out[begin:end] = calls.quantized_linear(unit.padded(part), unit)
