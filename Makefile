@@ -43,7 +43,7 @@ format: $(VENV)/.dev ## put imports and spaces in order
 	@$(BIN)/ruff format
 
 bench: $(VENV)/.dev ## the numbers, each beside its baseline; JSON in bench/results
-	@for part in 'engine offline' 'engine single_stream' 'engine steps' 'gateway road' 'gateway idle'; do \
+	@for part in 'engine offline' 'engine single_stream' 'engine steps' 'engine experts' 'gateway road' 'gateway idle'; do \
 	  $(BIN)/python -m bench.$$part || exit 1; done
 
 bench-quality: $(VENV)/.dev ## perplexity of the demo model against the number of swapped layers

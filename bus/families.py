@@ -52,6 +52,10 @@ class TensorNames:
     attention_out_norm: str = ""  # of what the attention gives, before it is added; "": none
     ffn_out_norm: str = ""
     sinks: str = ""  # a logit of each head that no token has; the tensor has no ending
+    router: str = ""  # of a mixture of experts; "": a layer has one FFN
+    experts: str = ""  # their numbers follow, and then gate, up and down
+    experts_gate_up: str = ""  # [experts, inputs, 2 * width], gate and up in turn, in place of theirs
+    experts_down: str = ""  # [experts, width, outputs]
 
 
 LLAMA = TensorNames()
@@ -98,6 +102,8 @@ OPTIONS = {
     "activation": "hidden_act",
     "bias": "attention_bias",
     "ffn_bias": "mlp_bias",
+    "num_experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
 }
 
 _GEMMA = TensorNames(
@@ -118,6 +124,32 @@ FAMILIES: dict[str, Family] = {
         model_type="llama", qkv_bias="as the config says", o_bias="as the config says"
     ),
     "MistralForCausalLM": Family(model_type="mistral", sliding_window="every layer"),
+    "MixtralForCausalLM": Family(
+        model_type="mixtral",
+        names=TensorNames(
+            router="block_sparse_moe.gate",
+            experts="block_sparse_moe.experts",
+            gate="w1",
+            up="w3",
+            down="w2",
+        ),
+        options={"num_experts": "num_local_experts"},
+        sliding_window="every layer",
+    ),
+    "GptOssForCausalLM": Family(
+        model_type="gpt_oss",
+        names=TensorNames(
+            sinks="self_attn.sinks",
+            router="mlp.router",
+            experts_gate_up="mlp.experts.gate_up_proj",
+            experts_down="mlp.experts.down_proj",
+        ),
+        options={"num_experts": "num_local_experts"},
+        qkv_bias="as the config says",
+        o_bias="as the config says",
+        ffn_bias="always",
+        sliding_window="layers of the config",
+    ),
     "Phi3ForCausalLM": Family(
         model_type="phi3",
         names=TensorNames(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
@@ -209,6 +241,17 @@ FAMILIES: dict[str, Family] = {
         o_bias="as the config says",
         has_qk_norm=True,
         sliding_window="layers of the config",
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        model_type="qwen3_moe",
+        names=TensorNames(
+            router="mlp.gate", experts="mlp.experts", gate="gate_proj", up="up_proj", down="down_proj"
+        ),
+        options={"intermediate_size": "moe_intermediate_size"},
+        qkv_bias="as the config says",
+        o_bias="as the config says",
+        has_qk_norm=True,
+        sliding_window="every layer",
     ),
 }
 

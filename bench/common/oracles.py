@@ -71,6 +71,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Falcon",
         {"multi_query": False, "num_key_value_heads": 8, "bias": True, "parallel_attn": False},
     ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48}),
+    "mixtral with a window and experts that fit no page": (
+        "Mixtral",
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 44, "sliding_window": 13},
+    ),
     "qwen2": ("Qwen2", {}),
     "qwen2, tied, window in the last layers": (
         "Qwen2",
@@ -83,6 +88,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "qwen3 with biases": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 48,
+            "head_dim": 16,
+            "sliding_window": 13,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "qwen3 moe": (
+        "Qwen3Moe",
+        {"num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    ),
+    "qwen3 moe, weights as they are": (
+        "Qwen3Moe",
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 32},
+    ),
 }
 
 # Those whose heads can be split over ranks; of one KV head every rank would need all.
@@ -116,7 +149,7 @@ def make_oracle(family: str, *, seed: int = 0, **changes: Any) -> Any:
     name, _ = FAMILIES[family]
     config_name = {"Gemma3": "Gemma3Text"}.get(name, name)
     config = getattr(transformers, f"{config_name}Config")(**options_of(family, **changes))
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     torch.manual_seed(seed)
     oracle = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():

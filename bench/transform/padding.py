@@ -8,7 +8,8 @@ Right, what the engine's padding (`worker.model.layout`) adds to the FFN and to 
 0 to 14 % for degrees up to 4.
 
 Experts of one layer count as one matrix, [experts * intermediate, hidden]: each rank has some rows of it. The
-engine does not serve mixtures of experts yet; attention biases, sinks and routers are left out.
+engine gives each rank whole experts, and pads them less (`worker.model.layout.pad_expert`). Attention biases,
+sinks and routers are left out.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def _check_plannable(intent: Intent, card: ModelCard, contents: Contents, facts:
     if intent.tp is not None and degrees and all(degrees) and intent.tp not in possible:
         could = ", ".join(map(str, sorted(set().union(*degrees))))
         why = f"intent: tp is {intent.tp}, and the weights of {name} can be cut for {could}"
-        raise OrderRefused(400, f"{why}: its KV heads and worker.max_tp set that")
+        raise OrderRefused(400, f"{why}: its KV heads, its experts and worker.max_tp set that")
     if card.state == "failed":
         raise OrderRefused(409, f"{name} could not be measured: {card.reason}; remove it and add it again")
 

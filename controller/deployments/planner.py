@@ -18,7 +18,7 @@ from controller.planning.plan import Plan, plan
 
 MAX_STAGES = 4
 DEGREES = (1, 2, 4)
-NOT_CUT = "the weights cannot be cut for this degree (worker.max_tp, the number of KV heads)"
+NOT_CUT = "the weights cannot be cut for this degree (worker.max_tp, the numbers of KV heads and experts)"
 NO_GROUP = "workers would not form a group for it"
 
 

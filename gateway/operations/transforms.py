@@ -197,7 +197,9 @@ def _check_degree(cards: Sequence[InstanceCard], tp: int) -> list[int]:
     else:
         if tp in degrees:
             return degrees
-        why = "the weights were not padded for when they were loaded (worker.max_tp)"
+        why = (
+            "the weights were not laid out for when they were loaded (worker.max_tp, or a number of experts)"
+        )
     raise invalid(f"tp is {tp}, which {why}; allowed is: {', '.join(map(str, degrees))}", "tp")
 
 

@@ -44,13 +44,13 @@ from worker.shape.variants import LayerVariants
 BLOCK_TOKENS = 4
 
 
-def model_fixtures(**changes: Any) -> tuple[Any, Any]:
+def model_fixtures(family: str = "llama", **changes: Any) -> tuple[Any, Any]:
     """`model, folder = model_fixtures(num_hidden_layers=3)` in a test module: a transformers model, which is
     the oracle, and the folder of it that workers serve."""
 
     @pytest.fixture(scope="module")
     def model() -> Any:
-        return make_oracle("llama", max_position_embeddings=1024, **changes)
+        return make_oracle(family, max_position_embeddings=1024, **changes)
 
     @pytest.fixture(scope="module")
     def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:

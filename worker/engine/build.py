@@ -118,7 +118,7 @@ def compile_kernels(model: Model, limits: Limits, device: torch.device, *, bits:
         kernels.warm_up(
             model.dtype,
             hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size // tp,
+            intermediate_size=config.intermediate_size // (1 if config.mixture else tp),
             num_heads=config.num_heads // tp,
             num_kv_heads=config.num_kv_heads // tp,
             head_dim=config.head_dim,

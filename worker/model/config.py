@@ -31,7 +31,8 @@ from worker.model.ready_format import ReadyFormat, parse_format
 # What newer versions of transformers raise for a field of a config.
 _Strict = getattr(huggingface_hub.errors, "StrictDataclassError", ValueError)
 
-Activation = Literal["silu", "gelu", "gelu of tanh"]
+# clamped silu: (up + 1) * gate * sigmoid(slope * gate), of what is clamped first (GPT-OSS).
+Activation = Literal["silu", "gelu", "gelu of tanh", "clamped silu"]
 # The activations by Hugging Face's names, and those that each kind of FFN has.
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -49,6 +50,7 @@ _HAS: dict[FfnKind, tuple[Activation, ...]] = {
 class ModelConfig:
     """The sizes and options of a model, or of some of its layers.
 
+    `intermediate_size` is the width of a layer's FFN, or of one expert of its `mixture`.
     `sliding_windows[i]` is the tokens that layer i sees, 0 for all of them. `dtype` is the checkpoint's.
     `max_position_embeddings` is the longest context that the model may serve. A softcap c > 0 makes c *
     tanh(x / c) of x. What follows `rope` is what a Llama has not, or has otherwise.
@@ -87,6 +89,7 @@ class ModelConfig:
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     embedding_scale: float = 1.0
+    mixture: Mixture | None = None
     first_layer: int = 0  # number in the model of layer 0 of this part
     has_ends: bool = True  # embedding, final norm and head
     ready: ReadyFormat | None = None  # of a checkpoint that others quantised
@@ -237,11 +240,29 @@ def _convert(folder: Path, architecture: str, family: Family, hf: Any) -> ModelC
         attention_softcap=option("attention_softcap", 0.0),
         logit_softcap=option("logit_softcap", 0.0),
         embedding_scale=hf.hidden_size**0.5 if family.scales_embedding else 1.0,
+        mixture=_mixture(option, hf) if family.names.router else None,
     )
     if adapt := _DEPENDENT.get(architecture):
         config = adapt(config, hf)
     _check_sizes(config)
     return config
+
+
+def _mixture(option: Callable[[str], Any], hf: Any) -> Mixture:
+    mixture = Mixture(
+        num_experts=option("num_experts"),
+        top_k=option("experts_per_token"),
+        is_normalised=getattr(hf, "norm_topk_prob", True),
+    )
+    if not 1 <= mixture.top_k <= mixture.num_experts:
+        raise ValueError(
+            f"num_experts_per_tok is {mixture.top_k}; the model has {mixture.num_experts} experts"
+        )
+    if getattr(hf, "mlp_only_layers", None) or getattr(hf, "decoder_sparse_step", 1) != 1:
+        raise ValueError(
+            "mlp_only_layers or decoder_sparse_step gives some layers no experts; that is not supported"
+        )
+    return mixture
 
 
 def _falcon(config: ModelConfig, hf: Any) -> ModelConfig:
@@ -261,8 +282,18 @@ def _falcon(config: ModelConfig, hf: Any) -> ModelConfig:
     )
 
 
+def _gpt_oss(config: ModelConfig, hf: Any) -> ModelConfig:
+    """Apply the activation, whose name in the config is that of its sigmoid."""
+    assert config.mixture
+    mixture = replace(config.mixture, limit=hf.swiglu_limit, slope=hf.swiglu_alpha)
+    return replace(config, activation="clamped silu", mixture=mixture)
+
+
 # Families whose config decides which parts a layer has.
-_DEPENDENT: dict[str, Callable[[ModelConfig, Any], ModelConfig]] = {"FalconForCausalLM": _falcon}
+_DEPENDENT: dict[str, Callable[[ModelConfig, Any], ModelConfig]] = {
+    "FalconForCausalLM": _falcon,
+    "GptOssForCausalLM": _gpt_oss,
+}
 
 
 def _activation(family: Family, named: Any) -> Activation:
@@ -300,6 +331,20 @@ def _check_sizes(config: ModelConfig) -> None:
         raise ValueError(
             f"layer_types has {len(config.sliding_windows)} entries for {config.num_layers} layers"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """The experts of each layer, of which every token uses `top_k` (`kernels.route`).
+
+    limit, slope: of a clamped silu.
+    """
+
+    num_experts: int
+    top_k: int
+    is_normalised: bool
+    limit: float = 0.0
+    slope: float = 0.0
 
 
 class ModelError(Exception):

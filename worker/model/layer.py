@@ -26,9 +26,13 @@ from kernels import (
     store_kv,
 )
 from kernels.quantized import Split
-from worker.model.config import Activation, ModelConfig
+from worker.model.config import Activation, Mixture, ModelConfig
+from worker.model.experts import Experts, Mix
 from worker.model.linear import (
     DenseLinear,
+    GroupedDense,
+    GroupedLinear,
+    GroupedQuantized,
     Linear,
     ObservedLinear,
     QuantizedLinear,
@@ -107,8 +111,6 @@ class Attention:
         return q, k, v
 
 
-Mix = Callable[..., torch.Tensor]  # what the matrices of the input made, each [T, size] -> [T, size]
-
 _GATED: dict[Activation, Mix] = {"silu": silu_mul, "gelu of tanh": gelu_mul}
 _PLAIN: dict[Activation, Mix] = {"gelu": F.gelu, "gelu of tanh": partial(F.gelu, approximate="tanh")}
 
@@ -150,7 +152,7 @@ class Layer:
     """A layer. A morph replaces either half between two steps. Both compute the part of `shard`."""
 
     attention: Attention
-    feed_forward: FeedForward
+    feed_forward: FeedForward | Experts
     shard: Shard
 
     def observed(self, observe: Callable[[str, torch.Tensor], None]) -> Layer:
@@ -159,6 +161,7 @@ class Layer:
         The names are "qkv", "o", "gate_up" and "down".
         """
         attention, feed_forward = copy(self.attention), copy(self.feed_forward)
+        assert isinstance(feed_forward, FeedForward), "experts are not quantised offline"
         attention.qkv = [ObservedLinear(each, partial(observe, "qkv")) for each in attention.qkv]
         attention.o = ObservedLinear(attention.o, partial(observe, "o"))
         feed_forward.gate_up = ObservedLinear(feed_forward.gate_up, partial(observe, "gate_up"))
@@ -166,7 +169,7 @@ class Layer:
         return Layer(attention, feed_forward, self.shard)
 
 
-LayerHalf = Attention | FeedForward
+LayerHalf = Attention | FeedForward | Experts
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -215,8 +218,10 @@ def build_attention(
 
 def build_feed_forward(
     config: ModelConfig, tensors: Tensors, precision: Precision = "full", shard: Shard = ALONE
-) -> FeedForward:
+) -> FeedForward | Experts:
     """Build the FFN for one rank out of its part of the tensors (`RangePlan.at`)."""
+    if config.mixture:
+        return _experts(config, config.mixture, tensors, precision, shard)
     up_bias, down_bias = _ffn_biases(tensors, shard)
     if precision == "full":
         return _dense_feed_forward(config, tensors, up_bias, down_bias)
@@ -234,7 +239,40 @@ def build_feed_forward(
     )
 
 
+def _experts(
+    config: ModelConfig, mixture: Mixture, tensors: Tensors, precision: Precision, shard: Shard
+) -> Experts:
+    gate_up: GroupedLinear
+    down: GroupedLinear
+    up_bias, down_bias = tensors.get("up_bias"), tensors.get("down_bias")
+    up_bias = None if up_bias is None else up_bias.flatten(1)
+    if precision == "full":
+        gate_up = GroupedDense(tensors["gate_up"].flatten(1, 2), up_bias)
+        down = GroupedDense(tensors["down"], down_bias)
+    else:
+        gate_up = GroupedQuantized(_quantized(tensors, "gate_up", "outputs", precision), up_bias)
+        down = GroupedQuantized(_quantized(tensors, "down", "outputs", precision), down_bias)
+    return Experts(
+        mixture,
+        DenseLinear(tensors["router"], tensors.get("router_bias")),
+        shard.part(mixture.num_experts, "experts"),
+        gate_up,
+        down,
+        _mix(config),
+        matrices=config.num_ffn_matrices,
+        precision=precision,
+    )
+
+
+def _clamped_silu(gate: torch.Tensor, up: torch.Tensor, mixture: Mixture) -> torch.Tensor:
+    limit = mixture.limit
+    wide, factor = gate.float().clamp(max=limit), up.float().clamp(-limit, limit) + 1
+    return (factor * wide * torch.sigmoid(mixture.slope * wide)).to(gate.dtype)
+
+
 def _mix(config: ModelConfig) -> Mix:
+    if config.mixture and config.activation == "clamped silu":
+        return partial(_clamped_silu, mixture=config.mixture)
     return (_GATED if config.ffn == "gated" else _PLAIN)[config.activation]
 
 

@@ -22,6 +22,14 @@ The names of tensors are the family's (`bus.families.TensorNames`). Of a fused t
 rows. If dimension 2 i of a head turns with 2 i + 1, its rows are loaded in the order 0, 2, ... 1, 3, ...: the
 products of queries and keys stay the same, and one rotary kernel serves both kinds.
 
+In a mixture of experts a rank has whole experts. They lie one after the other, a little apart, so that the
+experts of each shard end on a page; every rank has the router.
+
+::
+
+    expert            gate_up [2, intermediate, hidden] | down [hidden, intermediate] | biases
+    FFN range         expert 0 | expert 1 | ... | router [experts, hidden] | router_bias
+
 A later stage of a pipeline has ranges of its layers only.
 """
 
@@ -31,12 +39,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.model.config import ModelConfig
+from worker.model.config import Mixture, ModelConfig
 from worker.model.shard import Shard
 
 # Alignment of a parameter in its range, for whole cache lines and CUDA's vector loads.
@@ -93,9 +102,11 @@ class CheckpointTensor:
     shape: tuple[int, ...]  # shape in the checkpoint
     param: str
     row: int = 0
-    index: int | None = None  # index in the param's first dimension, if that counts matrices
+    index: tuple[int, ...] = ()  # index in the param's first dimensions, if these count matrices
     is_transposed: bool = False
     rows: range | None = None  # of the tensor's rows, those that go there; None: all
+    expert: int | None = None  # of a tensor that stacks experts, the one that goes there
+    columns: range | None = None  # of the last dimension, those that go there; None: all
     offset: float = 0.0
 
     @property
@@ -105,16 +116,26 @@ class CheckpointTensor:
     @property
     def numel(self) -> int:
         """The number of elements that go there."""
-        return self.num_rows * math.prod(self.shape[1:])
+        return math.prod(self.part_shape)
 
     @property
     def num_rows(self) -> int:
-        return self.shape[0] if self.rows is None else len(self.rows)
+        return self.part_shape[0]
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """The shape of what goes there, before it is transposed."""
+        shape = list(self.shape if self.expert is None else self.shape[1:])
+        if self.rows is not None:
+            shape[0] = len(self.rows)
+        if self.columns is not None:
+            shape[-1] = len(self.columns)
+        return tuple(shape)
 
     def target(self, params: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the rows that this tensor fills."""
-        stored = params[self.param] if self.index is None else params[self.param][self.index]
-        rows = self.shape[-1] if self.is_transposed else self.num_rows
+        stored = params[self.param][self.index]
+        rows = self.part_shape[-1] if self.is_transposed else self.num_rows
         return stored[self.row : self.row + rows]
 
 
@@ -214,8 +235,14 @@ class ModelPlan:
 def plan_model(config: ModelConfig, dtype: torch.dtype, page_bytes: int, max_tp: int) -> ModelPlan:
     """Lay out the model, or the stage that the config describes, for degrees up to `max_tp`."""
     padded = pad_ffn(config, dtype, page_bytes, max_tp)
+
+    def feed_forward(layer: int) -> RangePlan:
+        if config.mixture:
+            return _experts(config, config.mixture, dtype, layer, page_bytes, max_tp)
+        return _feed_forward(config, dtype, layer, padded)
+
     layers = [
-        (_attention(config, dtype, i), _feed_forward(config, dtype, i, padded))
+        (_attention(config, dtype, i), feed_forward(i))
         for i in range(config.first_layer, config.first_layer + config.num_layers)
     ]
     if not config.has_ends:
@@ -224,8 +251,17 @@ def plan_model(config: ModelConfig, dtype: torch.dtype, page_bytes: int, max_tp:
 
 
 def degrees(config: ModelConfig, max_tp: int) -> list[int]:
-    """Return the tensor-parallel degrees of the model: powers of two that divide its KV heads."""
-    return [tp for tp in (1, 2, 4, 8, 16) if tp <= max_tp and config.num_kv_heads % tp == 0]
+    """Return the tensor-parallel degrees of the model: powers of two that divide KV heads and experts."""
+    counts = (config.num_kv_heads, config.mixture.num_experts if config.mixture else 0)
+    return [tp for tp in (1, 2, 4, 8, 16) if tp <= max_tp and not any(count % tp for count in counts)]
+
+
+def pad_expert(config: ModelConfig, mixture: Mixture, expert_bytes: int, page_bytes: int, max_tp: int) -> int:
+    """Return the bytes from one expert to the next with which the experts of every shard end on a page."""
+    largest = degrees(config, max_tp)[-1]
+    unit = page_bytes // math.gcd(page_bytes, mixture.num_experts // largest) if largest > 1 else 1
+    unit = math.lcm(unit, _ALIGN_BYTES)
+    return -(-expert_bytes // unit) * unit
 
 
 def pad_ffn(config: ModelConfig, dtype: torch.dtype, page_bytes: int, max_tp: int) -> Padded:
@@ -305,8 +341,8 @@ def _add_norm(
     elif config.norm == "rms of 1 + w":
         plan.add(name, shape, torch.float32, CheckpointTensor(weight, shape, name, offset=1.0))
     else:
-        scale = CheckpointTensor(weight, shape, name, index=0)
-        shift = CheckpointTensor(f"{module}.bias", shape, name, index=1)
+        scale = CheckpointTensor(weight, shape, name, index=(0,))
+        shift = CheckpointTensor(f"{module}.bias", shape, name, index=(1,))
         plan.add(name, (2, width), dtype, scale, shift)
 
 
@@ -378,8 +414,56 @@ def _feed_forward(config: ModelConfig, dtype: torch.dtype, layer: int, padded: P
     return plan
 
 
-def _gate_up(config: ModelConfig, prefix: str) -> Iterator[CheckpointTensor]:
-    """Yield what fills the matrices that read the FFN's input, out of one tensor or two."""
+def _experts(
+    config: ModelConfig, mixture: Mixture, dtype: torch.dtype, layer: int, page_bytes: int, max_tp: int
+) -> RangePlan:
+    names, prefix, count = config.names, f"{config.names.layer}.{layer}.", mixture.num_experts
+    hidden, width = config.hidden_size, config.intermediate_size
+    expert = RangePlan(f"layer {layer} FFN")
+    expert.add("gate_up", (config.num_ffn_matrices, width, hidden), dtype)
+    expert.add("down", (hidden, width), dtype)
+    if config.has_ffn_bias:
+        expert.add("up_bias", (config.num_ffn_matrices, width), dtype)
+        expert.add("down_bias", (hidden,), dtype)
+    stride = pad_expert(config, mixture, expert.nbytes, page_bytes, max_tp)
+    plan = expert.repeated(count, stride)
+    for e in range(count):
+        if names.experts_gate_up:
+            plan.sources += _stacked(config, count, prefix, e)
+            continue
+        module = f"{prefix}{names.experts}.{e}."
+        plan.sources += _gate_up(config, module, (e,))
+        plan.sources.append(
+            CheckpointTensor(f"{module}{names.down}.weight", (hidden, width), "down", index=(e,))
+        )
+    plan.padding_bytes = count * stride - sum(source.numel for source in plan.sources) * dtype.itemsize
+    _add_whole(plan, "router", prefix + names.router, (count, hidden), dtype)
+    if config.has_ffn_bias:
+        shape = (count,)
+        bias = CheckpointTensor(f"{prefix}{names.router}.bias", shape, "router_bias")
+        plan.add("router_bias", shape, dtype, bias)
+    return plan
+
+
+def _stacked(config: ModelConfig, count: int, prefix: str, expert: int) -> Iterator[CheckpointTensor]:
+    """Yield what fills an expert out of tensors that stack all of them, with its biases."""
+    names, hidden, width = config.names, config.hidden_size, config.intermediate_size
+    gate_up, down = prefix + names.experts_gate_up, prefix + names.experts_down
+    for index in (0, 1):
+        place: dict[str, Any] = {
+            "index": (expert, index),
+            "expert": expert,
+            "columns": range(index, 2 * width, 2),
+        }
+        yield CheckpointTensor(gate_up, (count, hidden, 2 * width), "gate_up", is_transposed=True, **place)
+        yield CheckpointTensor(f"{gate_up}_bias", (count, 2 * width), "up_bias", **place)
+    place = {"index": (expert,), "expert": expert}
+    yield CheckpointTensor(down, (count, width, hidden), "down", is_transposed=True, **place)
+    yield CheckpointTensor(f"{down}_bias", (count, hidden), "down_bias", **place)
+
+
+def _gate_up(config: ModelConfig, prefix: str, expert: tuple[int, ...] = ()) -> Iterator[CheckpointTensor]:
+    """Yield what fills the matrices that read the FFN's input, or an expert's, out of one tensor or two."""
     names, size = config.names, config.intermediate_size
     if config.ffn == "plain":
         modules = [names.up]
@@ -388,10 +472,11 @@ def _gate_up(config: ModelConfig, prefix: str) -> Iterator[CheckpointTensor]:
         for index in (0, 1):
             rows = range(index * size, (index + 1) * size)
             yield CheckpointTensor(
-                f"{prefix}{names.gate_up}.weight", shape, "gate_up", index=index, rows=rows
+                f"{prefix}{names.gate_up}.weight", shape, "gate_up", index=(*expert, index), rows=rows
             )
         return
     else:
         modules = [names.gate, names.up]
     for index, module in enumerate(modules):
-        yield CheckpointTensor(f"{prefix}{module}.weight", (size, config.hidden_size), "gate_up", index=index)
+        shape = (size, config.hidden_size)
+        yield CheckpointTensor(f"{prefix}{module}.weight", shape, "gate_up", index=(*expert, index))

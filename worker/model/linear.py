@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import repeat
 
 import torch
-import torch.nn.functional as F
 
-from kernels import QuantizedWeight, linear, linear_t, quantized_linear, stacked_linear, take_columns
+from kernels import (
+    QuantizedWeight,
+    Routing,
+    grouped_linear,
+    grouped_quantized_linear,
+    linear,
+    linear_t,
+    quantized_linear,
+    stacked_linear,
+    take_columns,
+)
 from kernels.cpu.choice import Form, Product
 
 
@@ -99,8 +109,7 @@ class QuantizedLinear(Linear):
 
     def arranged(self, x: torch.Tensor) -> torch.Tensor:
         """Return x as the weight takes it: padded, and in the order of its inputs."""
-        missing = self.num_inputs - x.shape[1]
-        x = F.pad(x, (0, missing)) if missing else x
+        x = self.weight.padded(x)
         return x if self.order is None else take_columns(x, self.order)
 
     def products(self) -> Iterator[Product]:
@@ -117,6 +126,49 @@ class ObservedLinear(Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         self._observe(x)
         return self._inner(x)
+
+
+class GroupedLinear:
+    """The same map of all experts of a rank; a call multiplies each pair by the matrix of its expert."""
+
+    def __call__(self, x: torch.Tensor, routing: Routing, is_by_place: bool = False) -> torch.Tensor:
+        """Run x [T, K], or [P, K] if it is by place, to [P, N] in the order of the places."""
+        raise NotImplementedError
+
+    @property
+    def linears(self) -> list[Linear]:
+        """The map of each expert."""
+        raise NotImplementedError
+
+
+class GroupedDense(GroupedLinear):
+    """Maps by weights [E, N, K], plus bias [E, N]."""
+
+    def __init__(self, weights: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weights, self.bias = weights, bias
+
+    def __call__(self, x: torch.Tensor, routing: Routing, is_by_place: bool = False) -> torch.Tensor:
+        return grouped_linear(x, self.weights, routing, is_by_place, self.bias)
+
+    @property
+    def linears(self) -> list[Linear]:
+        return list(map(DenseLinear, self.weights, repeat(None) if self.bias is None else self.bias))
+
+
+class GroupedQuantized(GroupedLinear):
+    """Maps by a quantised weight whose units are the experts' matrices, plus bias [E, N]."""
+
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: torch.Tensor, routing: Routing, is_by_place: bool = False) -> torch.Tensor:
+        return grouped_quantized_linear(x, self.weight, routing, is_by_place, self.bias)
+
+    @property
+    def linears(self) -> list[Linear]:
+        return list(
+            map(QuantizedLinear, self.weight.matrices(), repeat(None) if self.bias is None else self.bias)
+        )
 
 
 def outputs_of(weight: QuantizedWeight, rows: slice) -> QuantizedWeight:

@@ -11,6 +11,8 @@ copied into their half's range, so that a half is one range in any variant.
     unit              gate codes [Iu, H] | up codes [Iu, H] | their scales, zeros | down codes [H, Iu] | ...
     attention range   qkv codes [Hq*D + 2*Hkv*D, H] | scales, zeros | o codes [H, Hq*D] | ... | biases, norms
 
+In a mixture of experts a unit is an expert; units lie as in `layout`, and the router stays full behind them.
+
 Codes are `kernels.packing`'s; scales are float16 and zeros uint8, one for each group of inputs. With
 activation-aware scales, `input_scale` float32 is beside each product's zeros (each unit's gate and up have
 their own). o stays dense if a head shard of the largest degree is not a whole number of tiles.
@@ -30,7 +32,7 @@ from bus.precisions import BITS, ENTRIES, Precision
 from kernels.packing import TILE, packed_size
 from kernels.quantized import GROUP_STEP
 from worker.model.config import ModelConfig
-from worker.model.layout import ModelPlan, RangePlan, degrees
+from worker.model.layout import ModelPlan, RangePlan, degrees, pad_expert
 
 
 def plan_quantized(
@@ -94,10 +96,21 @@ def _attention(config: ModelConfig, full: ModelPlan, units: int, products: _Prod
 def _feed_forward(
     config: ModelConfig, full: ModelPlan, units: int, page_bytes: int, products: _Products, name: str
 ) -> RangePlan:
-    unit_inputs = whole_tiles(-(-config.intermediate_size // units))
+    mixture = config.mixture
+    unit_inputs = whole_tiles(config.intermediate_size if mixture else -(-config.intermediate_size // units))
     unit = RangePlan(name)
     products.add(unit, "gate_up", config.num_ffn_matrices * unit_inputs, whole_tiles(config.hidden_size))
     products.add(unit, "down", config.hidden_size, unit_inputs)
+    if mixture:
+        if config.has_ffn_bias:
+            unit.add("up_bias", (config.num_ffn_matrices, unit_inputs), full.dtype)
+            unit.add("down_bias", (config.hidden_size,), full.dtype)
+        stride = pad_expert(config, mixture, unit.nbytes, page_bytes, full.max_tp)
+        plan = unit.repeated(mixture.num_experts, stride)
+        for name, param in full.layers[0][1].params.items():
+            if param.split is None:  # the router and its bias
+                plan.add(name, param.shape, param.dtype)
+        return plan
     plan = unit.repeated(units, -(-unit.nbytes // page_bytes) * page_bytes)
     if config.has_ffn_bias:  # every rank has both whole
         _, kept = full.layers[0]

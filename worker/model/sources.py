@@ -106,11 +106,21 @@ class CheckpointWeights:
     def fill(
         self, target: torch.Tensor, source: CheckpointTensor, pause: Callable[[], object] = lambda: None
     ) -> None:
-        as_stored, kept = target.T if source.is_transposed else target, source.rows or range(source.shape[0])
+        as_stored = target.T if source.is_transposed else target
+        expert, columns = source.expert, source.columns
+        shape = source.shape if expert is None else source.shape[1:]
+        kept = source.rows or range(shape[0])
+        if columns and len(shape) == 1:
+            kept, columns = columns, None
         with self.opened(source.tensor, pause) as stored:
-            for rows in _pieces((len(kept), *source.shape[1:])):
+            for rows in _pieces((len(kept), *shape[1:])):
                 taken = kept[rows]
-                as_stored[rows].copy_(stored[taken[0] : taken[-1] + 1][:: taken.step])
+                span = slice(taken[0], taken[-1] + 1)
+                piece = stored[span] if expert is None else stored[expert : expert + 1, span][0]
+                piece = piece[:: taken.step]
+                if columns:
+                    piece = piece[:, columns.start : columns.stop : columns.step]
+                as_stored[rows].copy_(piece)
                 pause()
         if source.offset:
             target.add_(source.offset)
@@ -164,6 +174,7 @@ class RandomWeights:
             return
         generator = torch.Generator(target.device)
         part = f" {source.rows}" if source.rows else ""
+        part += f" {source.expert} {source.columns}" if source.expert is not None else ""
         name = f"{self.seed} {source.tensor}{part}"
         generator.manual_seed(zlib.crc32(name.encode()))  # a CPU's uses 32 bits
         for rows in _pieces(target.shape):
@@ -252,5 +263,6 @@ def _own_options(config: ModelConfig) -> dict[str, object]:
         "scale": config.attention_scale,
         "softcaps": any(caps := (config.attention_softcap, config.logit_softcap)) and caps,
         "block": config.block if config.block != "sequential" else "",
+        "mixture": config.mixture,
     }
     return {name: value for name, value in found.items() if value}

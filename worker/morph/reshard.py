@@ -65,7 +65,7 @@ class Resharder:
     def spans(self, layer: int, shard: Shard) -> list[ByteSpan]:
         """Return the bytes of the layer's FFN in a shard's pages; no other shard of that degree has them.
 
-        Pages that all of them have, those of biases, are left out.
+        Pages that all of them have, those of biases and of a router, are left out.
         """
         place = self._resident(layer, "ffn")
         pages = self._ranges.needed(place, shard)

@@ -94,6 +94,11 @@ class Quantizer:
 
         group: inputs that share a scale; 0: each precision's own number.
         """
+        if self.config.mixture:
+            raise ModelError(
+                f"{self.config.folder}: quantised sets of experts are not supported; a worker rounds them to"
+                " nearest when it loads the model"
+            )
         if "awq" in methods and self.calibration is None:
             raise ModelError(f"{self.config.folder}: AWQ needs calibration text")
         text = self.calibration.digest if self.calibration else ""

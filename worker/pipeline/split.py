@@ -79,10 +79,13 @@ def over_layers(measured: Measured) -> Measured:
 def check_degree(config: ModelConfig, tp: int, max_tp: int) -> None:
     """Raise NotApplied for a degree that the weights are not laid out for."""
     if tp not in (possible := degrees(config, max_tp)):
+        has = f"{config.num_kv_heads} KV heads"
+        if config.mixture:
+            has += f" and {config.mixture.num_experts} experts"
         raise NotApplied(
             "failed",
             f"a stage of {tp} workers: the weights are laid out for {', '.join(map(str, possible))}"
-            f" (worker.max_tp is {max_tp}, the model has {config.num_kv_heads} KV heads)",
+            f" (worker.max_tp is {max_tp}, the model has {has})",
         )
 
 

@@ -8,7 +8,7 @@ Full precision is copied out of the loaded ranges. A quantised half is arranged 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -127,7 +127,7 @@ def dense_matrices(config: ModelConfig, product: str, full: Tensors) -> list[tor
     if product == "gate_up":
         return list(full["gate_up"][:, : config.intermediate_size])
     if product == "down":
-        return [full["down"][: config.intermediate_size].T]
+        return [full["down"] if config.mixture else full["down"][: config.intermediate_size].T]
     if product == "qkv":
         return list(full["qkv"].split([config.q_size, config.kv_size, config.kv_size]))
     return [full["o"]]
@@ -148,6 +148,13 @@ def find_matrices(
                 f" {precision}"
             )
         return ReadyMatrices(config, source)
+    if config.mixture:
+        if method not in ("", "rtn"):
+            raise ModelError(
+                f"{config.folder}: worker.quantization is {method!r}, and experts are only rounded to"
+                ' nearest; leave it empty, or make it "rtn"'
+            )
+        return RoundedMatrices(config, precision)
     if isinstance(source, CheckpointWeights):
         if path := find_set(config.folder, precision, method):
             whole = read_config(config.folder)
@@ -185,19 +192,29 @@ def write_half(
 ) -> None:
     """Fill the views of a quantised half, which hold zeros."""
     products = [product for product in INPUTS if f"{product}.codes" in target]
-    rows: torch.Tensor | None = None  # the order of down's inputs, which gate and up make
-    for product in reversed(products):
-        made = matrices.read(layer, product, full, pause)
-        if product == "down":
-            rows = made[0].input_order
-        elif product == "gate_up" and rows is not None:
-            made = [matrix.with_outputs(rows) for matrix in made]
-        _write_product(target, product, made)
-        pause()
+    for part, whole in zip(_experts_of(target), _experts_of(full), strict=True):
+        rows: torch.Tensor | None = None  # the order of down's inputs, which gate and up make
+        for product in reversed(products):
+            made = matrices.read(layer, product, whole, pause)
+            if product == "down":
+                rows = made[0].input_order
+            elif product == "gate_up" and rows is not None:
+                made = [matrix.with_outputs(rows) for matrix in made]
+            _write_product(part, product, made)
+            pause()
     for name, kept in target.items():
         if name.partition(".")[0] not in products:
-            same = slice(min(len(kept), len(full[name])))  # the bias of an FFN is padded to its rows
-            kept[same].copy_(full[name][same])
+            same = slice(min(kept.shape[-1], full[name].shape[-1]))  # the bias of an FFN is padded
+            kept[..., same].copy_(full[name][..., same])
+
+
+def _experts_of(half: Tensors) -> Iterator[Tensors]:
+    """Yield the tensors of each expert; of another half, the tensors as they are."""
+    if "router" not in half:
+        yield half
+        return
+    for e in range(half["router"].shape[0]):
+        yield {name: part[e] for name, part in half.items() if not name.startswith("router")}
 
 
 def _write_product(target: Tensors, product: str, matrices: Sequence[QuantizedMatrix]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,41 @@ REAL: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 32768,
         "sliding_window": 4096,
+    },
+    "Mixtral 8x7B": {
+        "model_type": "mixtral",
+        "num_hidden_layers": 32,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+    },
+    "GPT-OSS 20B": {
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "max_position_embeddings": 131072,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
     },
     "Phi-3 mini 128k": {
         "model_type": "phi3",
@@ -202,6 +238,24 @@ REAL: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960,
         "rope_theta": 1000000,
     },
+    "Qwen3 30B-A3B": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 48,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+    },
 }
 ARCHITECTURES = {family.model_type: name for name, family in FAMILIES.items()}
 
@@ -221,13 +275,30 @@ def theirs(model: str) -> tuple[Any, Any]:
         return config, getattr(transformers, ARCHITECTURES[REAL[model]["model_type"]])(config)
 
 
+def as_saved(name: str, shape: tuple[int, ...], config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield a checkpoint's tensors for a parameter of transformers, which stacks experts when it loads."""
+    is_stacked = not config.mixture or config.names.experts_gate_up
+    layer, is_mixture, part = name.partition("nowhere" if is_stacked else ".mlp.")
+    names, inputs = config.names, shape[-1]
+    if not is_mixture:
+        yield name, shape
+    elif part == "gate.weight":
+        yield f"{layer}.{names.router}.weight", shape
+    else:
+        modules = [names.gate, names.up] if part == "experts.gate_up_proj" else [names.down]
+        for expert, module in product(range(shape[0]), modules):
+            outputs = shape[1] // len(modules)
+            yield f"{layer}.{names.experts}.{expert}.{module}.weight", (outputs, inputs)
+
+
 @pytest.mark.parametrize("model", REAL)
 def test_the_layout_of_a_real_model_takes_the_very_tensors_that_transformers_has(
     tmp_path: Path, model: str
 ) -> None:
     config = real_config(tmp_path, model)
     _, made = theirs(model)
-    wanted = {name: tuple(parameter.shape) for name, parameter in made.named_parameters()}
+    loaded = {name: tuple(parameter.shape) for name, parameter in made.named_parameters()}
+    wanted = {saved: shape for item in loaded.items() for saved, shape in as_saved(*item, config)}
     plan = plan_model(config, torch.bfloat16, 2 << 20, 8)
     sources = [source for part in plan.ranges() for source in part.sources]
     assert {source.tensor: source.shape for source in sources} == wanted
@@ -254,10 +325,12 @@ def test_every_row_of_every_tensor_goes_to_one_place(tmp_path: Path, family: str
     plan = plan_model(read_config(tmp_path), torch.float32, 4096, 4)
     for part in plan.ranges():
         taken: dict[str, list[int]] = {}
-        filled: dict[tuple[str, int | None], list[int]] = {}
+        filled: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         for source in part.sources:
-            taken.setdefault(source.tensor, []).extend(source.rows or range(source.shape[0]))
-            rows = source.shape[1] if source.is_transposed else source.num_rows
+            key = f"{source.tensor} {source.expert}"
+            lines = source.columns or source.rows or range(source.shape[0])
+            taken.setdefault(key, []).extend(lines)
+            rows = source.part_shape[1] if source.is_transposed else source.num_rows
             target = filled.setdefault((source.param, source.index), [])
             target.extend(range(source.row, source.row + rows))
         assert all(sorted(rows) == list(range(len(rows))) for rows in (*taken.values(), *filled.values()))

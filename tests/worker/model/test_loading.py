@@ -20,7 +20,10 @@ from tests.support.model_folders import Runner, make_pool
 from worker.memory import MappingFailed, PagePool
 from worker.model import ModelError, read_config
 from worker.model.layout import CheckpointTensor, Padded, degrees, pad_ffn, plan_model
+from worker.model.shard import Shard
 from worker.model.sources import DUMMY_STD, PIECE_ELEMENTS, CheckpointWeights, RandomWeights
+from worker.morph.run import NotApplied
+from worker.pipeline.split import check_degree
 from worker.shape.copier import GivenUp
 
 
@@ -310,6 +313,58 @@ def test_a_config_that_cannot_be_served_says_why(
     tmp_path: Path, changes: dict[str, Any], reason: str
 ) -> None:
     refused(config_folder(tmp_path / "m", **changes), reason)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9; the model has 8 experts"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0; the model has 8 experts"),
+        ({"num_experts": 0}, "the model has 0 experts"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step gives some layers no experts"),
+        ({"mlp_only_layers": [1]}, "mlp_only_layers .* gives some layers no experts"),
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 64}},
+            "quantised weights of Qwen3MoeForCausalLM are not supported",
+        ),
+    ],
+)
+def test_a_mixture_of_experts_that_cannot_be_served_says_why(
+    tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    refused(mixture_folder(tmp_path / "m", **changes), reason)
+
+
+def mixture_folder(folder: Path, **changes: Any) -> Path:
+    mixture = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    return config_folder(folder, **(names | mixture | changes))
+
+
+def test_experts_are_divided_only_by_degrees_that_divide_them(tmp_path: Path) -> None:
+    assert degrees(read_config(mixture_folder(tmp_path / "m", num_key_value_heads=8)), 8) == [1, 2, 4, 8]
+    assert degrees(read_config(mixture_folder(tmp_path / "m", num_experts=6)), 4) == [1, 2]
+    with pytest.raises(NotApplied, match=r"4 workers: .* laid out for 1, 2 .* 4 KV heads and 6 experts\)"):
+        check_degree(read_config(tmp_path / "m"), 4, 8)
+
+
+@pytest.mark.parametrize("max_tp", [4, 8])
+@pytest.mark.parametrize(
+    ("experts", "hidden", "width"), [(128, 2048, 768), (8, 4096, 14336), (128, 4096, 1536)], ids=str
+)
+def test_experts_of_real_models_are_hardly_padded(
+    tmp_path: Path, experts: int, hidden: int, width: int, max_tp: int
+) -> None:
+    """Those of Qwen3-30B-A3B, Mixtral 8x7B and Qwen3-235B-A22B, in pages of 2 MiB."""
+    changes = {"hidden_size": hidden, "moe_intermediate_size": width, "num_key_value_heads": 8}
+    config = read_config(mixture_folder(tmp_path / "m", num_experts=experts, **changes))
+    plan = plan_model(config, torch.bfloat16, 2 << 20, max_tp)
+    assert plan.padding_bytes < 0.01 * plan.weight_bytes
+    ffn = plan.layers[0][1]
+    shards = [ffn.at(Shard(rank, max_tp)).pages(2 << 20) for rank in range(max_tp)]
+    assert (
+        max(int(each.sum()) for each in shards) == -(-3 * experts * hidden * width // max_tp // (1 << 20)) + 1
+    )
 
 
 def test_a_dtype_that_no_kernel_has_is_refused(tmp_path: Path) -> None:

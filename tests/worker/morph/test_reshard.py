@@ -111,8 +111,9 @@ def test_the_shards_of_a_degree_share_the_pages_of_an_ffn_between_them(
         for size in degrees(config, 4):
             pages = [ffn.at(Shard(rank, size)).pages(page_bytes) for rank in range(size)]
             assert len(pages[0]) == -(-ffn.nbytes // page_bytes)
-            # Every rank has the biases whole, in pages of their own behind the matrices.
-            end = ffn.params["up_bias"].offset_bytes // page_bytes if config.has_ffn_bias else len(pages[0])
+            # Every rank has biases and a router whole, in pages of their own behind the matrices.
+            whole = [param.offset_bytes for param in ffn.params.values() if param.split is None]
+            end = min(whole) // page_bytes if whole else len(pages[0])
             owners = np.sum(pages, axis=0)
             assert (owners[:end] == 1).all() and (owners[end:] == size).all()
             assert len({int(each.sum()) for each in pages}) == 1
@@ -238,7 +239,7 @@ def test_biases_of_an_ffn_are_on_every_rank_and_never_sent(tmp_path: Path) -> No
     assert max(ends) == plan.params["up_bias"].offset_bytes  # what lies before it is sent, once
     assert sum(end - begin for spans in sent for begin, end in spans) == max(ends)
     weights.narrow(1, Shard(1, 2))
-    up_bias = resharding.model.layers[1].feed_forward.gate_up.bias  # type: ignore[attr-defined]
+    up_bias = resharding.model.layers[1].feed_forward.gate_up.bias  # type: ignore[union-attr]
     whole = resharding.runner.model.source.read("transformer.h.1.mlp.fc_in.bias")  # type: ignore[attr-defined]
     own = whole[plan.params["up_bias"].shape[0] // 2 :]
     assert up_bias[: len(own)].equal(own) and not up_bias[len(own) :].any()

@@ -74,10 +74,19 @@ def rounded_twin(oracle: Any, precision: Precision, config: ModelConfig, *, keep
     twin = copy.deepcopy(oracle)
     with torch.no_grad():
         for name, module in twin.get_submodule(config.names.layer).named_modules():
-            if isinstance(module, torch.nn.Linear) and not (keeps_o and name.endswith(config.names.o)):
-                weight = module.weight
+            for weight in matrices_of(module, is_kept=keeps_o and name.endswith(config.names.o)):
                 weight.copy_(round_to_nearest(weight, BITS[precision], ENTRIES[precision].group).dense())
     return twin
+
+
+def matrices_of(module: Any, is_kept: bool) -> Iterator[torch.Tensor]:
+    """Yield what is rounded of a module of transformers; experts are stacked there."""
+    if isinstance(module, torch.nn.Linear) and not is_kept:
+        yield module.weight
+    elif hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, torch.nn.Parameter):
+        is_transposed = hasattr(module, "gate_up_proj_bias")  # GPT-OSS
+        for matrices in zip(module.gate_up_proj, module.down_proj, strict=True):
+            yield from (matrix.T if is_transposed else matrix for matrix in matrices)
 
 
 def logits_of(oracle: Any, token_ids: list[int]) -> torch.Tensor:

@@ -219,7 +219,7 @@ def test_a_group_whose_shape_computes_something_else_never_takes_a_new_request(
         def narrow_wrongly(layer: int, shard: Shard) -> int:
             freed = plain(layer, shard)
             if layer == 1:
-                each[rank].model.layers[1].feed_forward.down.weight.neg_()  # type: ignore[attr-defined]
+                each[rank].model.layers[1].feed_forward.down.weight.neg_()  # type: ignore[union-attr]
             return freed
 
         weights.narrow = narrow_wrongly  # type: ignore[method-assign]

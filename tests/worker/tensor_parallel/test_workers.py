@@ -92,9 +92,11 @@ class Load:
 
 
 def oracle(model: Any, tokens: list[int], n: int, cache: Any = DynamicCache) -> list[int]:
+    ids = torch.tensor([tokens])
     with torch.no_grad():
         out = model.generate(
-            torch.tensor([tokens]),
+            ids,
+            attention_mask=torch.ones_like(ids),
             max_new_tokens=n,
             do_sample=False,
             eos_token_id=None,
