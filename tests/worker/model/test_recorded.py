@@ -41,7 +41,11 @@ def conversation() -> list[dict[int, list[int]]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen3 with biases", "mistral with a sliding window", "mixtral", "qwen3 moe"]
+    "family",
+    [
+        *("llama", "qwen3 with biases", "mistral with a sliding window", "gemma2", "gemma3"),
+        *("mixtral", "qwen3 moe"),
+    ],
 )
 def test_a_recorded_decode_equals_one_that_runs_call_by_call(
     tmp_path: Path, family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
