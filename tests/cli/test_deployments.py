@@ -310,6 +310,12 @@ def test_what_was_measured_of_a_model_is_shown(gateway: Script, capsys: pytest.C
         "    loss of perplexity by int4: unknown; run `instar profile --precision P` on the folder, then "
         "register it again",
     ]
+    profile |= {"loss": {"int4": 0.0}, "precisions": ["int4"]}
+    gateway.answers = [(200, CARD | {"profiles": [profile]})]
+    assert gateway.main("model", "show", "chat") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "    the checkpoint is quantised: its layers are in int4 alone, and no swap frees memory"
+    )
 
 
 def test_what_the_gateway_refuses_is_told_in_its_words(

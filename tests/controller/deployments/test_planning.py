@@ -86,6 +86,12 @@ def test_only_precisions_that_every_worker_keeps_are_planned() -> None:
     assert {one.configuration.precision for one in kept.memory} == {"full"}
 
 
+def test_a_quantised_checkpoint_needs_no_worker_that_keeps_its_precision() -> None:
+    measured = profile_of(TRUTH, configurations=(Configuration(precision="int4"),))
+    one = question("w0").devices[0]
+    assert kept_by(measured, [replace(one, card=replace(one.card, variants=["full"]))]) == measured
+
+
 @pytest.mark.parametrize(
     ("fixed", "workers"),
     [

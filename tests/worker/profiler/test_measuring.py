@@ -15,10 +15,12 @@ import torch
 from bench.common.oracles import make_oracle
 from bus.checkpoints import folder_digest
 from bus.deployments import Measure, ProbePeer, Profile
+from bus.precisions import PRECISIONS
 from bus.settings import WorkerSettings
 from bus.version import program_version
 from tests.support.engine_toys import Client, request, run, toy_engine
 from tests.support.model_folders import make_pool
+from tests.support.ready_models import Ready
 from worker.distributed.transport import Transport
 from worker.memory import PagePool
 from worker.profiler.links import ProbeResponder
@@ -180,6 +182,17 @@ def test_what_was_measured_once_answers_the_next_time(folder: Path, pool: PagePo
     assert measurer.find(replace(command, prompt_tokens=[5, 1000])) == profile  # beyond its context
     assert measurer.find(replace(command, batch_sizes=[2, 8])) is None
     assert measurer.find(replace(command, precisions=["int8"])) is None
+
+
+def test_a_quantised_checkpoint_is_measured_in_its_own_precision(tmp_path: Path, pool: PagePool) -> None:
+    make_oracle("llama", num_hidden_layers=4, intermediate_size=192).save_pretrained(tmp_path / "full")
+    quantised = Ready(tmp_path / "full", is_ordered=True).write(tmp_path / "quantised")
+    measurer, command = measurer_of(pool, variants=[]), command_of(quantised, precisions=list(PRECISIONS))
+    profile = measured(measurer, command)
+    assert {one.configuration.precision for one in profile.latency} == {"int4"}
+    assert {one.configuration.precision for one in profile.memory} == {"int4"}
+    assert profile.loss == {"int4": 0.0}
+    assert measurer.find(command) == profile
 
 
 def test_what_had_no_other_worker_is_measured_when_there_is_one(folder: Path, pool: PagePool) -> None:
