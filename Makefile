@@ -50,7 +50,7 @@ bench-quality: $(VENV)/.dev ## perplexity of the demo model against the number o
 	@$(BIN)/python -m bench.quality
 
 bench-morph: $(VENV)/.dev ## a burst with and without morphs, and what swaps cost; a quarter of an hour
-	@status=0; for part in burst cost; do $(BIN)/python -m bench.morph $$part || status=1; done; exit $$status
+	@status=0; for part in burst cost disk; do $(BIN)/python -m bench.morph $$part || status=1; done; exit $$status
 
 PAPER = $(if $(TRACES),--traces '$(TRACES)') $(if $(SIZE),--size '$(SIZE)') $(if $(MINUTES),--minutes '$(MINUTES)')
 

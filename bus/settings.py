@@ -161,6 +161,12 @@ class WorkerSettings(Section):
     host_dir: str = _key(
         "/dev/shm", "folder in memory for all variants of all layers; the workers of a host share it"
     )
+    host_memory_mb: int = _key(
+        0,
+        "host memory for variants, all of which lie in disk_dir; 0: they lie in host_dir, without room 1024",
+        ge=0,
+    )
+    disk_dir: str = _key("/var/tmp", "folder on a disk for variants that host_dir does not hold; empty: none")
     threads: int = _key(0, "CPU threads of the kernels; 0: all cores", ge=0)
     product_kernel: str = _key(
         "",
@@ -175,6 +181,15 @@ class WorkerSettings(Section):
     idle_telemetry_s: float = _key(1.0, "interval of reports while nothing runs", gt=0)
     watchdog_s: float = _key(60.0, "a step that takes longer ends the process", gt=0)
     drain_timeout_s: float = _key(30.0, "time for requests to finish after SIGTERM", ge=0)
+
+    @model_validator(mode="after")
+    def _bounded_memory_has_a_disk(self) -> Self:
+        if self.host_memory_mb and not self.disk_dir:
+            raise ValueError(
+                f"host_memory_mb = {self.host_memory_mb} and disk_dir is empty: name a folder on a disk that"
+                " the variants are read from, or set host_memory_mb = 0"
+            )
+        return self
 
     @field_validator("variants")
     @classmethod

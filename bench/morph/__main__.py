@@ -1,3 +1,3 @@
 from bench.common.parts import run_part
 
-run_part("bench.morph", ["burst", "cost"])
+run_part("bench.morph", ["burst", "cost", "disk"])

@@ -24,7 +24,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +91,7 @@ def measure(size: CostCase, threads: int, num_swaps: int) -> dict[str, Any]:
 
 
 @contextmanager
-def serving(size: CostCase, threads: int) -> Iterator[MorphLoop]:
+def serving(size: CostCase, threads: int, **changes: Any) -> Iterator[MorphLoop]:
     """Load a worker's engine and morph executor on the dummy model, with eight sequences that do not end."""
     with saved_model(size.name) as folder:
         settings = WorkerSettings(
@@ -102,19 +102,21 @@ def serving(size: CostCase, threads: int) -> Iterator[MorphLoop]:
             max_tp=1,
             threads=threads,
             variants=["int4"],
+            **changes,
         )
         loaded = load(settings, "w0", lambda text: None)
         try:
-            yield MorphLoop(loaded, size.layer)
+            yield MorphLoop(loaded, [size.layer])
         finally:
             loaded.morphs.close()
 
 
 class MorphLoop:
-    """The worker's loop by hand: morphs between steps, one layer swapped to INT4 and back."""
+    """The worker's loop by hand: morphs between steps, layers swapped to INT4 and back."""
 
-    def __init__(self, loaded: ModelHost, layer: int) -> None:
-        self._engine, self._executor, self._layer = loaded.engine, loaded.morphs, layer
+    def __init__(self, loaded: ModelHost, layers: list[int]) -> None:
+        self.loaded, self._layers = loaded, layers
+        self._engine, self._executor = loaded.engine, loaded.morphs
         self._wakened = threading.Event()
         self._executor.wake = self._wakened.set
         (self._target,) = self._executor.targets.values()
@@ -126,31 +128,40 @@ class MorphLoop:
         try:
             resident_s, mapped_s = floor.resident_s(), floor.mapped_s()
             leave_caches()
-            return Swapped(self._swap_idle(precision), resident_s, mapped_s)
+            return Swapped(self.swap(precision, self._layers), resident_s, mapped_s)
         finally:
             floor.close()
 
     def alternate(self, num_swaps: int) -> list[Part]:
         """Run steps without a swap, with one, without, ..."""
+        return self.beside((WAYS[number % 2], self._layers) for number in range(num_swaps))
+
+    def beside(self, swaps: Iterable[tuple[Precision, list[int]]]) -> list[Part]:
+        """Run steps without a swap, with the first of these, without, ..."""
         for i in range(SEQUENCES):
             prompt = [(i + 37 * j) % 4000 for j in range(PROMPT_TOKENS)]
             self._engine.submit(self._target.instance.id, greedy(str(i), prompt, 1900))
         for _ in range(STEPS):
             self._engine.step()
         parts = [self._without(STEPS)]
-        for number in range(num_swaps):
-            parts.append(self._with(WAYS[number % 2]))
+        for number, (precision, layers) in enumerate(swaps):
+            parts.append(self._with(precision, layers))
             parts.append(self._without(max(STEPS, len(parts[-1].seconds))))
-            say(f"{number + 1} of {num_swaps} swaps beside steps")
+            say(f"{number + 1} swaps beside steps")
         return parts
 
-    def _images(self, precision: Precision) -> list[torch.Tensor]:
+    @property
+    def variants(self) -> LayerVariants:
         variants = self._target.variants
         assert isinstance(variants, LayerVariants)
-        return [variants.image(self._layer, part, precision) for part in PARTS]
+        return variants
 
-    def _swap_idle(self, precision: Precision) -> MorphReport:
-        self._begin(precision)
+    def _images(self, precision: Precision) -> list[torch.Tensor]:
+        return [self.variants.image(layer, part, precision) for layer in self._layers for part in PARTS]
+
+    def swap(self, precision: Precision, layers: list[int]) -> MorphReport:
+        """Swap while nothing runs."""
+        self._begin(precision, layers)
         while True:
             self._wakened.clear()
             if end := self._advance(is_busy=False):
@@ -160,8 +171,8 @@ class MorphLoop:
     def _without(self, num_steps: int) -> Part:
         return Part([self._timed_step()[0] for _ in range(num_steps)], None)
 
-    def _with(self, precision: Precision) -> Part:
-        self._begin(precision)
+    def _with(self, precision: Precision, layers: list[int]) -> Part:
+        self._begin(precision, layers)
         seconds = []
         while True:
             took, end = self._timed_step()
@@ -178,14 +189,14 @@ class MorphLoop:
             raise RuntimeError("a sequence has ended; ask for fewer swaps")
         return took, end
 
-    def _begin(self, precision: Precision) -> None:
+    def _begin(self, precision: Precision, layers: list[int]) -> None:
         self._executor.begin(
             Swap(
                 id=f"swap {next(self._ids)}",
                 epoch=0,
                 instance=self._target.instance.id,
                 precision=precision,
-                layers=[self._layer],
+                layers=layers,
                 wait_s=10.0,
             )
         )

@@ -34,7 +34,7 @@ def report(idle: Sequence[Swapped], parts: Sequence[Part]) -> dict[str, Any]:
     swaps = {f"{way}, idle": _idle(ends) for way, ends in floors.items()}
     for (way, ends), offset in zip(floors.items(), (0, 1), strict=True):
         swaps[f"{way}, beside steps"] = _beside(beside[offset::2], ends)
-    found = _steps(parts) | {"swaps": swaps}
+    found = steps_report(parts) | {"swaps": swaps}
     return found | {"bars": _bars(found)}
 
 
@@ -74,7 +74,7 @@ def _at_work(swap: MorphReport) -> float:
     return float(swap.numbers["copy_seconds"]) + float(swap.numbers["boundary_seconds"])
 
 
-def _steps(parts: Sequence[Part]) -> dict[str, Any]:
+def steps_report(parts: Sequence[Part]) -> dict[str, Any]:
     means = [statistics.fmean(part.seconds) for part in parts]
     slower = [means[i] / ((means[i - 1] + means[i + 1]) / 2) - 1 for i in range(1, len(means), 2)]
     control = [means[i] / ((means[i - 2] + means[i + 2]) / 2) - 1 for i in range(2, len(means) - 2, 2)]

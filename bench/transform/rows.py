@@ -24,6 +24,7 @@ from worker.model.shard import Shard
 from worker.morph.reshard import Resharder, make_resharder
 from worker.morph.variants import NoVariants
 from worker.parallel.rows import RowChoice, RowCosts, choose_rows
+from worker.shape.host_store import HostMemory
 from worker.shape.variants import LayerVariants
 
 PAGE_BYTES = 64 * 1024
@@ -38,7 +39,7 @@ def measure(
     """Return the times of each way on one rank: of every layer, in every round."""
     pool = PagePool(CpuBackend(PAGE_BYTES), 2 << 30)
     model = load_model(folder, pool, dtype=torch.float32, max_tp=group.size)
-    variants = LayerVariants(model, pool, precisions=(), host_dir=shm)
+    variants = LayerVariants(model, pool, precisions=(), memory=HostMemory(shm))
     from_image, from_checkpoint = (make_resharder(model, pool, each) for each in (variants, NoVariants()))
     peers = list(range(group.size))
     shards = [Shard(rank, group.size) for rank in peers]

@@ -33,11 +33,13 @@ MOVE_S: Final = 0.1  # until a queued request is at another instance: a poll of 
 class KindCost:
     """The cost of a morph, or of a half of a swap: seconds until it is applied, and of pauses.
 
-    A half takes so long if all of the worker's time is given to it.
+    A half takes so long if all of the worker's time is given to it. disk_s: what the disk takes for it,
+    beside that, whatever the share.
     """
 
     duration_s: float
     stalled_s: float
+    disk_s: float = 0.0
     nbytes: float = 0.0
     basis: CostBasis = "assumed"
 
@@ -71,7 +73,8 @@ class LeverCosts:
 
         units: halves of a swap. share: of the worker's time that the morph gets.
         """
-        certain_s = self.kinds[kind].duration_s * units / max(share, LEAST_SHARE)
+        cost = self.kinds[kind]
+        certain_s = units * max(cost.duration_s / max(share, LEAST_SHARE), cost.disk_s)
         return certain_s * (1 + self.missed.get(kind, 0.0))
 
     def speed(self, tp: int) -> tuple[float, CostBasis]:
@@ -118,6 +121,7 @@ def observe_cost(costs: LeverCosts, report: MorphReport) -> LeverCosts:
     seen = KindCost(
         duration_s=duration_s / units,
         stalled_s=min(stalled_s, duration_s) / units,
+        disk_s=float(numbers.get("disk_seconds", 0.0)) / units,
         nbytes=nbytes / units,
         basis="measured",
     )
@@ -177,6 +181,7 @@ def _mean(before: KindCost, seen: KindCost, halves: float | None) -> KindCost:
     return KindCost(
         duration_s=mixed(before.duration_s, seen.duration_s),
         stalled_s=mixed(before.stalled_s, seen.stalled_s),
+        disk_s=mixed(before.disk_s, seen.disk_s),
         nbytes=mixed(before.nbytes, seen.nbytes),
         basis="measured",
     )

@@ -18,6 +18,7 @@ WORDS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
     (("layers_per_step",), "{} a step"),
     (("halves_applied", "halves"), "{} of {} halves of layers"),
     (("bytes_copied", "copy_seconds"), "{} copied in {}"),
+    (("bytes_from_disk", "disk_seconds"), "{} of it from disk in {}"),
     (("bytes_exchanged",), "{} exchanged"),
     (("pages_mapped",), "{} mapped"),
     (("pages_unmapped",), "{} unmapped"),

@@ -45,6 +45,7 @@ class MorphCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     half_s: FromZero
     byte_s: FromZero  # seconds for each byte of the new variant
     share: Annotated[float, msgspec.Meta(gt=0, le=1)]
+    disk_byte_s: FromZero = 0.0  # the same of a disk, which reads beside that, whatever the share
 
 
 class Degree(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -214,7 +214,10 @@ def _morph_costs(runs: Sequence[RunFile], page_bytes: int) -> MorphCosts:
         return MorphCosts(half_s=TYPICAL_HALF_S, byte_s=TYPICAL_BYTE_S, share=MORPH_SHARE)
     copy_s = sum(one.get("copy_seconds", 0.0) for one in swaps)
     boundary_s = sum(one.get("boundary_seconds", 0.0) - one.get("awaited_seconds", 0.0) for one in swaps)
-    return MorphCosts(half_s=boundary_s / halves, byte_s=copy_s / nbytes, share=MORPH_SHARE)
+    disk_s = sum(one.get("disk_seconds", 0.0) for one in swaps)
+    return MorphCosts(
+        half_s=boundary_s / halves, byte_s=copy_s / nbytes, share=MORPH_SHARE, disk_byte_s=disk_s / nbytes
+    )
 
 
 # Of models/demo: a swap of a layer by an idle worker takes 6 to 16 ms (docs/evaluation.md).

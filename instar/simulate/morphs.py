@@ -165,8 +165,9 @@ class SimulatedMorph:
             shape.resize(-pages)
         self._spend(turn, self.costs.half_s / 2)
         nbytes = shape.half_pages(half, self.towards[half]) * self.page_bytes
-        self.left_s = nbytes * self.costs.byte_s
-        self.copy_s += self.left_s
+        rate = max(self.costs.share, turn.urgency) if turn.is_busy else 1.0
+        self.left_s = nbytes * max(self.costs.byte_s, self.costs.disk_byte_s * rate)  # a disk has no share
+        self.copy_s += nbytes * self.costs.byte_s
         self.waiting_since_s = None
         return True
 

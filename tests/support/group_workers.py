@@ -39,6 +39,7 @@ from worker.parallel.local_instance import LocalInstance
 from worker.service.engine_thread import EngineThread
 from worker.service.groups import use_grouping
 from worker.shape.copier import Copier
+from worker.shape.host_store import HostMemory
 from worker.shape.variants import LayerVariants
 
 BLOCK_TOKENS = 4
@@ -99,7 +100,9 @@ class GroupWorker(ThreadedWorker):
         )
         variants: Variants = NoVariants()
         if host_dir:
-            variants = LayerVariants(self.model, self.pool, precisions=["int8", "int4"], host_dir=host_dir)
+            variants = LayerVariants(
+                self.model, self.pool, precisions=["int8", "int4"], memory=HostMemory(host_dir)
+            )
         target = Target(self.instance, variants, resizer)
         self.transport = Transport("127.0.0.1", timeout_s)
         self.grouping = Grouping(

@@ -49,6 +49,7 @@ class ToyVariants:
         self.fail_once: set[str] = set()
         self.hold = threading.Event()
         self.hold.set()
+        self.expected: list[Key] = []
         self.ranges: dict[Key, VirtualRange] = {}
         self.resident: dict[tuple[int, Part], Precision] = {}
         for layer in range(num_layers):
@@ -72,6 +73,9 @@ class ToyVariants:
         self._may_fail("copy_job")
         nbytes = self.pages(layer, part, precision) * PAGE
         return CopyJob(nbytes, nbytes, partial(self._copy, (layer, part, precision)))
+
+    def expect(self, variants: Sequence[Key]) -> None:
+        self.expected = list(variants)
 
     def _copy(self, key: Key, pause: Pause) -> None:
         view = self.view(key)

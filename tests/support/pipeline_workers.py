@@ -36,6 +36,7 @@ from worker.pipeline.split import in_turn
 from worker.pipeline.stage_host import StageHost
 from worker.pipeline.stage_runner import LoadedStage
 from worker.service.engine_thread import EngineThread, Snapshot
+from worker.shape.host_store import HostMemory
 from worker.shape.variants import LayerVariants
 
 WAIT_S = 30.0
@@ -140,7 +141,7 @@ def load(
     model = load_model(folder, pool, dtype=dtype, layers=layers, max_tp=shard.size)
     variants: Variants = NoVariants()
     if host_dir:
-        variants = LayerVariants(model, pool, precisions=["int8", "int4"], host_dir=host_dir)
+        variants = LayerVariants(model, pool, precisions=["int8", "int4"], memory=HostMemory(host_dir))
     if shard != ALONE:
         resharder = make_resharder(model, pool, variants)
         for layer in range(len(model.layers)):

@@ -22,17 +22,21 @@ from worker.model.quantized_sets import (
 )
 from worker.model.sources import CheckpointWeights, checkpoint_digest
 from worker.model.weights import tensors_of
+from worker.shape.host_store import HostMemory
 from worker.shape.variants import LayerVariants
 
 
 class Morphing:
     """A model with its variants and a paged cache to run it over."""
 
-    def __init__(self, source: Path | Runner, host_dir: Path, *, method: str = "", **load: Any) -> None:
-        """source: a model's folder, or one that was loaded already."""
+    def __init__(
+        self, source: Path | Runner, memory: Path | HostMemory, *, method: str = "", **load: Any
+    ) -> None:
+        """source: a model's folder, or one that was loaded already. memory: or its `host_dir`."""
         self.runner = Runner(source, **load) if isinstance(source, Path) else source
         self.model = self.runner.model
-        self.variants = LayerVariants(self.model, self.runner.pool, method=method, host_dir=host_dir)
+        memory = HostMemory(memory) if isinstance(memory, Path) else memory
+        self.variants = LayerVariants(self.model, self.runner.pool, method=method, memory=memory)
 
     def swap(self, layer: int, part: Part, precision: Precision) -> None:
         """Install a variant as the executor does."""

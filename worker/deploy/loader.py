@@ -154,7 +154,7 @@ class ModelLoader:
             pause()  # while another worker makes them
 
         assert isinstance(self.variants, LayerVariants)
-        self.variants.open(Path(self.settings.host_dir), tell, pause)
+        self.variants.open(self.host.memory, tell, pause)
 
     def compile(self, pause: Pause) -> None:
         bits = [BITS[precision] for precision in self.variants.precisions if precision != "full"]

@@ -7,13 +7,17 @@ import time
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 from bus.messages import PARTS, InstanceCard
 from bus.morphs import Retire
 from bus.settings import WorkerSettings
 from worker.deploy.kv_sharing import KVHolder, Move, next_move
 from worker.distributed.transport import Transport
+from worker.engine.build import MIB
 from worker.engine.engine import Engine
 from worker.memory import PagePool
 from worker.model import Model
@@ -23,6 +27,9 @@ from worker.morph.resizer import KVResizer
 from worker.morph.target import MemberTarget, Target
 from worker.morph.variants import reserve_pages
 from worker.pipeline.stage_host import StageHost
+from worker.shape.copier import chunk_bytes_of
+from worker.shape.host_ring import HostRing
+from worker.shape.host_store import HostMemory
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +37,7 @@ PAGES_AT_ONCE = 8  # per layer, between two steps
 # A model that lacked blocks this recently keeps its fair share: pages would otherwise move with every gap
 # between requests.
 KEEN_S = 1.0
+DEFAULT_RING_MB = 1024  # if the images find no room in memory and the settings name no size
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,17 @@ class Claim(NamedTuple):
     reserve_pages: int  # pages that its swaps want free
 
 
+def host_memory(settings: WorkerSettings, device: torch.device) -> HostMemory:
+    """Return where the images of models lie, with one ring for all that come from a disk."""
+    ring = HostRing(
+        (settings.host_memory_mb or DEFAULT_RING_MB) * MIB,
+        slot_bytes=chunk_bytes_of(device),
+        is_pinned=device.type == "cuda",
+    )
+    disk_dir = Path(settings.disk_dir) if settings.disk_dir else None
+    return HostMemory(Path(settings.host_dir), disk_dir, ring, is_bounded=settings.host_memory_mb > 0)
+
+
 class HostListener:
     """Hears of models that come and go. This base class is for a worker that no requests are sent to."""
 
@@ -104,6 +123,7 @@ class ModelHost:
     ) -> None:
         self.worker, self.pool, self.engine, self.settings = worker, pool, engine, settings
         self.morphs = morphs
+        self.memory = host_memory(settings, pool.backend.device)
         self.models: dict[str, HostedModel] = {}
         self.listener = HostListener()
         self.post: Callable[..., object] = lambda call, *args: call(*args)

@@ -169,11 +169,15 @@ class LendBlocks(Action, frozen=True, kw_only=True, tag=True):
 
 
 class PrepareHalf(Action, frozen=True, kw_only=True, tag=True):
-    """Map this variant of a half of a layer, at the member's shard, and copy it in beside the steps."""
+    """Map this variant of a half of a layer, at the member's shard, and copy it in beside the steps.
+
+    ahead: the layer, part and precision that follow, to be read from a disk meanwhile.
+    """
 
     layer: int
     part: Part
     precision: Precision
+    ahead: tuple[int, Part, Precision] | None = None
 
 
 class InstallHalf(Action, frozen=True, kw_only=True, tag=True):

@@ -59,13 +59,14 @@ class SwapRun(Run):
         self._moved_before = target.resizer.num_blocks_moved
         self._num_halves, self._num_applied = len(halves), 0
         self._pages_mapped = self._pages_unmapped = self._bytes = 0
-        self._copy_s = self._blocks_s = 0.0
+        self._disk_bytes = 0
+        self._copy_s = self._disk_s = self._blocks_s = 0.0
         self._began_s = time.monotonic()
         self._stands = {"stands_seconds": command.stands_s} if command.stands_s else {}
 
     @property
     def awaits_copies(self) -> bool:  # type: ignore[override]
-        return self._members.num_workers == 1
+        return self._members.num_workers == 1 and not self._target.waits_for_disk
 
     @property
     def progress(self) -> str:
@@ -78,6 +79,8 @@ class SwapRun(Run):
             "halves_applied": self._num_applied,
             "bytes_copied": self._bytes,
             "copy_seconds": round(self._copy_s, 6),
+            "bytes_from_disk": self._disk_bytes,  # the others were in host memory
+            "disk_seconds": round(self._disk_s, 6),  # of the disk, beside the copies
             "blocks_seconds": round(self._blocks_s, 6),  # until the KV cache had grown first; 0: it has not
             "wait_seconds": round(self._patience.total_s, 6),
             "pages_mapped": self._pages_mapped,
@@ -129,7 +132,9 @@ class SwapRun(Run):
         pool = members.pool_of(half)
         self._in_progress.add(1, pool, old_pages)
         try:
-            prepare = PrepareHalf(layer=layer, part=part, precision=precision)
+            then = self._pending[0] if self._pending else None
+            ahead = (*then, self._towards[then]) if then else None
+            prepare = PrepareHalf(layer=layer, part=part, precision=precision, ahead=ahead)
             if kv_pages:
                 yield from members.shrink(kv_pages, "swap", then=prepare)
             else:
@@ -150,6 +155,8 @@ class SwapRun(Run):
             if is_applied and copy:
                 self._bytes += copy.nbytes
                 self._copy_s += copy.seconds
+                self._disk_bytes += copy.reads.disk_bytes
+                self._disk_s += copy.reads.disk_s
                 self._pages_mapped += new_pages
                 self._pages_unmapped += old_pages
             members.grow_own()

@@ -32,6 +32,7 @@ from worker.morph.reflex_loop import MemberRoom
 from worker.morph.resizer import KVResizer
 from worker.morph.variants import Variants
 from worker.shape.copier import Copier, Copy
+from worker.shape.ranges import VariantKey
 
 
 class PreparedHalf(NamedTuple):
@@ -74,6 +75,12 @@ class MemberTarget:
         """Prepared variants whose copy has ended."""
         return sum(each.copy.is_done for each in self.prepared.values())
 
+    @property
+    def waits_for_disk(self) -> bool:
+        """True if a variant that is being copied comes from a disk."""
+        copies = (each.copy for each in self.prepared.values())
+        return any(copy.reads.is_disk and not copy.is_done for copy in copies)
+
     def status(self) -> MemberStatus:
         """Return what morphs need to know of this member's memory."""
         resizer = self.resizer
@@ -100,6 +107,7 @@ class MemberTarget:
         match action:
             case PrepareHalf():
                 self._prepare(Half(action.layer, action.part), action.precision)
+                self._expect(action.ahead)
             case InstallHalf():
                 self._install(Half(action.layer, action.part))
             case DropHalf():
@@ -117,9 +125,15 @@ class MemberTarget:
         For a variant that finds no room the stage need not end: the leader hears of it by the status.
         """
         if isinstance(action, HalfActions):
-            if not 0 <= action.layer - self.first < self.resizer.num_layers:
-                return
+            is_here = 0 <= action.layer - self.first < self.resizer.num_layers
             action = structs.replace(action, layer=action.layer - self.first)
+            if isinstance(action, PrepareHalf) and action.ahead:
+                layer, part, precision = action.ahead
+                action = structs.replace(action, ahead=(layer - self.first, part, precision))
+            if not is_here:
+                if isinstance(action, PrepareHalf):
+                    self._expect(action.ahead)
+                return
         try:
             self.carry_out(action)
         except (MappingFailed, OutOfPages) as error:
@@ -152,6 +166,12 @@ class MemberTarget:
             raise
         self.prepared[half] = PreparedHalf(precision, copy)
 
+    def _expect(self, ahead: VariantKey | None = None) -> None:
+        """Read ahead what is to be copied next: prepared variants that wait for their turn, then `ahead`."""
+        waiting = [(*half, each.precision) for half, each in self.prepared.items() if not each.copy.has_begun]
+        is_here = ahead is not None and 0 <= ahead[0] < self.resizer.num_layers
+        self.variants.expect([*waiting, ahead] if ahead and is_here else waiting)
+
     def _install(self, half: Half) -> None:
         """Run on the prepared variant and unmap the old one. Raises what its copy or the check raises."""
         if (prepared := self.prepared.get(half)) is None:  # dropped meanwhile
@@ -168,6 +188,7 @@ class MemberTarget:
         self._no_room.pop(half, None)
         if prepared := self.prepared.pop(half, None):
             prepared.copy.stop()
+            self._expect()
             self._unmap(half, prepared.precision)
 
     def _unmap(self, half: Half, precision: Precision) -> None:
@@ -286,6 +307,8 @@ class Target(MemberTarget):
         if isinstance(action, HalfActions) and action.layer >= self.resizer.num_layers:
             if isinstance(action, InstallHalf):
                 self.installed(Half(action.layer, action.part))
+            elif isinstance(action, PrepareHalf):
+                self._expect(action.ahead)
         else:
             super().carry_out(action)
 

@@ -8,6 +8,7 @@ from typing import Protocol
 from bus.messages import PARTS, Part
 from bus.precisions import Precision
 from worker.shape.copier import CopyJob
+from worker.shape.ranges import VariantKey
 
 
 class Variants(Protocol):
@@ -27,6 +28,9 @@ class Variants(Protocol):
         """Map all pages of a variant or, raising MappingFailed or OutOfPages, none."""
 
     def copy_job(self, layer: int, part: Part, precision: Precision) -> CopyJob: ...
+
+    def expect(self, variants: Sequence[VariantKey]) -> None:
+        """Have these ready, as far as there is room: they are copied next. Replaces what was expected."""
 
     def check(self, layer: int, part: Part, precision: Precision) -> None:
         """Raise if the mapped variant does not compute what its original does."""
@@ -72,6 +76,9 @@ class NoVariants:
         raise NotImplementedError
 
     check = install = unmap = map
+
+    def expect(self, variants: Sequence[VariantKey]) -> None:
+        """Do nothing: no variant is copied."""
 
     def release(self) -> None:
         """Do nothing: the layers' memory is the model's."""

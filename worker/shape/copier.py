@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Final
 
@@ -28,6 +28,16 @@ class GivenUp(Exception):
     """Raised within a job that is stopped."""
 
 
+@dataclass(slots=True)
+class Reads:
+    """The bytes that a copy has had from a disk so far, and their time."""
+
+    is_disk: bool = False  # its bytes may come from one
+    disk_bytes: int = 0  # the other bytes were in host memory
+    disk_s: float = 0.0  # the time that the disk took for them, beside the copy or before it
+    waited_s: float = 0.0  # of the copy, for the disk
+
+
 @dataclass(frozen=True, slots=True)
 class CopyJob:
     """A job that fills the pages of one variant in another thread than the engine's, holding no lock."""
@@ -35,6 +45,7 @@ class CopyJob:
     nbytes: int
     read_bytes: int  # bytes read in order to write `nbytes`: the measure of its time
     copy: Callable[[Pause], None]  # copies in chunks of milliseconds
+    reads: Reads = field(default_factory=Reads)
 
     def __call__(self, pause: Pause) -> None:
         self.copy(pause)
@@ -44,8 +55,8 @@ class Copy:
     """One copy: waiting, running or finished."""
 
     def __init__(self, job: CopyJob) -> None:
-        self.nbytes, self.read_bytes = job.nbytes, job.read_bytes
-        self.seconds = 0.0  # spent copying, pauses not counted
+        self.nbytes, self.read_bytes, self.reads = job.nbytes, job.read_bytes, job.reads
+        self.seconds = 0.0  # spent copying; pauses, and waits for a disk, are not counted
         self.last_s = 0.0  # of these since the last rest
         self._job = job
         self._error: BaseException | None = None
@@ -57,6 +68,10 @@ class Copy:
     def is_done(self) -> bool:
         """True when nothing is written any more: the copy finished, failed, or was stopped."""
         return self._ended.is_set()
+
+    @property
+    def has_begun(self) -> bool:
+        return self._is_running
 
     @property
     def is_whole(self) -> bool:
@@ -92,22 +107,24 @@ class Copy:
             if self._ended.is_set():
                 return
             self._is_running = True
-        began = time.perf_counter()
+        began, waited_s = time.perf_counter(), self.reads.waited_s
+
+        def worked() -> float:
+            took_s = time.perf_counter() - began - (self.reads.waited_s - waited_s)
+            self.seconds += took_s
+            return took_s
 
         def pause() -> None:
-            nonlocal began
-            took = time.perf_counter() - began
-            self.seconds += took
-            rest(took, share, self._stopping)
-            began = time.perf_counter()
+            nonlocal began, waited_s
+            rest(worked(), share, self._stopping)
+            began, waited_s = time.perf_counter(), self.reads.waited_s
             if self._stopping.is_set():
                 raise GivenUp
 
         try:
             with suppress(GivenUp):
                 self._job(pause)
-            self.last_s = time.perf_counter() - began
-            self.seconds += self.last_s
+            self.last_s = worked()
         except BaseException as error:  # noqa: BLE001 the engine's thread raises it
             self._error = error
         finally:
@@ -188,7 +205,7 @@ class Copier:
         while copy := self._queue.get():
             copy.run(self._share)
             if copy.is_whole:
-                self.rate.add(copy.read_bytes, copy.seconds)
+                self.rate.add(copy.read_bytes, copy.seconds + copy.reads.waited_s)
             with self._end:
                 self._num_ended += 1
                 self._end.notify_all()
@@ -276,6 +293,12 @@ class Pace:
 # calls (1 MiB on a CPU: half as long again).
 _CPU_CHUNK_BYTES, _CUDA_CHUNK_BYTES = 1 << 22, 1 << 24
 
+
+def chunk_bytes_of(device: torch.device) -> int:
+    """Return the bytes that are copied to a device at once."""
+    return _CPU_CHUNK_BYTES if device.type == "cpu" else _CUDA_CHUNK_BYTES
+
+
 _ADVICE = (
     "memory of the device or of the host is damaged (to make the host's copy again, stop all workers of this"
     " model)"
@@ -297,7 +320,7 @@ def host_copy(
     sums: `row_sums` of the image. It raises WrongVariant, which names `what`.
     """
     pages = CheckedPages(what, target, image.numel(), sums, _ADVICE)
-    chunk_bytes = _CPU_CHUNK_BYTES if device.type == "cpu" else _CUDA_CHUNK_BYTES
+    chunk_bytes = chunk_bytes_of(device)
 
     def copy(pause: Pause) -> None:
         chunks = [

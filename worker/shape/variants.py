@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -22,9 +21,9 @@ from worker.model.shard import Shard
 from worker.model.sources import CheckpointWeights, checkpoint_digest
 from worker.model.weights import Tensors, tensors_in
 from worker.shape.checks import CheckedPages, check_outputs, expected_outputs, num_outputs, num_rows, row_sums
-from worker.shape.copier import CopyJob, Pause, host_copy, lay_out
+from worker.shape.copier import CopyJob, Pause, lay_out
 from worker.shape.host_images import MatrixSource, find_matrices, kept_tensors, plan_variants, write_half
-from worker.shape.host_store import HostStore, Images
+from worker.shape.host_store import IN_MEMORY, HostMemory, ImagePart, ImageStore, Put
 from worker.shape.ranges import PageMask, VariantKey, VariantRanges, build_half, checked_pages, variant_name
 from worker.shape.shared_file import OnProgress
 
@@ -41,7 +40,7 @@ class LayerVariants:
         *,
         precisions: Sequence[Precision] = QUANTIZED,
         method: str = "",
-        host_dir: Path = Path("/dev/shm"),
+        memory: HostMemory = IN_MEMORY,
         progress: OnProgress | None = None,
         matrices: Mapping[Precision, MatrixSource] | None = None,
     ) -> None:
@@ -65,17 +64,19 @@ class LayerVariants:
                 if name != "full"
             }
         self._matrices = matrices
-        self._opened: HostStore[ImageKey] | None = None
+        self._opened: ImageStore[ImageKey] | None = None
         plans = plan_variants(model.config, model.plan, pool.page_bytes, matrices)
         self.ranges = VariantRanges(model, pool, plans)
         try:
             if self._is_filled:
-                self.open(host_dir, progress)
+                self.open(memory, progress)
         except BaseException:
             self.ranges.release()
             raise
 
-    def open(self, host_dir: Path, progress: OnProgress | None = None, pause: Pause = lambda: None) -> None:
+    def open(
+        self, memory: HostMemory, progress: OnProgress | None = None, pause: Pause = lambda: None
+    ) -> None:
         """Open or make the host images, in any thread, before any copy. Raises ModelError.
 
         pause: called after each piece of work of some milliseconds.
@@ -90,8 +91,8 @@ class LayerVariants:
         contents = [identity(model, self._device), *(matrices.name for matrices in self._matrices.values())]
         key = f"{contents} {model.config.norm_eps} {self.ranges.plans}"
         pin = self._device.type == "cuda"
-        make = partial(self._make, pause)
-        self._opened = HostStore(host_dir, key, sizes, make, pin=pin, progress=progress)
+        make, kept = partial(self._make, pause), [name for name in sizes if name[-1] != "weights"]
+        self._opened = memory.open(key, sizes, make, kept=kept, pin=pin, progress=progress)
 
     def pages(self, layer: int, part: Part, precision: Precision) -> int:
         """Return the pages that a variant takes while it is mapped."""
@@ -108,19 +109,22 @@ class LayerVariants:
 
     def copy_pages(self, variant: VariantKey, pages: PageMask) -> CopyJob:
         """Return the job that fills some of the pages."""
-        image, sums = (self._store.image((*variant, kind)) for kind in ("weights", "sums"))
-        spans = self.ranges.spans(variant, pages)
-        memory = self.ranges.memory(variant)
-        return host_copy(variant_name(variant), image, sums.view(torch.int64), memory, self._device, spans)
+        sums, memory = self.store.image((*variant, "sums")), self.ranges.memory(variant)
+        part = self._part(variant, pages)
+        return self.store.copy_job(variant_name(variant), part, sums.view(torch.int64), memory, self._device)
+
+    def expect(self, variants: Sequence[VariantKey]) -> None:
+        """Read these ahead if they come from a disk: they are copied next, in this order."""
+        self.store.expect([self._part(variant, self._needed(variant)) for variant in variants])
 
     def checked(self, variant: VariantKey) -> CheckedPages:
         """Return a variant's pages for data from elsewhere."""
-        sums = self._store.image((*variant, "sums")).view(torch.int64)
+        sums = self.store.image((*variant, "sums")).view(torch.int64)
         return checked_pages(variant, self.ranges, sums)
 
     def image(self, layer: int, part: Part, precision: Precision) -> torch.Tensor:
         """Return the variant's bytes: uint8 [n] in host memory, read-only."""
-        return self._store.image((layer, part, precision, "weights"))
+        return self.store.image((layer, part, precision, "weights"))
 
     def check(self, layer: int, part: Part, precision: Precision) -> None:
         """Check, once, that the mapped variant computes what its host image does. Raises WrongVariant.
@@ -129,7 +133,7 @@ class LayerVariants:
         """
         variant = (layer, part, precision)
         if variant not in self._proven and self._shard(layer).size == 1:
-            expected = self._store.image((*variant, "outputs")).view(torch.float32)
+            expected = self.store.image((*variant, "outputs")).view(torch.float32)
             check_outputs(variant_name(variant), self._resident(variant), expected, self._model.dtype)
             self._proven.add(variant)
 
@@ -148,7 +152,7 @@ class LayerVariants:
             self._opened.close()
 
     @property
-    def _store(self) -> HostStore[ImageKey]:
+    def store(self) -> ImageStore[ImageKey]:
         assert self._opened, "the host images were not opened"
         return self._opened
 
@@ -157,6 +161,9 @@ class LayerVariants:
             for part in PARTS:
                 for precision in self.precisions:
                     yield layer, part, precision
+
+    def _part(self, variant: VariantKey, pages: PageMask) -> ImagePart[ImageKey]:
+        return ImagePart((*variant, "weights"), self.ranges.spans(variant, pages))
 
     def _shard(self, layer: int) -> Shard:
         return self._model.layers[layer].shard
@@ -195,7 +202,7 @@ class LayerVariants:
         """Build the half of all heads and rows over uint8 [n] anywhere."""
         return build_half(self._model, variant, tensors_in(image, self.ranges.plans[variant[1:]]), Shard())
 
-    def _make(self, pause: Pause, images: Images[ImageKey], progress: OnProgress) -> None:
+    def _make(self, pause: Pause, put: Put[ImageKey], progress: OnProgress) -> None:
         total, done = sum(self.ranges.plans[variant[1:]].nbytes for variant in self._places()), 0
         for variant in self._places():
             layer, part, precision = variant
@@ -207,11 +214,10 @@ class LayerVariants:
                     tensors = self._kept(layer, part, precision, pause)
                 made = torch.zeros(plan.nbytes, dtype=torch.uint8, device=self._device)
                 write_half(tensors_in(made, plan), self._matrices[precision], layer, tensors, pause)
-            images[*variant, "weights"].copy_(made)
-            images[*variant, "sums"].view(torch.int64).copy_(row_sums(made))
-            copied = images[*variant, "weights"].to(self._device)
-            outputs = expected_outputs(self._whole(variant, copied), self._model.dtype)  # reference outputs
-            images[*variant, "outputs"].view(torch.float32).copy_(outputs)
+            put((*variant, "weights"), made)
+            put((*variant, "sums"), row_sums(made).view(torch.uint8))
+            outputs = expected_outputs(self._whole(variant, made), self._model.dtype)  # reference outputs
+            put((*variant, "outputs"), outputs.view(torch.uint8))
             done += plan.nbytes
             progress(done, total)
 

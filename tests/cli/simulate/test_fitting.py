@@ -96,6 +96,9 @@ def test_swaps_tell_what_a_half_costs() -> None:
     morphs = [{"kind": "swap", "state": "applied", "numbers": numbers}, {"kind": "swap", "state": "failed"}]
     found = fit([recorded(morphs=morphs)], LIMITS)
     assert (found.morph.half_s, found.morph.byte_s) == pytest.approx((0.005, 5e-9))
+    assert found.morph.disk_byte_s == 0.0
+    numbers["disk_seconds"] = 0.002
+    assert fit([recorded(morphs=morphs)], LIMITS).morph.disk_byte_s == pytest.approx(1e-9)
 
 
 def without_steps(run: RunFile, num_requests: int) -> RunFile:

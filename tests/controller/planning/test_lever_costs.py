@@ -85,6 +85,17 @@ def test_a_swap_lasts_as_its_work_by_the_share_of_the_time() -> None:
     assert costs.seconds("swap", 10, share=0.25) == 4 * costs.seconds("swap", 10)
 
 
+def test_a_swap_from_a_disk_lasts_as_its_reads_unless_its_work_takes_longer() -> None:
+    numbers = {"halves_applied": 40, "copy_seconds": 4.0, "bytes_copied": 4e9}
+    costs = observe_cost(LeverCosts(), report("swap", 40.0, **numbers, disk_seconds=40.0))
+    assert costs.kinds["swap"].disk_s == pytest.approx(1.0, rel=0.05)
+    assert costs.seconds("swap", 10) == costs.seconds("swap", 10, share=0.25) == pytest.approx(10.0, rel=0.05)
+    assert costs.seconds("swap", 10, share=0.05) == pytest.approx(20.0, rel=0.05)
+    for _ in range(3):  # from memory again
+        costs = observe_cost(costs, report("swap", 4.0, **numbers))
+    assert costs.seconds("swap", 10) == pytest.approx(1.0, rel=0.05)
+
+
 def test_a_kind_of_morph_that_was_late_promises_more() -> None:
     costs = LeverCosts()
     for seconds in (3.0, 3.0, 3.0):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,47 @@ def test_both_models_answer_as_each_does_alone(
         assert place.client.tokens[f"2{name}"] == second[name]
     place.check()
     place.close()
+
+
+def test_a_model_whose_variants_are_on_a_disk_serves_and_swaps_as_one_in_memory(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fails in the middle of a swap ends it with its name, and the old variants serve on."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    changes: dict[str, Any] = {"host_memory_mb": 1, "disk_dir": str(disk), "prefix_cache": False}
+    place = Place(settings_for(folders["second"], tmp_path, **changes))
+    assert len(list(disk.glob("*.images"))) == 1 and not list(tmp_path.glob("*.images"))
+    order = {"epoch": 0, "instance": "first@w0", "layers": [0, 1, 2]}
+    for name, prompt in PROMPTS.items():
+        place.submit(f"full {name}", "first", prompt, 20)
+    place.step(3)
+
+    def fail(*given: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "preadv", fail)
+        end = place.end_of(place.begin(Swap, **order, precision="int4"))
+    assert (end.state, end.numbers.get("halves_applied")) == ("failed", 0), end
+    assert re.search(
+        r"ImageLost: attention of layer 0 in int4: .*\.images: cannot read .*Input/output", end.reason
+    )
+    place.run()
+    place.check()
+    end = place.end_of(place.begin(Swap, **order, precision="int4"))
+    assert end.state == "applied" and end.numbers["bytes_from_disk"] == end.numbers["bytes_copied"] > 0
+    assert end.numbers["disk_seconds"] > 0
+    for name, prompt in PROMPTS.items():
+        place.submit(f"int4 {name}", "first", prompt, 20)
+    place.run()
+    for precision in ("full", "int4"):
+        known = alone(folders["second"], tmp_path, precision)
+        assert {name: place.client.tokens[f"{precision} {name}"] for name in PROMPTS} == known
+    assert place.end_of(place.begin(Swap, **order, precision="full")).state == "applied"
+    place.check()
+    place.close()
+    assert not list(disk.glob("*.images"))
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])

@@ -30,6 +30,7 @@ from worker.morph.manager import MorphManager
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
 from worker.morph.variants import reserve_pages
+from worker.shape.host_store import HostMemory
 from worker.shape.variants import LayerVariants
 
 pytestmark = [
@@ -64,7 +65,7 @@ class Morphing:
     def __init__(self, host_dir: Path) -> None:
         self.pool = make_pool(DEVICE, MEMORY_BYTES)
         self.model = load_model(DEMO_MODEL, self.pool, dtype=torch.float32, max_tp=2)
-        self.variants = LayerVariants(self.model, self.pool, method="rtn", host_dir=host_dir)
+        self.variants = LayerVariants(self.model, self.pool, method="rtn", memory=HostMemory(host_dir))
         self.num_layers = self.model.config.num_layers
         limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=1024, block_tokens=16)
         self.cache = make_cache(self.pool, self.model, limits, "test")

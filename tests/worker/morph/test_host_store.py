@@ -17,7 +17,7 @@ import torch
 from tests.support.paths import ROOT
 from worker.model import ModelError
 from worker.shape import shared_file
-from worker.shape.host_store import HostStore, Images
+from worker.shape.host_store import HostStore, Put
 from worker.shape.shared_file import HEADER_BYTES, OnProgress, remove_abandoned
 
 SIZES = {"a": 5000, "b": 1, "c": 70000}
@@ -30,12 +30,11 @@ class Maker:
         """pause: called after each image."""
         self.times, self._pause = 0, pause
 
-    def __call__(self, images: Images[str], progress: OnProgress) -> None:
+    def __call__(self, put: Put[str], progress: OnProgress) -> None:
         self.times += 1
-        for i, (name, image) in enumerate(images.items()):
-            assert not image.any()
-            image.copy_(expected(name))
-            progress(i + 1, len(images))
+        for i, name in enumerate(SIZES):
+            put(name, expected(name))
+            progress(i + 1, len(SIZES))
             self._pause()
 
 
@@ -57,7 +56,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def run_maker(folder: Path, body: str) -> subprocess.Popen[str]:
-    """A process that opens the same store; `body` is what its maker does with `images` and `progress`.
+    """A process that opens the same store; `body` is what its maker does with `put` and `progress`.
 
     `pause()` within it goes on when the test calls `go_on`, and tells `reaches_pause` that it waits.
     """
@@ -69,7 +68,7 @@ from worker.shape.host_store import HostStore
 def pause():
     print("pause", flush=True)
     sys.stdin.readline()
-def make(images, progress):
+def make(put, progress):
 {body}
 store = HostStore(Path({str(folder)!r}), "key", SIZES, make)
 print("open", flush=True)
@@ -175,7 +174,7 @@ def test_who_waits_is_told_how_far_the_maker_is(tmp_path: Path) -> None:
             seen.append((done, total))
             go_on(process)
 
-    with run_maker(tmp_path, "    Maker(pause)(images, progress)") as process:
+    with run_maker(tmp_path, "    Maker(pause)(put, progress)") as process:
         assert reaches_pause(process)
         store = HostStore(tmp_path, "key", SIZES, unused, progress=see)
         assert seen[:3] == [(1, 3), (2, 3), (3, 3)] and unused.times == 0
@@ -196,7 +195,8 @@ def test_a_wait_can_be_given_up(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_maker_left_is_made_anew(tmp_path: Path) -> None:
-    with run_maker(tmp_path, "    images['a'].fill_(7); progress(1, 3); os.kill(os.getpid(), 9)") as process:
+    body = "    put('a', torch.full((5000,), 7, dtype=torch.uint8)); progress(1, 3); os.kill(os.getpid(), 9)"
+    with run_maker(tmp_path, body) as process:
         assert process.wait() == -signal.SIGKILL
     assert files(tmp_path)[0].stat().st_size > HEADER_BYTES
     maker = Maker()
@@ -207,7 +207,7 @@ def test_what_a_killed_maker_left_is_made_anew(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_user_left_whole_is_used_again(tmp_path: Path) -> None:
-    with run_maker(tmp_path, "    Maker()(images, progress)") as process:
+    with run_maker(tmp_path, "    Maker()(put, progress)") as process:
         assert process.stdout and process.stdout.readline() == "open\n"
         process.kill()
     maker = Maker()
@@ -245,7 +245,7 @@ def test_files_that_nobody_holds_are_removed_at_a_start_and_others_are_not(tmp_p
 
 
 def test_a_maker_that_fails_leaves_nothing_and_says_why(tmp_path: Path) -> None:
-    def fail(images: Images[str], progress: OnProgress) -> None:
+    def fail(put: Put[str], progress: OnProgress) -> None:
         raise ZeroDivisionError("of all things")
 
     with pytest.raises(ZeroDivisionError, match="of all things"):

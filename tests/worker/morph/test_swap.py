@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bus.logs import Text, extras
-from bus.messages import LayerShape
+from bus.messages import PARTS, LayerShape
 from bus.morphs import CancelMorph, HalfOrder, MorphReport, Swap
 from bus.precisions import Precision
 from tests.support.engine_toys import Client, continuation, request, run
@@ -118,6 +118,25 @@ def test_an_urgent_swap_waits_for_its_copies_between_two_steps(
     assert report.numbers["halves_applied"] == 4 and rig.instance.shape == [LOW, LOW]
     assert rig.cache.num_blocks == report.numbers["blocks_after"] > blocks
     assert 0 < report.numbers["blocks_seconds"] <= report.numbers["seconds"]
+
+
+def test_what_follows_is_expected_while_a_half_is_copied_and_nothing_after_a_cancel() -> None:
+    rig = Rig(num_layers=4, order=[2, 0, 3, 1])
+    rig.variants.hold.clear()
+    swap(rig, "int4", count=4)
+    for _ in range(20):
+        rig.advance()
+    prepared = [(*half, each.precision) for half, each in rig.target.prepared.items()]
+    halves = [(layer, part, "int4") for layer in (2, 0, 3, 1) for part in PARTS]
+    assert prepared == halves[: len(prepared)] and len(prepared) > 1
+    assert rig.variants.expected[-len(prepared) :] == halves[1 : len(prepared) + 1]
+    rig.executor.cancel(next(iter(rig.executor._jobs)))
+    assert rig.variants.expected == []
+    rig.variants.hold.set()
+    assert ended(rig).state == "failed"
+    swap(rig, "int4", "again", count=4)
+    assert ended(rig).state == "applied" and set(rig.variants.expected) < set(halves[1:])
+    rig.close()
 
 
 def test_a_layer_goes_down_and_its_pages_become_blocks(rig: Rig) -> None:

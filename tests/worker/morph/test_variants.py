@@ -31,6 +31,7 @@ from worker.model.weights import tensors_of
 from worker.shape.checks import WrongVariant, check_outputs
 from worker.shape.copier import GivenUp
 from worker.shape.host_images import MatrixSource, find_matrices
+from worker.shape.host_store import HostMemory
 from worker.shape.ranges import VariantKey
 from worker.shape.variants import LayerVariants
 
@@ -237,12 +238,12 @@ def test_the_method_of_a_set_can_be_chosen_and_must_then_be_there(wide: Path, tm
         runner = Runner(wide)
         if method in ("awq", "gptq"):
             with pytest.raises(ModelError, match=rf"int8-{method}\.safetensors is missing and .*'{method}'"):
-                LayerVariants(runner.model, runner.pool, method=method, host_dir=tmp_path)
+                LayerVariants(runner.model, runner.pool, method=method, memory=HostMemory(tmp_path))
         precisions: list[Precision] = ["int4"]
         variants = LayerVariants(
-            runner.model, runner.pool, method=method, host_dir=tmp_path, precisions=precisions
+            runner.model, runner.pool, method=method, memory=HostMemory(tmp_path), precisions=precisions
         )
-        chosen[method] = variants._store.image((0, "ffn", "int4", "weights")).clone()
+        chosen[method] = variants.store.image((0, "ffn", "int4", "weights")).clone()
         variants.release()
         runner.close()
     assert chosen[""].equal(chosen["awq"])
@@ -270,7 +271,7 @@ def test_a_set_that_cannot_be_used_is_refused_by_name(
         shutil.copy(set_path(tmp_path / "other", "int4", "awq"), path)
     runner = Runner(wide)
     with pytest.raises(ModelError, match=rf"int4-awq\.safetensors: .*{reason}"):
-        LayerVariants(runner.model, runner.pool, host_dir=tmp_path)
+        LayerVariants(runner.model, runner.pool, memory=HostMemory(tmp_path))
     assert list(tmp_path.glob("*.images")) == []
     runner.close()
 
@@ -417,7 +418,7 @@ def test_a_reference_that_is_damaged_itself_lets_nothing_pass(morphing: Morphing
     variants.map(*place)
     half, expected = (
         variants._resident(place),
-        torch.zeros(variants._store.image((*place, "outputs")).numel() // 4),
+        torch.zeros(variants.store.image((*place, "outputs")).numel() // 4),
     )
     for damaged in (1e38, torch.inf, torch.nan):
         expected[3] = damaged
@@ -455,12 +456,12 @@ def test_workers_of_a_host_share_the_images_of_a_model(wide: Path, tmp_path: Pat
     runners = [Runner(folder) for folder in (wide, copied)]
     told: list[tuple[int, int]] = []
     first = LayerVariants(
-        runners[0].model, runners[0].pool, host_dir=tmp_path, progress=lambda *at: told.append(at)
+        runners[0].model, runners[0].pool, memory=HostMemory(tmp_path), progress=lambda *at: told.append(at)
     )
     made = len(told)
     assert told[-1][0] == told[-1][1] and made == 3 * len(PARTS) * len(PRECISIONS) + 1
     second = LayerVariants(
-        runners[1].model, runners[1].pool, host_dir=tmp_path, progress=lambda *at: told.append(at)
+        runners[1].model, runners[1].pool, memory=HostMemory(tmp_path), progress=lambda *at: told.append(at)
     )
     assert len(told) == made and len(list(tmp_path.glob("*.images"))) == 1
     first.release()
@@ -485,9 +486,9 @@ def test_making_the_images_can_be_given_up_within_a_half(wide: Path, tmp_path: P
             raise GivenUp
 
     with pytest.raises(GivenUp):
-        variants.open(tmp_path, lambda *at: told.append(at), pause)
+        variants.open(HostMemory(tmp_path), lambda *at: told.append(at), pause)
     assert len(told) < 3 and list(tmp_path.glob("*.images")) == []
-    variants.open(tmp_path, lambda *at: told.append(at), lambda: pauses.append(None))
+    variants.open(HostMemory(tmp_path), lambda *at: told.append(at), lambda: pauses.append(None))
     assert len(pauses) > 3 * len(told)
     variants.release()
     runner.close()
@@ -496,7 +497,7 @@ def test_making_the_images_can_be_given_up_within_a_half(wide: Path, tmp_path: P
 def test_other_layouts_and_weights_have_images_of_their_own(wide: Path, tmp_path: Path) -> None:
     made = [Runner(wide), Runner(wide, max_tp=4), Runner(wide, dtype=torch.bfloat16)]
     made += [Runner(wide, load_format="dummy", seed=seed) for seed in (1, 2)]
-    variants = [LayerVariants(runner.model, runner.pool, host_dir=tmp_path) for runner in made]
+    variants = [LayerVariants(runner.model, runner.pool, memory=HostMemory(tmp_path)) for runner in made]
     assert len(list(tmp_path.glob("*.images"))) == len(made)
     for each, runner in zip(variants, made, strict=True):
         each.release()
@@ -505,7 +506,7 @@ def test_other_layouts_and_weights_have_images_of_their_own(wide: Path, tmp_path
 
 def test_only_the_variants_that_were_asked_for_are_kept(wide: Path, tmp_path: Path) -> None:
     runner = Runner(wide)
-    variants = LayerVariants(runner.model, runner.pool, host_dir=tmp_path, precisions=["int4"])
+    variants = LayerVariants(runner.model, runner.pool, memory=HostMemory(tmp_path), precisions=["int4"])
     assert variants.precisions == ["full", "int4"]
     variants.release()
     runner.close()
