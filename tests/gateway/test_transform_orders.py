@@ -154,7 +154,7 @@ def refusal_of(cards: list[WorkerCard], order: Any) -> tuple[int, str | None, st
             ALONE,
             body("w0", tp=8),
             "tp",
-            "not padded for when they were loaded (worker.max_tp); allowed is: 1",
+            "not laid out for when they were loaded (worker.max_tp, or a number of experts); allowed is: 1",
         ),
         (ALONE, body("w0", "w1", tp=0), "tp", "tp is 0; allowed is 1 to 64"),
         (ALONE, body("w0", "w1", tp="2"), "tp", "integer"),

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from bus.client import Bus, BusUnavailable, connect
@@ -41,6 +42,13 @@ class SlowToy(ToyModel):
         return super().forward(*args)
 
 
+def toy_target(pool: PagePool) -> Any:
+    """Return a target of one layer without variants, of which only the number of possible blocks is asked."""
+    cache = SimpleNamespace(pool=pool, num_layers=1, blocks_in=lambda pages: pages)
+    variants = SimpleNamespace(precisions=["full"], pages=lambda layer, part, precision: 0)
+    return SimpleNamespace(resizer=SimpleNamespace(cache=cache), variants=variants)
+
+
 @dataclass
 class Bench:
     """A running worker, a bus to talk to it, and what it said to gateway g0."""
@@ -62,9 +70,9 @@ class Bench:
         progress("loading toy: 50 %")
         pool = PagePool(CpuBackend(65536), 4 * 65536)
         host = ModelHost(worker, pool, self.engine, settings, self.morphs)
-        nothing: Any = None  # no test loads a model here
+        model: Any = None  # no test loads one here
         for instance in self.engine.instances.values():
-            host.models[instance.id] = HostedModel(card(instance), nothing, nothing)
+            host.models[instance.id] = HostedModel(card(instance), toy_target(pool), model)
         return host
 
     async def start(self, **changes: Any) -> None:
