@@ -25,15 +25,19 @@ def copies_of(contents: Contents, seen: Observation) -> dict[str, Copies]:
         of_model = [one for one in there if one.model == model]
         copies = [one for one in of_model if one.copies]
         originals = [one for one in of_model if not one.copies and one.state == "serving"]
-        one = _copyable(originals[0], copies, now) if originals else Copies(refusal="no deployment serves it")
+        one = Copies(refusal="no deployment serves it")
+        if originals:
+            one = _copyable(originals[0], copies, now, _waiting(there))
         made = {copy.instance: copy.id for copy in copies if copy.state == "serving"}
         unwanted = {copy.id: why for copy in copies if (why := _why_unwanted(copy, there, seen.now_ms))}
         found[model] = replace(one, made=made, unwanted=unwanted)
     return found
 
 
-def _copyable(original: Deployment, copies: list[Deployment], now: Situation) -> Copies:
+def _copyable(original: Deployment, copies: list[Deployment], now: Situation, waiting: str) -> Copies:
     shape = original.configuration
+    if waiting:
+        return Copies(refusal=f"{waiting} waits for a place")
     if shape is None or shape.num_devices > 1:
         return Copies(refusal=f"{original.id} has several workers")
     if coming := next((one.id for one in copies if one.state != "serving"), ""):
@@ -54,5 +58,9 @@ def _why_unwanted(copy: Deployment, there: list[Deployment], now_ms: int) -> str
         return f"{copy.copies} is deployed no more"
     if copy.state == "waiting":
         return "it finds no place" if now_ms - copy.since_ms > LONGEST_WAIT_MS else ""
-    waiting = next((one.id for one in there if one.state == "waiting" and not one.copies), "")
-    return f"{waiting} waits for a place" if waiting else ""
+    return f"{waiting} waits for a place" if (waiting := _waiting(there)) else ""
+
+
+def _waiting(there: list[Deployment]) -> str:
+    """Return a deployment that waits for a place, other than a copy; "": none does."""
+    return next((one.id for one in there if one.state == "waiting" and not one.copies), "")

@@ -17,6 +17,7 @@ from bus.messages import Number
 from bus.policy import Policy
 from controller.morphing.decision import costs_of, weighed
 from controller.morphing.groups import Group
+from controller.morphing.track import Freshness
 from controller.planning.lever_costs import LeverCosts
 
 AGAIN_S: Final = 5.0  # until an order shows in the records
@@ -68,9 +69,13 @@ def adjust(
     copies: Mapping[str, Copies],
     policy: Policy,
     at_s: float,
+    freshness: Freshness,
     costs: LeverCosts,
 ) -> tuple[CopyState, list[CopyDecision]]:
-    """Judge one window. plans: what is taken for all instances under pressure."""
+    """Judge one window. plans: what is taken for all instances under pressure.
+
+    No copy of a model counts as not needed while a report of one of its instances is stale.
+    """
     rules = policy.in_force()
     if rules is None:
         return CopyState(), []
@@ -90,12 +95,21 @@ def adjust(
     unneeded_s = dict[str, float]()
     for model, there in copies.items():
         going = dict(there.unwanted)
-        for instance, deployment in there.made.items():
-            if _is_unneeded(instance, model, groups, rules):
-                unneeded_s[instance] = since_s = state.unneeded_s.get(instance, at_s)
-                if at_s >= since_s + hold_s:
-                    why = f"the other instances have had room for all requests for {at_s - since_s:.0f} s"
-                    going.setdefault(deployment, why)
+        leaving = {one for one, name in there.made.items() if name in going or name in ordered_s}
+        of_model = [one for one in groups if one.model == model and one.instance not in leaving]
+        is_known = all(one.age_s <= freshness.stale_s for one in groups if one.model == model)
+        used = sum(one.used_tokens + one.queued_tokens for one in groups if one.model == model)
+        idle_s = {
+            instance: state.unneeded_s.get(instance, at_s)
+            for instance in there.made
+            if is_known and instance not in leaving and _is_unneeded(instance, of_model, used, rules)
+        }
+        if idle_s and at_s >= (since_s := min(idle_s.values())) + hold_s:
+            first = min(idle_s, key=idle_s.__getitem__)
+            why = f"the other instances have had room for all requests for {at_s - since_s:.0f} s"
+            going[there.made[first]] = why
+            idle_s = {}  # one at a time: the others had its room beside them
+        unneeded_s |= idle_s
         made += [_fewer(name, why) for name, why in going.items() if name not in ordered_s]
         ordered_s |= {name: at_s for name in going if name not in ordered_s}
     return CopyState(wanted=wanted, unneeded_s=unneeded_s, ordered_s=ordered_s), made
@@ -114,11 +128,9 @@ def _fewer(deployment: str, why: str) -> CopyDecision:
     return CopyDecision(order=order, subject=deployment, reason=f"{why}: {deployment} retires", numbers={})
 
 
-def _is_unneeded(instance: str, model: str, groups: Sequence[Group], rules: Policy) -> bool:
-    """Return True if nothing waits, and the other instances have room for what runs here too."""
-    of_model = [group for group in groups if group.model == model]
-    others = [group for group in of_model if group.instance != instance]
-    there = sum(group.kv_tokens or group.max_tokens for group in others)
-    used = sum(group.used_tokens + group.queued_tokens for group in of_model)
-    is_seen = len(others) < len(of_model)
-    return is_seen and used <= rules.kv_usage_low * there and all(group.waiting < 1 for group in of_model)
+def _is_unneeded(instance: str, staying: Sequence[Group], used_tokens: int, rules: Policy) -> bool:
+    """Return True if nothing waits, and the others that stay have room for all that runs."""
+    others = [group for group in staying if group.instance != instance]
+    room = rules.kv_usage_low * sum(group.kv_tokens or group.max_tokens for group in others)
+    is_seen = len(others) < len(staying)
+    return is_seen and used_tokens <= room and all(group.waiting < 1 for group in staying)

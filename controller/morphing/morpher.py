@@ -170,7 +170,7 @@ class Morpher:
                 await self._grant()  # first, or the reflex takes loss for what moves
             await self._tell(moves, plans)
             taken = self._pressure.plans.values()
-            self._copying, orders = adjust(self._copying, taken, groups, copies, policy, at_s, self._costs)
+            self._copying, orders = adjust(self._copying, taken, groups, copies, *about)
             for one in orders:
                 await self._copy(one)
 

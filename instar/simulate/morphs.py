@@ -87,7 +87,7 @@ class SimulatedMorph:
 
     @property
     def urgency(self) -> float:
-        """The share of a busy worker's time that whoever ordered it gives it at least."""
+        """The least share of a busy worker's time that its order gives it."""
         return self.command.urgency if isinstance(self.command, Swap) else 0.0
 
     def begin(self, instance: SimulatedInstance, turn: Turn) -> MorphReport | None:

@@ -79,6 +79,7 @@ def test_a_copy_makes_room_for_what_waits() -> None:
     waiting = world.deployment(world.deploy("n"))
     world.settle(2)
     assert copied(world).unwanted == {made.id: f"{waiting.id} waits for a place"}
+    assert copied(world).refusal == f"{waiting.id} waits for a place"  # else the next copy is made at once
     world.retire(made.id)
     world.settle(3)
     assert world.shown() == ["m@w0", "n@w1"]

@@ -11,7 +11,7 @@ from controller.morphing.copies import Copies, CopyDecision, CopyState, adjust
 from controller.morphing.groups import Group
 from controller.morphing.weighing import weigh_pressure
 from controller.planning.lever_costs import KindCost, LeverCosts
-from tests.controller.morphing.test_pressure import worker
+from tests.controller.morphing.test_pressure import FRESHNESS, worker
 
 FREE = Copies(original="d1", intent=Intent(tp=1), spares=("w5",))
 COSTS = LeverCosts(kinds={**LeverCosts().kinds, "load": KindCost(duration_s=2.0, stalled_s=0.0)})
@@ -29,7 +29,7 @@ class Hand:
         for _ in range(times):
             self.at_s += 0.5
             plans = weigh_pressure(self.groups, self.policy.in_force() or self.policy, COSTS, self.copies)
-            about = {"m": self.copies}, self.policy, self.at_s, COSTS
+            about = {"m": self.copies}, self.policy, self.at_s, FRESHNESS, COSTS
             self.state, made = adjust(self.state, plans, self.groups, *about)
             found += made
         return found
@@ -94,6 +94,24 @@ def test_a_copy_stays_while_requests_wait_or_nothing_is_known_of_it() -> None:
     assert served_twice(20, queued=1).window(60) == []
     hand = served_twice(20)
     hand.groups = hand.groups[:1]
+    assert hand.window(60) == []
+
+
+def test_one_copy_at_a_time_retires_and_its_room_is_not_counted_on() -> None:
+    """Two idle copies of three instances; without one of them the other is needed."""
+    hand = served_twice(20)
+    hand.groups += [worker("w6", 20)]
+    hand.copies = replace(hand.copies, made={"m@w5": "o2", "m@w6": "o3"})
+    assert [one.subject for one in hand.window(60)] == ["o2"]
+    both = served_twice(20)
+    both.groups += [worker("w6", 20)]
+    both.copies = replace(hand.copies, unwanted={"o2": "d3 waits for a place"})
+    assert {one.subject for one in both.window(60)} == {"o2"}
+
+
+def test_a_copy_stays_while_a_report_of_its_model_is_stale() -> None:
+    hand = served_twice(20)
+    hand.groups[0] = replace(hand.groups[0], age_s=FRESHNESS.stale_s + 1)
     assert hand.window(60) == []
 
 
