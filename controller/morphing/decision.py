@@ -103,7 +103,7 @@ def parting(
     group: Group, plan: LeverPlan, windows: int, policy: Policy, waiting: Waiting | None = None
 ) -> MorphDecision:
     """Return the decision to part a group, since no long request is left or another needs a larger one."""
-    option = next(one for one in plan.taken if one.lever == "part")
+    option = next(one for one in plan.taken if one.lever == "part" and one.targets == [*group.instances])
     tp = option.tp
     parts = "; ".join(", ".join(part) for part in parted(group.workers, tp))
     why = (

@@ -77,15 +77,16 @@ def scale_up(
         is_in_vain = is_held and now.has_swapped(model, waiting)
         ready = [] if is_in_vain else [group for group in free if now.is_free(group, "scale_up")]
         swappable = [group for group in ready if not now.has_refused_swap(group)]
-        plan, offers = weigh_long(of_model, free, swappable, waiting, rules, waited_s, costs)
+        partable = now.partable(free, model)
+        plan, offers = weigh_long(of_model, free, partable, swappable, waiting, rules, waited_s, costs)
         merges = now.leaving_room_for_short(taken_merges(plan, offers), of_model, waiting)
         made = _for_long(plan, merges, now, of_model, waiting)
         for one in made:
             members = [group for group in of_model if set(group.instances) & set(one.instances)]
             state = _regretted(state, model, at_s) if one.lever == "scale_up" else state
-            state = _decided(state, members, one.lever, at_s)
+            state = _decided(state, members, one.lever, at_s, makes_way=one.lever == "scale_down")
         for found in merges:
-            if not found.parting and not found.merge.missing(waiting.tokens):
+            if not found.merge.missing(waiting.tokens):
                 state = _held(state, found.merge.groups, at_s)
         decisions += made
     return state, decisions
@@ -193,6 +194,15 @@ class _Moment:
         levers = ("scale_up", "level", "swap")
         return any(one.lever in levers and one.is_heard(self.at_s) for one in track.pending.values())
 
+    def partable(self, groups: Iterable[Group], model: str) -> list[Group]:
+        """Return the groups that may part for a larger one: none until the last change of degree shows."""
+        tracks = [track for name, track in self.state.tracks.items() if model_of(name) == model]
+        if any(
+            one.is_cooling(self.at_s, self.rules.cooldown_s) or one.is_parting(self.at_s) for one in tracks
+        ):
+            return []
+        return [group for group in groups if self.is_free(group, "scale_down", may_swap=True)]
+
     def has_swapped(self, model: str, waiting: Waiting) -> bool:
         """Return True if a swap was tried for what waits: short requests may have taken the room it made."""
         tracks = (track for name, track in self.state.tracks.items() if model_of(name) == model)
@@ -220,11 +230,12 @@ class _Moment:
     def is_free(self, group: Group, lever: Lever, *, may_swap: bool = False) -> bool:
         """Return True unless a member has a pending morph, cools down, or refused this lately.
 
-        may_swap: a swap that the controller did not order is no obstacle; its end will be waited for.
+        may_swap: a swap that the controller did not order is no obstacle; its end will be waited for. What
+        parted for a larger group needs no cool-down before it becomes one.
         """
         cooldown_s = self.rules.cooldown_s
         return all(
-            not track.is_cooling(self.at_s, cooldown_s)
+            (not track.is_cooling(self.at_s, cooldown_s) or (track.makes_way and lever == "scale_up"))
             and not track.is_paused(lever, self.at_s, cooldown_s)
             and not track.is_morphing(self.at_s, may_swap=may_swap)
             for track in (self.state.tracks.get(name) for name in group.instances)
@@ -273,10 +284,12 @@ def _regretted(state: State, model: str, at_s: float) -> State:
     return replace(state, parted_s=parted_s, regrets={**state.regrets, model: regret})
 
 
-def _decided(state: State, groups: Iterable[Group], lever: Lever, at_s: float) -> State:
+def _decided(
+    state: State, groups: Iterable[Group], lever: Lever, at_s: float, *, makes_way: bool = False
+) -> State:
     for name, epoch in _instances(groups):
         track = replace(state.track(name, epoch, at_s), parting=0)
-        state = state.with_track(name, track.decided(lever, at_s))
+        state = state.with_track(name, track.decided(lever, at_s, makes_way=makes_way))
     return state
 
 

@@ -79,6 +79,7 @@ class Track:
     seen_s: float
     morphed_s: float | None = None  # the last change of degree was decided, or ended
     raised_s: float | None = None  # time of the last scale-up's decision or end
+    makes_way: bool = False  # that change parted a group, for a request that needs a larger one
     busy_s: float = float("-inf")  # time of the last load
     swapped_s: float = float("-inf")  # time of the last swap's decision or end: metrics may be older
     levelled_s: float = float("-inf")  # when it was to get, or keep, the layers that a group will have
@@ -88,11 +89,12 @@ class Track:
     pending: Mapping[str, PendingMorph] = field(default_factory=dict)
     pauses: Mapping[Lever, RetryPause] = field(default_factory=dict)
 
-    def decided(self, lever: Lever, at_s: float) -> Track:
+    def decided(self, lever: Lever, at_s: float, *, makes_way: bool = False) -> Track:
         """Start the cool-down; swaps have none."""
         if lever in ("level", "swap"):
             return replace(self, swapped_s=at_s)
-        return replace(self, morphed_s=at_s, raised_s=at_s if lever == "scale_up" else self.raised_s)
+        raised_s = at_s if lever == "scale_up" else self.raised_s
+        return replace(self, morphed_s=at_s, raised_s=raised_s, makes_way=makes_way)
 
     def refused(self, lever: Lever, at_s: float) -> Track:
         """Lengthen the pause of `lever`."""
@@ -101,6 +103,10 @@ class Track:
     def is_morphing(self, at_s: float, *, may_swap: bool = False) -> bool:
         """Return True if a morph of it is under way; may_swap: other than swaps and resizes of its own."""
         return any(one.is_heard(at_s) and (one.is_ordered or not may_swap) for one in self.pending.values())
+
+    def is_parting(self, at_s: float) -> bool:
+        """Return True while its group parts by an order of the controller."""
+        return any(one.lever == "scale_down" and one.is_heard(at_s) for one in self.pending.values())
 
     def is_cooling(self, at_s: float, cooldown_s: float) -> bool:
         """Return True until a cool-down after the last change of degree, also by hand."""
@@ -215,7 +221,7 @@ def _observed(track: Track, report: MorphReport, at_s: float) -> Track:
 def _ended(track: Track, report: MorphReport, lever: Lever | None, at_s: float) -> Track:
     is_change = report.numbers.get("tp_before") != report.numbers.get("tp_after")
     if report.state == "applied" and (report.kind == "deploy" or (report.kind == "transform" and is_change)):
-        track = replace(track, morphed_s=at_s)
+        track = replace(track, morphed_s=at_s, makes_way=track.makes_way and lever == "scale_down")
     if report.state == "applied" and lever == "scale_up":
         track = replace(track, raised_s=at_s)
     if report.kind == "swap" and lever:

@@ -46,6 +46,7 @@ class WeighedMerge:
 def weigh_long(
     groups: Sequence[Group],
     free: Sequence[Group],
+    partable: Sequence[Group],
     swappable: Sequence[Group],
     waiting: Waiting,
     policy: Policy,
@@ -54,14 +55,15 @@ def weigh_long(
 ) -> tuple[LeverPlan, list[WeighedMerge]]:
     """Weigh what to do about long requests.
 
-    free: the groups that may become one now. swappable: those of them whose layers may lose bits.
+    free: the groups that may become one now. partable: those of them that may part first. swappable: those
+    of them whose layers may lose bits.
     policy: with its mode applied. After `long_patience_s` no group is expected to make room any more.
     """
     is_overdue = waited_s >= policy.long_patience_s
     offers = [
         WeighedMerge(merge, levelled(merge, policy.most_loss))
         for merge in merges_for(free, waiting.tokens, policy.max_tp)
-    ] or _after_parting(free, waiting.tokens, policy)
+    ] or _after_parting(free, partable, waiting.tokens, policy)
     names = {group.instance for group in swappable}
     situation = LeverSituation(
         model=groups[0].model if groups else "",
@@ -90,10 +92,12 @@ def taken_merges(plan: LeverPlan, offers: Iterable[WeighedMerge]) -> list[Weighe
     return [one for one in offers if _targets(one) in taken]
 
 
-def _after_parting(free: Sequence[Group], num_tokens: int, policy: Policy) -> list[WeighedMerge]:
+def _after_parting(
+    free: Sequence[Group], partable: Sequence[Group], num_tokens: int, policy: Policy
+) -> list[WeighedMerge]:
     """Return a merge for each group that is too small, with those that it would part into."""
     found = []
-    for group in free:
+    for group in partable:
         if group.max_tokens >= num_tokens or not (lower := degrees_below(group, policy.scale_down_free)):
             continue
         parts = parts_of(group, lower[0])

@@ -40,7 +40,8 @@ def what_if(
         elif order.requests:
             of_model = _spread(order, [_at_full_speed(group, costs) for group in of_model])
         if long:
-            plans.append(weigh_long(of_model, of_model, of_model, long, rules, at_s - long.since_s, costs)[0])
+            free, waited_s = of_model, at_s - long.since_s
+            plans.append(weigh_long(of_model, free, free, free, long, rules, waited_s, costs)[0])
         plans += weigh_pressure(of_model, rules, costs, (copies or {}).get(model))
         for group in of_model if long is None else []:
             if lower := degrees_below(group, policy.scale_down_free):

@@ -18,6 +18,7 @@ from controller.planning.options import merge, more, move, part, resize, room, s
 from controller.planning.situation import LeverSituation, LongNeed, PartOffer, ServingInstance
 
 MARGIN: Final = 0.25  # a lever must gain so much more than its price: predictions err
+ROUNDS: Final = 8  # long requests beyond what all options hold so many times over are not weighed
 NO_COPIES: Final = "only a deployment can be copied (`instar deploy`)"
 HOLDS_NO_MORE: Final = "one instance more holds no longer request"
 ONLY_FOR_LONG: Final = "groups are made for long requests only"
@@ -48,11 +49,15 @@ def weigh(situation: LeverSituation) -> list[LeverPlan]:
 
 @dataclass(frozen=True, slots=True)
 class _Server:
-    """An option that serves long requests: how many at a time, and how long each runs there."""
+    """An option that serves long requests: how many at a time, and how long each runs there.
+
+    members: all instances that it changes. A group that parts first takes others with it.
+    """
 
     option: LeverOption
     holds: int
     runs_s: float
+    members: frozenset[str]
 
 
 def _for_long(situation: LeverSituation, long: LongNeed) -> LeverPlan:
@@ -60,20 +65,24 @@ def _for_long(situation: LeverSituation, long: LongNeed) -> LeverPlan:
     costs, slo_s = situation.costs, situation.objectives.ttft_slo_s
     queue = LeverOption(lever="queue", targets=[], duration_s=long.queue_s, basis="measured")
     found = [
-        (queue, 1),
-        *([(swapped, 1)] if (swapped := swap_for_long(situation, long)) else []),
-        *((merge(situation, offer), offer.holds) for offer in situation.merges),
+        (queue, 1, frozenset[str]()),
+        *([(one, 1, frozenset(one.targets))] if (one := swap_for_long(situation, long)) else []),
+        *(
+            (merge(situation, offer), offer.holds, frozenset((*offer.instances, *offer.parted)))
+            for offer in situation.merges
+        ),
     ]
     highest, speed = max((one.tp for one in situation.instances), default=1), _speed_alone(situation)
     servers = [
-        _Server(one, holds, long.tokens / speed / costs.speed(max(one.tp, 1) if one.targets else highest)[0])
-        for one, holds in found
-        if not one.refusal
+        _Server(one, holds, long.tokens / speed / costs.speed(tp)[0], members)
+        for one, holds, members in found
+        if not one.refusal and (tp := max(one.tp, 1) if one.targets else highest)
     ]
+    count = min(long.count, ROUNDS * sum(one.holds for one in servers))
 
     def outcome(chosen: Sequence[_Server]) -> tuple[float, float]:
         """Return the longest wait and the cost of what is taken beside the queue."""
-        waits = _waits(long.count, [servers[0], *(one for one in chosen if one is not servers[0])])
+        waits = _waits(count, [servers[0], *(one for one in chosen if one is not servers[0])])
         return max(waits), sum(waits) + sum(one.option.price_s for one in chosen)
 
     def key(chosen: Sequence[_Server]) -> tuple[bool, float, int]:
@@ -83,14 +92,22 @@ def _for_long(situation: LeverSituation, long: LongNeed) -> LeverPlan:
         tp = sum(one.option.tp for one in chosen)
         return long.waited_s + wait_s > slo_s, round(cost_s + margin_s, 6), tp
 
+    def beside(chosen: Sequence[_Server]) -> list[_Server]:
+        """Return the best set with one server more; the same set if none is better."""
+        there = frozenset[str]().union(*(one.members for one in chosen))
+        more = ([*chosen, one] for one in servers[1:] if not there & one.members)
+        better = min(more, key=key, default=[*chosen])
+        return better if key(better) < key(chosen) else [*chosen]
+
     def grown(chosen: list[_Server]) -> list[_Server]:
         """Return the set with others beside it, as long as that is better."""
-        there = {name for one in chosen for name in one.option.targets}
-        more = ([*chosen, one] for one in servers[1:] if not there & {*one.option.targets})
-        better = min(more, key=key, default=chosen)
-        return grown(better) if len(better) <= long.count and key(better) < key(chosen) else chosen
+        while len(chosen) < count and len(better := beside(chosen)) > len(chosen):
+            chosen = better
+        return chosen
 
-    taken = min([[servers[0]], *(grown([one]) for one in servers[1:])], key=key)
+    alone = sorted(([one] for one in servers[1:]), key=key)
+    starts = {one.option.tp: [one] for (one,) in reversed(alone)}  # the best of each degree
+    taken = min([servers[:1], *map(grown, starts.values())], key=key)
     wait_s, cost_s = outcome(taken)
     shown = {id(one): replace(one.option, cost_s=outcome([one])[1]) for one in servers}
     best = [shown[id(one)] for one in taken]
@@ -99,7 +116,7 @@ def _for_long(situation: LeverSituation, long: LongNeed) -> LeverPlan:
         situation.model,
         best[0].targets[0] if best[0].targets else situation.model,
         f"{several if long.count > 1 else f'a request of {long.tokens} tokens waits'} that no instance holds",
-        [*shown.values(), *(one for one, _ in found if one.refusal), _refused("more", HOLDS_NO_MORE)],
+        [*shown.values(), *(one for one, *_ in found if one.refusal), _refused("more", HOLDS_NO_MORE)],
         best,
         cost_s=cost_s,
         wait_s=wait_s,

@@ -37,7 +37,8 @@ def decide_scale_up(groups: list[Group], num_tokens: int, max_tp: int = 0) -> Me
 def weighed(groups: list[Group], num_tokens: int, max_tp: int = 0) -> WeighedMerge | None:
     policy = Policy(max_tp=max_tp).in_force()
     assert policy is not None
-    plan, offers = weigh_long(groups, groups, groups, Waiting(num_tokens, 1, 3, 0.0, 0.0), policy, 60.0)
+    waiting = Waiting(num_tokens, 1, 3, 0.0, 0.0)
+    plan, offers = weigh_long(groups, groups, groups, groups, waiting, policy, 60.0)
     return next(iter(taken_merges(plan, offers)), None)
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from bus.levers import LeverOption, LeverPlan
 from bus.messages import PARTS, Demand, LayerShape
 from bus.morphs import STANDS_S, HalfOrder, MorphKind, MorphOutcome, MorphReport, Swap, Transform
 from bus.policy import Policy
-from controller.morphing.decision import MorphDecision
+from controller.morphing.decision import MorphDecision, parting
 from controller.morphing.groups import Group
 from controller.morphing.scaling import hear, scale_down, scale_up
 from controller.morphing.track import FORGET_S, Freshness, State, Track, observe, sent, unsent
@@ -198,6 +199,32 @@ def test_a_group_that_is_too_small_for_what_waits_parts_and_a_larger_one_is_made
     hand.pass_s(5.0)
     found = hand.demand(1000, times=3)
     assert found is not None and (found.lever, found.tp) == ("scale_up", 4)
+
+
+def test_one_request_parts_one_group_and_gets_its_parts_without_a_cool_down() -> None:
+    """The next group is as able to part while the first does, and before its parts show."""
+    other = [group("w4", "w5", host="h2"), *singles(6, 7, host="h2")]
+    hand = Hand(group("w0", "w1"), *singles(2, 3), *other)
+    found = hand.demand(1000, times=3)
+    assert found is not None and found.instances == ("m@w0", "m@w1")
+    assert hand.demand(1000, times=5) is None
+    before = hand.groups
+    hand.answer()
+    after, hand.groups = hand.groups, before
+    assert hand.demand(1000) is None  # metrics are older
+    hand.groups = after
+    found = hand.demand(1000)
+    assert found is not None and (found.lever, {*found.epochs}) == ("scale_up", {*FOUR})
+
+
+def test_two_groups_part_into_the_degrees_that_were_weighed_for_each() -> None:
+    two, four = group("w0", "w1"), group("w4", "w5", "w6", "w7")
+    options = [
+        LeverOption(lever="part", targets=[*one.instances], tp=tp, is_taken=True)
+        for one, tp in ((two, 1), (four, 2))
+    ]
+    plan = LeverPlan(model="m", subject="m@w0", need="a test", options=options)
+    assert [parting(one, plan, 3, Policy()).tp for one in (two, four)] == [1, 2]
 
 
 def test_one_group_is_made_at_a_time() -> None:

@@ -242,6 +242,17 @@ def test_a_group_that_parts_first_takes_longer() -> None:
     assert (part.lever, part.targets, part.tp, part.duration_s) == ("part", ["m@w0", "m@w1"], 1, 2.0)
 
 
+def test_two_groups_that_part_for_merges_with_the_same_worker_are_not_both_taken() -> None:
+    there, long = [instance(rungs=())], LongNeed(tokens=4000, count=2)
+    merges = [
+        offer("w0", "w1", "w4", "w5", parted=("m@w0", "m@w1")),
+        offer("w2", "w3", "w4", "w5", parted=("m@w2", "m@w3")),
+    ]
+    assert len(plan(*there, long=long, merges=merges).taken) == 1
+    merges[1] = offer("w2", "w3", "w6", "w7", parted=("m@w2", "m@w3"))
+    assert len(plan(*there, long=long, merges=merges).taken) == 2
+
+
 @given(
     st.integers(1, 6),
     st.floats(0, 200),
