@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -45,30 +46,42 @@ class SentencePieceModel:
 
 def load_sentencepiece(folder: Path) -> Tokenizer:
     """Build the tokenizer of a folder that has a `tokenizer.model`. Raises BadSentencePiece and OSError."""
-    path = folder / FILE
+    path, config_path = folder / FILE, folder / "tokenizer_config.json"
+    data = path.read_bytes()
     try:
-        model = parse_model(path.read_bytes())
-    except (ValueError, LookupError, TypeError, struct.error) as error:
+        model = parse_model(data)
+    except (ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         raise BadSentencePiece(f"{path} is not a SentencePiece model: {error}") from error
     if model.model_type not in (_UNIGRAM, _BPE):
         raise BadSentencePiece(
             f"{path} is of model_type {model.model_type}; supported: unigram (1) and BPE (2)"
         )
-    config = _read_object(folder / "tokenizer_config.json")
-    tokenizer = Tokenizer(_bpe(model) if model.model_type == _BPE else _unigram(model))
+    config = _read_object(config_path)
     is_legacy = config.get("legacy") is not False
-    tokenizer.normalizer = _normalizer(model, with_prefix=is_legacy)
+    with _naming(path):
+        tokenizer = Tokenizer(_bpe(model) if model.model_type == _BPE else _unigram(model))
+        tokenizer.normalizer = _normalizer(model, with_prefix=is_legacy)
     if model.has_dummy_prefix and not is_legacy:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
     parts = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] * model.has_dummy_prefix)])
     _add_tokens(tokenizer, model, folder, config)
-    _add_ends(tokenizer, model, config)
+    with _naming(config_path):
+        _add_ends(tokenizer, model, config)
     return tokenizer
 
 
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the file whose content is used. Raises BadSentencePiece."""
+    try:
+        yield
+    except Exception as error:  # the Rust library raises nothing narrower
+        raise BadSentencePiece(f"{path} cannot be used: {type(error).__name__}: {error}") from error
+
+
 def parse_model(data: bytes) -> SentencePieceModel:
-    """Parse a file. Raises ValueError, LookupError, TypeError or struct.error if it is another one."""
+    """Parse a file. Another one raises ValueError, LookupError, TypeError, AttributeError, struct.error."""
     model = SentencePieceModel()
     for number, value in _fields(data):
         if number == 1:
@@ -168,11 +181,15 @@ def _add_tokens(
         for i, (text, _, kind) in enumerate(model.pieces)
         if kind in (_CONTROL, _USER_DEFINED) or i == model.unk_id
     }
-    for text, token_id in _read_object(folder / "added_tokens.json").items():
-        added[int(token_id)] = AddedToken(text, normalized=False, special=False)
-    for token_id, said in config.get("added_tokens_decoder", {}).items():
-        flags = {name: bool(said.get(name)) for name in ("lstrip", "rstrip", "normalized", "single_word")}
-        added[int(token_id)] = AddedToken(said["content"], special=bool(said.get("special")), **flags)
+    path = folder / "added_tokens.json"
+    extra = _read_object(path)
+    with _naming(path):
+        for text, token_id in extra.items():
+            added[int(token_id)] = AddedToken(text, normalized=False, special=False)
+    with _naming(folder / "tokenizer_config.json"):
+        for token_id, said in config.get("added_tokens_decoder", {}).items():
+            flags = {name: bool(said.get(name)) for name in ("lstrip", "rstrip", "normalized", "single_word")}
+            added[int(token_id)] = AddedToken(said["content"], special=bool(said.get("special")), **flags)
     for token_id in sorted(added):
         tokenizer.add_tokens([added[token_id]])
         found = tokenizer.token_to_id(added[token_id].content)
@@ -203,6 +220,8 @@ def _read_object(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise BadSentencePiece(f"{path} cannot be read: {error}") from error
-    return value if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        raise BadSentencePiece(f"{path} holds a {type(value).__name__}; an object is needed")
+    return value

@@ -112,9 +112,11 @@ def swap(place: PlacedInstance, body: SwapOrder, morph_id: str) -> Swap:
         given = "neither layers nor count is" if body.layers is None else "both layers and count are"
         raise invalid(f"{given} given; send either layers (their numbers) or count (how many more)", "layers")
     if body.precision not in card.variants:
+        is_fixed = "full" not in card.variants
+        why = "its checkpoint is quantised and has one precision" if is_fixed else "worker.variants"
         raise invalid(
             f"precision is {body.precision!r}, which {card.id} has no variant for; "
-            f"its layers can be: {', '.join(card.variants)} (worker.variants)",
+            f"its layers can be: {', '.join(card.variants)} ({why})",
             "precision",
         )
     for layer in body.layers or []:

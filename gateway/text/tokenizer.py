@@ -94,7 +94,8 @@ def _load(folder: Path) -> RustTokenizer:
     except BadSentencePiece as error:
         raise TokenizerError(str(error)) from error
     except Exception as error:  # the Rust library raises nothing narrower
-        raise TokenizerError(f"{file} cannot be read: {error}") from error
+        one = next((path for path in (file, folder / SENTENCEPIECE) if path.is_file()), folder)
+        raise TokenizerError(f"the tokenizer of {one} cannot be read: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

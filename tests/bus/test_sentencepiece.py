@@ -154,15 +154,35 @@ async def test_the_gateway_serves_a_folder_without_tokenizer_json(bpe: Path) -> 
         (b"IQ== 0\nIg== 1\n", "is not a SentencePiece model"),  # as Llama 3's original, of tiktoken
         (b"", "it has no pieces"),
         (b"\x0a\x40abc", "it ends in the middle of a field, at byte 5"),
+        (b"\x0a\x02\x08\x05", "is not a SentencePiece model"),  # a number where a text should be
+        (b"\x0a\x03\x0a\x01a\x12\x03\xc0\x02\x09", "cannot be used: "),  # one piece, and unk_id 9
     ],
 )
 def test_another_file_is_refused_by_name(data: bytes, complaint: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(data)
     with pytest.raises(TokenizerError, match=r"tokenizer\.model") as refused:
         Tokenizer(tmp_path, 0)
-    assert complaint in str(refused.value)
+    assert complaint in str(refused.value) and "tokenizer.json" not in str(refused.value)
     with pytest.raises(ModelError, match=r"tokenizer\.model"):
         _tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "complaint"),
+    [
+        ("added_tokens.json", "[]", r"added_tokens\.json holds a list; an object is needed"),
+        ("added_tokens.json", '{"<pad>": "x"}', r"added_tokens\.json cannot be used: ValueError"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": []}', r"tokenizer_config\.json cannot be used: "),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"1000": {}}}', r"_config\.json .*'content'"),
+    ],
+)
+def test_a_damaged_file_beside_it_is_named(
+    file: str, text: str, complaint: str, bpe: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.model").write_bytes((bpe / "tokenizer.model").read_bytes())
+    (tmp_path / file).write_text(text)
+    with pytest.raises(BadSentencePiece, match=complaint):
+        load_sentencepiece(tmp_path)
 
 
 def test_word_models_are_refused(tmp_path: Path) -> None:

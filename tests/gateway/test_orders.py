@@ -149,6 +149,8 @@ def test_a_precision_without_a_variant_is_refused_with_those_there_are() -> None
     with pytest.raises(ApiError, match="its layers can be: full, int8") as refusal:
         ordered("demo@w0/swap", {"count": 1, "precision": "int4"}, cluster("full", "int8"))
     assert (refusal.value.status, refusal.value.param) == (400, "precision")
+    with pytest.raises(ApiError, match=r"can be: int4 \(its checkpoint is quantised and has one precision\)"):
+        ordered("demo@w0/swap", {"count": 1, "precision": "int8"}, cluster("int4"))
 
 
 def test_an_instance_that_is_loading_takes_no_orders_yet() -> None:

@@ -162,7 +162,8 @@ def read_config(folder: Path) -> ModelConfig:
         if quantization := raw.get("quantization_config"):
             if config.names != LLAMA:
                 raise ValueError(
-                    f"quantised weights of {architecture} are not supported; `instar quantize` makes some"
+                    f"quantised weights of {architecture} are not supported; serve the model in full"
+                    " precision, whose layers a worker itself rounds to fewer bits"
                 )
             return replace(config, ready=parse_format(quantization))
         return config

@@ -113,7 +113,8 @@ def _tokenizer(folder: Path) -> Tokenizer:
     except BadSentencePiece as error:
         raise ModelError(str(error)) from error
     except Exception as error:
-        raise ModelError(f"{path}: not a readable tokenizer: {error}") from error
+        one = path if path.is_file() else pieces
+        raise ModelError(f"{one}: not a readable tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -16,6 +16,7 @@ the steps. A file that has become shorter, or was written to, since it was opene
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import mmap
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 ALIGN_BYTES: Final = 4096  # of offsets, lengths and addresses for O_DIRECT
 SLOTS: Final = 8  # of a ring that is too small for more of the largest size
-READERS: Final = 2  # reads at a time: with one the disk rests between two (2.1 GB/s here, with two 2.5)
+READERS: Final = 2  # reads at a time: with one the disk rests between two
 POLL_S: Final = 0.05  # a copy that waits for the disk looks this often whether it was stopped
 
 
@@ -112,21 +113,15 @@ class HostRing:
         """Read from a file from now on; return its number in chunks. Raises OSError."""
         file = StreamedFile.open(path, fd)
         with self._changed:
-            if self._memory is None:
-                memory = mmap.mmap(-1, self.nbytes)
-                memory.madvise(mmap.MADV_HUGEPAGE)  # a read is then a few long pieces: a sixth faster
-                self._memory = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
-                self._pin()
             self._num_files += 1
-            self._files[self._num_files] = file
-            if not self._readers:
-                self._readers = [
-                    threading.Thread(target=self._run, name="image-reads", daemon=True)
-                    for _ in range(READERS)
-                ]
-                for reader in self._readers:
-                    reader.start()
-            return self._num_files
+            number = self._num_files
+            self._files[number] = file
+            try:
+                self._set_up()
+            except BaseException:
+                self._close(number)
+                raise
+            return number
 
     def detach(self, number: int) -> None:
         """Read from this file no more, when what is being read of it has ended. No copy may run."""
@@ -135,12 +130,7 @@ class HostRing:
             while self._slots.is_reading(number):
                 self._changed.wait()
             self._slots.forget(number)
-            os.close(self._files.pop(number).fd)
-            if not self._files:
-                self._readers = []  # they end: nothing is left to read
-                self._changed.notify_all()
-                self._unpin()
-                self._memory = None
+            self._close(number)
 
     def expect(self, key: Hashable, chunks: Sequence[Chunk]) -> None:
         """Read these ahead while no copy misses anything; they replace what was expected under `key`."""
@@ -194,6 +184,31 @@ class HostRing:
             if slot is not None:
                 return slot
             pause()
+
+    def _set_up(self) -> None:
+        """Take the memory and start the threads, unless they are there. Raises OSError, RuntimeError."""
+        if self._memory is None:
+            memory = mmap.mmap(-1, self.nbytes)
+            with contextlib.suppress(OSError):  # a kernel may be built without huge pages
+                memory.madvise(mmap.MADV_HUGEPAGE)  # a read is then a few long pieces, which is faster
+            self._memory = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
+            self._pin()
+        if not self._readers:
+            self._readers = [
+                threading.Thread(target=self._run, name="image-reads", daemon=True) for _ in range(READERS)
+            ]
+            for reader in self._readers:
+                reader.start()
+
+    def _close(self, number: int) -> None:
+        """Close a file; with the last one the memory and the threads go."""
+        os.close(self._files.pop(number).fd)
+        if not self._files:
+            self._readers = []  # they end: nothing is left to read
+            self._changed.notify_all()
+            if self._memory is not None:
+                self._unpin()
+            self._memory = None
 
     def _pin(self) -> None:
         assert self._memory is not None

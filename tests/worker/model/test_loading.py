@@ -325,7 +325,7 @@ def test_a_config_that_cannot_be_served_says_why(
         ({"mlp_only_layers": [1]}, "mlp_only_layers .* gives some layers no experts"),
         (
             {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 64}},
-            "quantised weights of Qwen3MoeForCausalLM are not supported",
+            "quantised weights of Qwen3MoeForCausalLM are not supported; serve the model in full precision",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import random
 import threading
@@ -330,6 +331,32 @@ def test_a_file_system_without_direct_reads_is_read_through_the_page_cache(
     with ring_over(path) as (ring, number):
         assert read(ring, chunks_of(number, 0, CHUNKS))[0] == path.read_bytes()
         assert sorted(dropped) == [(n * SLOT, SLOT) for n in range(CHUNKS)]
+
+
+def test_a_kernel_without_huge_pages_has_a_ring_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain(mmap.mmap):
+        def madvise(self, *given: Any) -> None:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(mmap, "mmap", Plain)
+    with ring_over(path) as (ring, number):
+        assert read(ring, chunks_of(number, 0, CHUNKS))[0] == path.read_bytes()
+
+
+def test_a_ring_that_gets_no_memory_leaves_no_file_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: Any) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    ring, fd = HostRing(SLOTS * SLOT, slot_bytes=SLOT), os.open(path, os.O_RDONLY)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Cannot allocate memory"):
+        patch.setattr(mmap, "mmap", refuse)
+        ring.attach(path, fd)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before and ring._memory is None
+    number = ring.attach(path, fd)
+    os.close(fd)
+    assert read(ring, chunks_of(number, 0, CHUNKS))[0] == path.read_bytes()
+    ring.detach(number)
 
 
 def test_the_memory_is_there_while_a_file_is_attached_and_comes_again(path: Path) -> None:
