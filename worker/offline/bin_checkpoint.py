@@ -1,8 +1,9 @@
 """`instar convert`: safetensors of a checkpoint of PyTorch's .bin files, the same tensors bit for bit.
 
-Each file is read by a process of its own (`worker.offline.bin_shard`) with a limit of memory and time. The
-result is made in a folder beside the target, which is renamed at the end, so that the target is whole or is
-not there. Files of an interrupted run that are whole are kept and used by the next one.
+Each file is read by a process of its own (`worker.offline.bin_shard`) with limits of memory, output and time.
+The result is made in a folder beside the target, which is renamed at the end, so that the target is whole or
+is not there. Files of an interrupted run that are whole are kept and used by the next one, also if it ended
+because of the disk, a signal or the time. Only a refusal, which would come again, removes them.
 """
 
 from __future__ import annotations
@@ -11,30 +12,38 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
-import threading
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from worker.model.config import ModelError, read_config
-from worker.offline.bin_shard import REFUSED
+from worker.offline.bin_shard import FAILED, REFUSED, shown
 from worker.offline.progress import ProgressLine
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 GROUP_BYTES: Final = 2 << 30  # of a file that is written; while it is written, it is in memory twice
 _SPARE_BYTES = 1 << 30
 _LEAST_S, _BYTES_PER_S = 120.0, 10e6  # far below a disk's speed
-_NOT_COPIED = (".bin", ".pt", ".pth", ".safetensors", ".safetensors.index.json", ".bin.index.json")
+_COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "readme*", "licen[cs]e*", "notice*")
+_ERROR_BYTES = 2000  # that are read from the end of a process's errors
+_MOST_SHOWN = 500  # characters of its last line
+
+
+class Unfinished(ModelError):
+    """The disk, the machine or the time ended the work: what was made is kept."""
 
 
 def convert_bin(source: Path, target: Path, group_bytes: int = GROUP_BYTES) -> None:
     """Make safetensors of the checkpoint in `source` in a new folder `target`.
 
     Raises ModelError: no such checkpoint, a target that exists, a file that holds anything but tensors or
-    takes too much memory or time, tensors that the index names and no file has; OSError.
+    takes too much memory, tensors that the index names and no file has; Unfinished, OSError.
     """
     read_config(source)  # what could not be served is refused before any work
     shards = _shards(source)
@@ -48,13 +57,19 @@ def convert_bin(source: Path, target: Path, group_bytes: int = GROUP_BYTES) -> N
             for number, path in enumerate(shards)
         ]
         _check_names(source, {name for files in done for sizes in files.values() for name in sizes})
-        _name_files(unfinished, {file: sizes for files in done for file, sizes in files.items()})
+        made = {file: sizes for files in done for file, sizes in files.items()}
+        for path in unfinished.iterdir():  # the records, and what a killed run left
+            if path.name not in made:
+                path.unlink()
+        _name_files(unfinished, made)
         for path in source.iterdir():
-            if path.is_file() and not path.name.endswith(_NOT_COPIED):
+            if path.is_file() and _is_copied(path.name.lower()):
                 shutil.copyfile(path, unfinished / path.name)
-        for path in [*unfinished.glob(".part-*"), *unfinished.glob("part-*")]:  # also what a killed run left
-            path.unlink()
         unfinished.rename(target)
+
+
+def _is_copied(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in _COPIED) and not name.endswith(".index.json")
 
 
 def _shards(source: Path) -> list[Path]:
@@ -69,9 +84,9 @@ def _shards(source: Path) -> list[Path]:
     names = sorted(set(_weight_map(index).values()))
     for name in names:
         if Path(name).name != name:
-            raise ModelError(f"{index}: names the file {name!r}, which is not in this folder")
+            raise ModelError(f"{index}: names the file {shown(name)}, which is not in this folder")
         if not (source / name).is_file():
-            raise ModelError(f"{source}: shard {name} is missing; {INDEX} names it")
+            raise ModelError(f"{source}: shard {shown(name)} is missing; {INDEX} names it")
     return [source / name for name in names]
 
 
@@ -88,7 +103,7 @@ def _check_names(source: Path, found: set[str]) -> None:
     missing = sorted(_weight_map(index).keys() - found) if index.is_file() else []
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelError(f"{source}: {INDEX} names {missing[0]}{more}, and no file has it")
+        raise ModelError(f"{source}: {INDEX} names {shown(missing[0])}{more}, and no file has it")
 
 
 @contextmanager
@@ -101,6 +116,8 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     except BlockingIOError as error:
         raise ModelError(f"{folder}: another `instar convert` works there") from error
+    except Unfinished:
+        raise
     except ModelError:
         shutil.rmtree(folder, ignore_errors=True)  # a run again would not help
         raise
@@ -111,7 +128,10 @@ def _locked(folder: Path) -> Iterator[None]:
 def _convert_shard(
     path: Path, folder: Path, number: int, group_bytes: int, progress: ProgressLine
 ) -> dict[str, dict[str, int]]:
-    """Return the bytes of each tensor by file, after making the files if an earlier run has not."""
+    """Return the bytes of each tensor by file, after making the files if an earlier run has not.
+
+    Raises ModelError, and Unfinished if a run again may help.
+    """
     stat = path.stat()
     identity = [path.name, stat.st_size, stat.st_mtime_ns, group_bytes]
     record = folder / f".part-{number:05}.json"
@@ -124,30 +144,35 @@ def _convert_shard(
     limit_s = _LEAST_S + stat.st_size / _BYTES_PER_S
     prefix = folder / f"part-{number:05}"
     command = [sys.executable, "-m", "worker.offline.bin_shard", str(path), str(prefix)]
-    with subprocess.Popen(
-        [*command, str(group_bytes), str(memory_bytes)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        timer = threading.Timer(limit_s, process.kill)
-        timer.start()
+    with (
+        tempfile.TemporaryFile() as errors,  # a pipe that nobody reads meanwhile would hold the process up
+        subprocess.Popen(
+            [*command, str(group_bytes), str(memory_bytes), str(limit_s)],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as process,
+    ):
         try:
-            assert process.stdout and process.stderr
+            assert process.stdout
             for line in process.stdout:
                 made = json.loads(line)
                 files[made["file"]] = made["tensors"]
                 done_mib = min(left_mib - 1, sum(made["tensors"].values()) >> 20)
                 left_mib -= done_mib
                 progress.advance(done_mib)
-            errors = process.stderr.read().strip()
         except BaseException:
             process.kill()
             raise
-        finally:
-            timer.cancel()
-    if process.returncode:
-        raise ModelError(f"{path}: {_failure(process.returncode, errors, memory_bytes, limit_s)}")
+        if status := process.wait():
+            last = _last_line(errors)
+            if status == REFUSED:
+                raise ModelError(f"{path}: {last}")
+            limits = f"it may take {memory_bytes >> 20} MiB and {limit_s:.0f} s"
+            raise Unfinished(
+                f"{path}: the process that read it ended with {_ending(status)}{f': {last}' if last else ''};"
+                f" {limits}. {folder} keeps the files that were done: run the command again to go on"
+            )
     progress.advance(left_mib)
     whole = record.with_suffix(".tmp")
     whole.write_text(json.dumps({"of": identity, "files": files}), encoding="utf-8")
@@ -168,15 +193,19 @@ def _read_record(record: Path, identity: list[Any]) -> dict[str, dict[str, int]]
     return files if found["of"] == identity and all((record.parent / f).is_file() for f in files) else None
 
 
-def _failure(status: int, errors: str, memory_bytes: int, limit_s: float) -> str:
-    last = errors.splitlines()[-1] if errors else ""  # torch's warnings come before
-    if status == REFUSED:
-        return last
-    ending = f"signal {-status}" if status < 0 else f"exit status {status}"
-    return (
-        f"the process that read it ended with {ending}{f': {last}' if last else ''}; it may take"
-        f" {memory_bytes >> 20} MiB and {limit_s:.0f} s"
-    )
+def _last_line(errors: IO[bytes]) -> str:
+    """Return the end of what a process wrote; torch's warnings come before."""
+    errors.seek(max(0, errors.seek(0, os.SEEK_END) - _ERROR_BYTES))
+    lines = errors.read().decode(errors="replace").strip().splitlines()
+    return lines[-1][:_MOST_SHOWN] if lines else ""
+
+
+def _ending(status: int) -> str:
+    if status == -signal.SIGALRM:
+        return "its time"
+    if status == FAILED:
+        return "an error of the system"
+    return f"signal {-status}" if status < 0 else f"exit status {status}"
 
 
 def _name_files(folder: Path, files: dict[str, dict[str, int]]) -> None:

@@ -163,19 +163,58 @@ def test_a_file_gets_no_more_memory_than_its_size_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_bin(tmp_path / "m")
+    torch.save({"a": torch.zeros(64 << 20, dtype=torch.uint8)}, tmp_path / "m" / "pytorch_model.bin")
+    monkeypatch.setattr(bin_checkpoint, "_SPARE_BYTES", -40 << 20)  # it can be mapped, and not be copied
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin: it does not fit in 91 MiB beside torch"):
+        convert_bin(tmp_path / "m", tmp_path / "made", group_bytes=1 << 20)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_small_file_makes_no_large_one(tmp_path: Path) -> None:
+    make_bin(tmp_path / "m")
     stored = torch.zeros(1).expand(1 << 30)  # 4 bytes in the file, 4 GiB as a tensor
     torch.save({"a": stored}, tmp_path / "m" / "pytorch_model.bin")
     assert (tmp_path / "m" / "pytorch_model.bin").stat().st_size < 5000
-    monkeypatch.setattr(bin_checkpoint, "_SPARE_BYTES", 256 << 20)
-    with pytest.raises(ModelError, match=r"pytorch_model\.bin: .*(MiB|memory)"):
-        convert_bin(tmp_path / "m", tmp_path / "made", group_bytes=1 << 20)
+    with pytest.raises(ModelError, match=r"tensors have 4294967296 bytes and it has \d+; at most 4 times"):
+        convert_bin(tmp_path / "m", tmp_path / "made")
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_long_name_is_cut(tmp_path: Path) -> None:
+    torch.save({"x" * 100_000: 1}, tmp_path / "x.bin")
+    with pytest.raises(bin_shard.Refused, match=r"^'x{99}\.\.\. in it is a int"):
+        bin_shard.read_bin(tmp_path / "x.bin")
 
 
 def test_a_file_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_bin(tmp_path / "m")
-    monkeypatch.setattr(bin_checkpoint, "_LEAST_S", 0.05)
-    with pytest.raises(ModelError, match=r"ended with signal 9; it may take \d+ MiB and 0 s"):
+    monkeypatch.setattr(bin_checkpoint, "_LEAST_S", 0.001)
+    monkeypatch.setattr(bin_checkpoint, "_BYTES_PER_S", 1e12)
+    with pytest.raises(ModelError, match=r"ended with its time; it may take \d+ MiB and 0 s"):
         convert_bin(tmp_path / "m", tmp_path / "made")
+
+
+def test_an_error_of_the_disk_keeps_what_was_made(tmp_path: Path) -> None:
+    tensors, unfinished = make_bin(tmp_path / "m", 2), tmp_path / ".made.converting"
+    blocked = unfinished / "part-00001-001.safetensors"
+    blocked.mkdir(parents=True)  # no file can be written there
+    with pytest.raises(ModelError, match=r"an error of the system: .*converting keeps the files .* again"):
+        convert_bin(tmp_path / "m", tmp_path / "made")
+    kept = (unfinished / "part-00000-001.safetensors").stat().st_mtime_ns
+    blocked.rmdir()
+    convert_bin(tmp_path / "m", tmp_path / "made")
+    assert_same(tmp_path / "made", tensors)
+    assert kept in {path.stat().st_mtime_ns for path in (tmp_path / "made").glob("*.safetensors")}
+
+
+def test_what_is_no_config_tokenizer_or_licence_is_not_copied(tmp_path: Path) -> None:
+    make_bin(tmp_path / "m")
+    for name in ("tf_model.h5", "flax_model.msgpack", "x.ckpt", "x.gguf", "x.pkl", "LICENSE", "README.md"):
+        (tmp_path / "m" / name).write_text("")
+    convert_bin(tmp_path / "m", tmp_path / "made")
+    names = {path.name for path in (tmp_path / "made").iterdir()}
+    assert names >= {"LICENSE", "README.md", "tokenizer.json", "model.safetensors"}
+    assert not [name for name in names if name.endswith((".h5", ".msgpack", ".ckpt", ".gguf", ".pkl"))]
 
 
 def test_an_index_that_lies_is_refused(tmp_path: Path) -> None:
@@ -183,9 +222,9 @@ def test_an_index_that_lies_is_refused(tmp_path: Path) -> None:
     index = tmp_path / "m" / "pytorch_model.bin.index.json"
     weight_map = json.loads(index.read_text())["weight_map"]
     for name, file, complaint in (
-        ("model.extra", min(weight_map.values()), r"index\.json names model\.extra, and no file has it"),
+        ("model.extra", min(weight_map.values()), r"index\.json names 'model\.extra', and no file has it"),
         ("x", "../other.bin", r"names the file '\.\./other\.bin', which is not in this folder"),
-        ("x", "gone.bin", r"shard gone\.bin is missing"),
+        ("x", "gone.bin", r"shard 'gone\.bin' is missing"),
     ):
         index.write_text(json.dumps({"weight_map": {**weight_map, name: file}}))
         with pytest.raises(ModelError, match=complaint):
