@@ -414,6 +414,7 @@ def check_products(backend: str, device: str, dtype: torch.dtype) -> None:
         with kernels.use_backend(backend):
             assert_close(kernels.linear(x, weight), expected)
             assert_close(kernels.linear(x, weight, bias), expected + bias.cpu().double())
+            assert_close(kernels.steady_linear(x, weight, bias), expected + bias.cpu().double())
             assert_close(kernels.linear_t(x, weight.t().contiguous()), expected)
 
 

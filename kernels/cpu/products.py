@@ -19,7 +19,7 @@ import torch
 
 from kernels import batched, calls
 from kernels.cpu.attention_call import aligned
-from kernels.cpu.choice import TABLE, Form, KernelName
+from kernels.cpu.choice import MOST_FEW, TABLE, Form, KernelName
 from kernels.cpu.compiled import compiled
 from kernels.cpu.products_few import can_multiply, few, few_t
 from kernels.cpu.simd import KINDS, LANES, vsplat, vstore, words
@@ -171,6 +171,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         return calls.linear.reference(x, weight, bias)
     out = _product(x, weight[None])[:, 0]
     return out if bias is None else out.add_(bias)
+
+
+def steady_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if not can_multiply(x[:MOST_FEW], weight):
+        return calls.steady_linear.reference(x, weight, bias)
+    if x.shape[0] <= MOST_FEW:
+        return few(x, weight[None], bias)[:, 0]
+    return torch.cat([few(part, weight[None], bias)[:, 0] for part in x.split(MOST_FEW)])
 
 
 def stacked_linear(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -159,6 +159,21 @@ def test_every_kernel_that_may_be_chosen_gives_the_product(tokens: int, dtype: t
             )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_steady_product_has_the_same_bits_whatever_was_chosen_and_beside_any_tokens(
+    dtype: torch.dtype,
+) -> None:
+    x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((40, 400), (64, 400), (64,)))
+    whole = kernels.steady_linear(x, weight, bias)
+    try:
+        for name in of_dense():
+            TABLE.fix(name)
+            for tokens in (1, 7, 16, 40):
+                assert kernels.steady_linear(x[:tokens], weight, bias).equal(whole[:tokens])
+    finally:
+        TABLE.forget()
+
+
 @pytest.mark.skipif("pairs" not in of_dense(), reason="the processor has no products of bfloat16")
 @pytest.mark.parametrize("inputs", [16, 64, 336])  # whole lines, and half a line
 def test_pairs_of_bfloat16_are_as_exact_as_wide_ones_whatever_the_number_of_tokens(inputs: int) -> None:

@@ -59,10 +59,9 @@ class KVCache:
         """
         self.pool, self.owner = pool, owner
         self.block_tokens, self.max_blocks = block_tokens, max_blocks
-        self._most_blocks = max_blocks
         self._num_kv_heads, self._head_dim, self._dtype = num_kv_heads, head_dim, dtype
         self.block_bytes = self._block_bytes(precision)  # one layer's
-        self._addressed_bytes = max_blocks * self.block_bytes
+        self._addressed_bytes = self._most_bytes = max_blocks * self.block_bytes
         self._precisions: list[KVPrecision] = [precision] * num_layers
         self.layers: list[torch.Tensor] = []  # empty until the first growth
         self._ranges: list[VirtualRange] = []
@@ -102,6 +101,11 @@ class KVCache:
     @property
     def num_layers(self) -> int:
         return len(self._ranges)
+
+    @property
+    def _most_blocks(self) -> int:
+        """The limit, in whole blocks as they are counted now."""
+        return self._most_bytes // self.block_bytes
 
     @property
     def pages_per_layer(self) -> int:
@@ -149,7 +153,7 @@ class KVCache:
         """
         self.shrink(max(0, self.pages_per_layer - self.pages_for(num_blocks)))
         self.allocator.truncate(min(num_blocks, self.num_blocks))
-        self._most_blocks = num_blocks
+        self._most_bytes = num_blocks * self.block_bytes
 
     def grow(self, pages_per_layer: int) -> None:
         """Map so many more pages in every layer, or none.
@@ -206,8 +210,9 @@ class KVCache:
                     layer[targets] = layer[sources]
 
     def blocks_as(self, precision: KVPrecision) -> int:
-        """Return the blocks that the present pages hold in a precision."""
-        return self.pages_per_layer * self.pool.page_bytes // self._block_bytes(precision)
+        """Return the blocks that the present pages hold in a precision, up to the limit."""
+        nbytes = min(self.pages_per_layer * self.pool.page_bytes, self._most_bytes)
+        return nbytes // self._block_bytes(precision)
 
     def count_as(self, precision: KVPrecision) -> None:
         """Count blocks as a precision has them, from now on.
@@ -218,24 +223,39 @@ class KVCache:
         if after > before:
             self.allocator.truncate(self.blocks_as(precision))
         self.block_bytes, self.max_blocks = after, self._addressed_bytes // after
-        self._most_blocks = min(self._most_blocks * before // after, self.max_blocks)
         self.allocator.num_touched = -(-self.allocator.num_touched * before // after)
         if after < before:
             self.allocator.extend(self.blocks_in(self.pages_per_layer))
+
+    def counts_as(self, precision: KVPrecision) -> bool:
+        """Return True if blocks are counted as this precision has them."""
+        return self.block_bytes == self._block_bytes(precision)
+
+    def layers_beside(self, precision: KVPrecision) -> list[int]:
+        """Return the layers that have another precision."""
+        return [i for i, each in enumerate(self._precisions) if each != precision]
 
     def convert(self, index: int, precision: KVPrecision) -> None:
         """Hold a layer in another precision from now on, with what its blocks hold.
 
         In place: the first block goes first to fewer bits, the last one first to more, so that none is
-        overwritten before it was read.
+        overwritten before it was read. Raises BrokenInvariant where it fails once blocks are rewritten: the
+        layer can be read in neither precision. What fails before has changed nothing.
         """
         blocks = sorted({*self.allocator.used, *self.allocator.index.blocks}, reverse=precision == "full")
         source, target = self.layers[index], self._view(index, precision)
         at_once = max(1, CONVERTED_BYTES // self._block_bytes("full"))
         for first in range(0, len(blocks), at_once):
-            rewrite_blocks(
-                source, target, torch.tensor(blocks[first : first + at_once], device=source.device)
-            )
+            try:
+                some = torch.tensor(blocks[first : first + at_once], device=source.device)
+                rewrite_blocks(source, target, some)
+            except Exception as error:
+                if not first:
+                    raise
+                raise BrokenInvariant(
+                    f"{self._ranges[index].owner}: {first} of {len(blocks)} blocks are in {precision}, the"
+                    " others are not; the worker must start anew"
+                ) from error
         # A new list: a recorded step keeps the old one to compare with.
         self.layers = [*self.layers[:index], target, *self.layers[index + 1 :]]
         self._precisions[index] = precision
@@ -248,11 +268,21 @@ class KVCache:
         self.allocator = BlockAllocator()
 
     def check_integrity(self) -> None:
-        """Check the blocks and that all layers have the same pages. Raises BrokenInvariant."""
+        """Check blocks, pages, and that layers are what they count as. Raises BrokenInvariant."""
         self.allocator.check_integrity()
         pages = {layer.num_mapped for layer in self._ranges}
         if len(pages) > 1:
             raise BrokenInvariant(f"{self.owner} KV cache: layers have {sorted(pages)} pages")
+        nbytes, present = self.num_blocks * self.block_bytes, self.pages_per_layer * self.pool.page_bytes
+        if nbytes > present:
+            raise BrokenInvariant(
+                f"{self.owner} KV cache: its blocks take {nbytes} bytes per layer of {present}"
+            )
+        if not self.counts_as("full") and (layers := self.layers_beside("int8")):
+            raise BrokenInvariant(f"{self.owner} KV cache: blocks count as int8, but not in layers {layers}")
+        for i, (layer, precision) in enumerate(zip(self.layers, self._precisions, strict=False)):
+            if (layer.dtype, layer.shape[1:]) != self._format(precision):
+                raise BrokenInvariant(f"{self.owner} KV cache: layer {i} is {layer.dtype}, not {precision}")
 
     def _discard_unused(self) -> None:
         """Return memory above RETAINED_BYTES to the system, from the top. No block is in use.

@@ -9,7 +9,7 @@ import torch
 from bus.precisions import Precision
 from kernels import combine, route
 from worker.model.config import Mixture
-from worker.model.linear import GroupedLinear, Linear
+from worker.model.linear import GroupedLinear, Linear, SteadyLinear
 
 Mix = Callable[..., torch.Tensor]  # what the matrices of the input made, each [T, size] -> [T, size]
 
@@ -17,13 +17,14 @@ Mix = Callable[..., torch.Tensor]  # what the matrices of the input made, each [
 class Experts:
     """A router and a run of the experts. At size > 1 the group sums the ranks' outputs.
 
-    Every rank routes all tokens, and gets the same result, as the ranks have the same bits of x.
+    Every rank routes all tokens, and gets the same result: the ranks have the same bits of x, and one kernel
+    computes the router everywhere. Another could choose other experts at a near tie.
     """
 
     def __init__(
         self,
         mixture: Mixture,
-        router: Linear,
+        router: SteadyLinear,
         own: slice,
         gate_up: GroupedLinear,
         down: GroupedLinear,

@@ -37,6 +37,7 @@ from worker.model.linear import (
     ObservedLinear,
     QuantizedLinear,
     StackedLinear,
+    SteadyLinear,
     TransposedLinear,
     inputs_of,
     outputs_of,
@@ -254,7 +255,7 @@ def _experts(
         down = GroupedQuantized(_quantized(tensors, "down", "outputs", precision), down_bias)
     return Experts(
         mixture,
-        DenseLinear(tensors["router"], tensors.get("router_bias")),
+        SteadyLinear(tensors["router"], tensors.get("router_bias")),
         shard.part(mixture.num_experts, "experts"),
         gate_up,
         down,

@@ -17,6 +17,7 @@ from kernels import (
     linear_t,
     quantized_linear,
     stacked_linear,
+    steady_linear,
     take_columns,
 )
 from kernels.cpu.choice import Form, Product
@@ -60,6 +61,19 @@ class DenseLinear(Linear):
 
     def dense(self) -> Iterator[tuple[Form, torch.Tensor]]:
         yield "linear", self.weight
+
+
+class SteadyLinear(DenseLinear):
+    """x times weight [N, K] transposed, plus bias [N]: the same bits on all workers.
+
+    It leaves no kernel to choose, so it has no products.
+    """
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return steady_linear(x, self.weight, self.bias)
+
+    def dense(self) -> Iterator[tuple[Form, torch.Tensor]]:
+        yield from ()
 
 
 class StackedLinear(Linear):

@@ -2,7 +2,7 @@
 
 All blocks are converted, not only new ones: a cache under pressure is full of old ones, whose bytes are what
 is missing. To fewer bits a block of any layer becomes what it would have been, had its keys and values been
-written in these bits. Back in full precision it keeps what that rounded away.
+written in these bits. Converting back restores nothing of what that rounded away.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class ConvertKVRun(Run):
 
     def steps(self) -> Steps:
         members, cache, goal = self._members, self._cache, self._goal
-        if cache.precision == goal:
+        layers = cache.layers_beside(goal)  # some, after one that failed between two layers
+        if not layers and cache.counts_as(goal):
             self.already = f"a KV cache in {goal}"
             return
         yield from self._compile()
@@ -63,13 +64,14 @@ class ConvertKVRun(Run):
             yield from self._pause(obstacle)
         self._patience.get_on()
         self.is_beyond_return = True
-        if goal == "full":
+        if goal == "full" and not cache.counts_as(goal):
             yield from members.do(self._plan_count())
-        for layer in range(cache.num_layers):
+        self._layers_done = cache.num_layers - len(layers)
+        for layer in layers:
             yield from members.do(ConvertKV(layer=layer, precision=goal))
             self._layers_done += 1
             yield True
-        if goal != "full":
+        if not cache.counts_as(goal):
             yield from members.do(self._plan_count())
         self._target.on_kv_converted()
 

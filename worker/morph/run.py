@@ -30,7 +30,9 @@ class Run:
     """
 
     awaits_copies = False  # what it waits for is a copy of this worker's thread alone
-    is_beyond_return = False  # goes on to its end even if cancelled: half-way no request could be served
+    is_beyond_return = (
+        False  # goes on to its end even if cancelled: half-way there is no old shape to go back to
+    )
     touches: frozenset[Hashable] = frozenset()  # parts of the instance that no other morph may change now
     already = ""  # the shape, where the morph found what it was to make
 

@@ -26,6 +26,7 @@ from worker.memory import (
     OutOfPages,
     PagePool,
 )
+from worker.memory.kv_cache import rewrite_blocks
 
 LAYERS = 3
 PAGES = 30
@@ -184,6 +185,25 @@ def test_uneven_layers_are_noticed(pool: PagePool) -> None:
     kv.grow(2)
     kv._ranges[1].unmap(1, 1)
     with pytest.raises(BrokenInvariant, match=r"layers have \[1, 2\] pages"):
+        kv.check_integrity()
+
+
+def test_blocks_without_pages_and_layers_that_are_not_what_they_count_as_are_noticed(pool: PagePool) -> None:
+    kv = cache(pool)
+    kv.grow(2)
+    kv.allocator.extend(kv.num_blocks + 1)
+    with pytest.raises(BrokenInvariant, match="its blocks take"):
+        kv.check_integrity()
+    kv.allocator.truncate(kv.num_blocks - 1)
+    kv.check_integrity()
+    kv.convert(1, "int8")
+    kv.check_integrity()
+    kv.count_as("int8")
+    with pytest.raises(BrokenInvariant, match=r"count as int8, but not in layers \[0, 2\]"):
+        kv.check_integrity()
+    kv.count_as("full")
+    kv._precisions[1] = "full"
+    with pytest.raises(BrokenInvariant, match=r"layer 1 is torch\.int8, not full"):
         kv.check_integrity()
 
 
@@ -431,6 +451,42 @@ def test_a_layer_is_converted_in_place_block_by_block(
             assert torch.equal(layer[used], numbers.to(dtype))
         kv.check_integrity()
         kv.release()
+
+
+def test_a_conversion_that_fails_half_way_ends_the_worker_and_one_before_changes_nothing(
+    pool: PagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = cache(pool)
+    kv.grow(4)
+    kv.allocator.allocate(6)
+    monkeypatch.setattr("worker.memory.kv_cache.CONVERTED_BYTES", 2 * kv.block_bytes)
+    calls: list[int] = []
+
+    def failing(*args: torch.Tensor) -> None:
+        calls.append(len(calls))
+        if len(calls) in (1, 4):
+            raise RuntimeError("no memory left")
+        rewrite_blocks(*args)
+
+    monkeypatch.setattr("worker.memory.kv_cache.rewrite_blocks", failing)
+    before = kv.layers[1][:6].clone()
+    with pytest.raises(RuntimeError, match="no memory left"):
+        kv.convert(1, "int8")
+    assert kv.precision == "full" and kv.layers[1][:6].equal(before)
+    with pytest.raises(BrokenInvariant, match="4 of 6 blocks are in int8"):
+        kv.convert(1, "int8")
+
+
+def test_there_and_back_the_limit_of_blocks_stays(pool: PagePool) -> None:
+    kv = cache(pool)
+    kv.grow(9)
+    kv.limit(23)
+    pages = kv.pages_per_layer
+    for _ in range(5):
+        kv.count_as("int8")
+        assert kv.blocks_in(kv.pages_per_layer) > 23
+        kv.count_as("full")
+    assert kv.blocks_in(100) == kv.num_blocks == 23 and kv.pages_per_layer == pages
 
 
 def test_blocks_in_8_bits_move_with_their_scales_and_halve_by_heads() -> None:

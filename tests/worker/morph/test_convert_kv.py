@@ -245,6 +245,28 @@ def test_a_cache_that_is_so_already_is_left_alone(converting: Converting) -> Non
     assert list(run.steps()) == [] and run.already == "a KV cache in full"
 
 
+def test_after_one_that_failed_between_layers_the_rest_is_converted_and_counted(
+    converting: Converting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert, blocks = converting.cache.convert, converting.cache.num_blocks
+
+    def failing(index: int, precision: KVPrecision) -> None:
+        if index == 3:
+            raise RuntimeError("no memory left")
+        convert(index, precision)
+
+    goals: list[tuple[KVPrecision, int]] = [("int8", 3 * blocks), ("full", blocks)]
+    for kv_dtype, least in goals:
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory left"):
+            patch.setattr(converting.cache, "convert", failing)
+            converting.convert(kv_dtype)
+        assert converting.cache.num_blocks == blocks
+        run = converting.convert(kv_dtype)
+        assert not run.already and run.numbers()["layers_done"] == converting.cache.num_layers
+        assert converting.cache.precision == kv_dtype and converting.cache.num_blocks >= least
+    assert converting.cache.num_blocks == blocks
+
+
 def test_the_manager_runs_it_beside_no_other_morph_and_tells_how_far_it_is(
     converting: Converting,
 ) -> None:
