@@ -207,7 +207,7 @@ def _follow(parent: Connection, staging: Staging, number: int) -> None:
     stages.wake = woken.set
     with torch.inference_mode():
         stage = LocalStage(staging, number)
-        target = stage_target(stage.model, stage.cache, NoVariants(), useful_pages=0)
+        target = stage_target(stage.model, stage.cache, NoVariants(), useful_blocks=0)
         stages.add(LoadedStage(PIPELINE, number, 1, stage.model, target, lambda: None), START_S)
         parent.send((transport.address, transport.key))
         orders = _orders(parent, woken)

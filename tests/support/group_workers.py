@@ -24,7 +24,7 @@ from bus.precisions import KVPrecision, Precision
 from tests.support.threaded_worker import ThreadedWorker
 from worker.distributed.messages import Peer
 from worker.distributed.transport import Transport
-from worker.engine.build import make_cache, useful_pages
+from worker.engine.build import make_cache, useful_blocks
 from worker.engine.core import Output
 from worker.engine.engine import Engine, StepResult
 from worker.engine.sequence import Limits, own_request
@@ -95,9 +95,7 @@ class GroupWorker(ThreadedWorker):
         cache = make_cache(self.pool, self.model, limits, "model")
         fill_cache(self.pool, cache, self.model, limits)
         self.instance = make_instance(f"model@{name}", self.model, cache, limits)
-        resizer = KVResizer(
-            self.instance, cache, reserve_pages=0, useful_pages=useful_pages(cache, self.model, limits)
-        )
+        resizer = KVResizer(self.instance, cache, reserve_pages=0, useful_blocks=useful_blocks(limits))
         variants: Variants = NoVariants()
         if host_dir:
             variants = LayerVariants(

@@ -206,7 +206,7 @@ class Rig:
         self.engine = Engine()
         self.engine.add_instance(self.instance)
         self.resizer = KVResizer(
-            self.instance, self.cache, reserve_pages=self.reserve, useful_pages=self.num_pages
+            self.instance, self.cache, reserve_pages=self.reserve, useful_blocks=self.cache.max_blocks
         )
         self.target = Target(self.instance, self.variants, self.resizer, self.order)
         self.executor = MorphManager("w0", {"toy@w0": self.target}, step_share=1.0)

@@ -19,7 +19,7 @@ from bus.morphs import MorphReport
 from tests.support.threaded_worker import ThreadedWorker
 from worker.distributed.messages import Peer
 from worker.distributed.transport import Transport
-from worker.engine.build import make_cache, useful_pages
+from worker.engine.build import make_cache, useful_blocks
 from worker.engine.core import EngineCore, Output
 from worker.engine.engine import Engine, StepResult
 from worker.engine.sequence import Limits, own_request
@@ -172,7 +172,7 @@ def follow(
     host_dir: Path | None = None,
 ) -> None:
     model, cache, variants = load(folder, worker.pool, layers, limits, dtype, shard, host_dir)
-    target = stage_target(model, cache, variants, useful_pages=useful_pages(cache, model, limits))
+    target = stage_target(model, cache, variants, useful_blocks=useful_blocks(limits))
     worker.morphs.equip(target)
 
     def let_go() -> None:
@@ -244,7 +244,7 @@ class Line:
             cache,
             variants,
             in_turn(range(bounds[-1]), stages),
-            useful_pages=useful_pages(cache, model, limits),
+            useful_blocks=useful_blocks(limits),
         )
         self.leader.call(self._serve)
 

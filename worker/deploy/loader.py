@@ -22,7 +22,15 @@ from bus.morphs import Deploy
 from bus.precisions import BITS, PRECISIONS, Precision
 from kernels.cpu.choice import Product
 from worker.deploy.model_host import ModelHost
-from worker.engine.build import MIB, compile_kernels, instance_of, make_cache, served_context, useful_pages
+from worker.engine.build import (
+    MIB,
+    compile_kernels,
+    instance_of,
+    make_cache,
+    served_context,
+    useful_blocks,
+    useful_pages,
+)
 from worker.engine.sequence import Limits
 from worker.memory import KVCache, VirtualRange
 from worker.memory.backend import NO_PAGE
@@ -237,7 +245,7 @@ class ModelLoader:
             instance,
             self.cache,
             reserve_pages=self.host.reserve_pages,
-            useful_pages=self.useful_kv_pages,
+            useful_blocks=useful_blocks(self.limits),
             owns_rest=not self.host.models,
         )
         precisions = self.variants.precisions

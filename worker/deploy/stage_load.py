@@ -14,7 +14,7 @@ from bus.morphs import Deploy
 from worker.deploy.load import LoadRun
 from worker.deploy.model_host import ModelHost
 from worker.distributed.messages import Peer
-from worker.engine.build import canary_steps
+from worker.engine.build import canary_steps, useful_blocks
 from worker.morph.losses import losses_of
 from worker.morph.run import NotApplied, Peers, Steps
 from worker.morph.target import Target
@@ -48,7 +48,7 @@ class StageLoadRun(LoadRun):
             loader.model,
             loader.cache,
             loader.variants,
-            useful_pages=loader.useful_kv_pages,
+            useful_blocks=useful_blocks(loader.limits),
             reserve_pages=self._host.reserve_pages,
         )
         self._host.morphs.equip(target)
@@ -138,7 +138,7 @@ class PipelineLoadRun(LoadRun):
             loader.variants,
             in_turn(loader.order, command.stages),
             losses,
-            useful_pages=loader.useful_kv_pages,
+            useful_blocks=useful_blocks(loader.limits),
             own_pages=(pages - cache.pages_per_layer) * cache.num_layers,
             reserve_pages=host.reserve_pages,
         )

@@ -76,10 +76,11 @@ def make_cache(
 
 def useful_pages(cache: KVCache, model: Model, limits: Limits) -> int:
     """Return the pages, of all layers, with which every sequence could be as long as it may."""
-    return model.config.num_layers * cache.pages_for(min(_useful_blocks(limits), cache.max_blocks))
+    return model.config.num_layers * cache.pages_for(min(useful_blocks(limits), cache.max_blocks))
 
 
-def _useful_blocks(limits: Limits) -> int:
+def useful_blocks(limits: Limits) -> int:
+    """Return the KV blocks with which every sequence could be as long as it may."""
     return limits.max_num_seqs * -(-limits.max_model_len // limits.block_tokens)
 
 
@@ -87,7 +88,7 @@ def cache_text(cache: KVCache, limits: Limits) -> str:
     """Return the size of a filled cache, and the limit that keeps it from the free pages, for the log."""
     text = f"{cache.num_blocks} KV blocks of {limits.block_tokens} tokens"
     room = cache.blocks_in(cache.pages_per_layer + cache.growable_pages)
-    if cache.num_blocks < _useful_blocks(limits) or room <= cache.num_blocks:
+    if cache.num_blocks < useful_blocks(limits) or room <= cache.num_blocks:
         return text
     return (
         f"{text}: {limits.max_num_seqs} sequences (max_num_seqs) of {limits.max_model_len} tokens "

@@ -22,7 +22,7 @@ class KVResizer:
         cache: KVCache,
         *,
         reserve_pages: int,
-        useful_pages: int,
+        useful_blocks: int,
         owns_rest: bool = True,
         is_stage: bool = False,
     ) -> None:
@@ -30,8 +30,8 @@ class KVResizer:
 
         instance: None at a later stage of a pipeline, whose requests are at its leader. is_stage: of a
         pipeline, all stages of which have room for the same blocks.
-        reserve_pages: free pages that the pool keeps for swaps. useful_pages: of all layers together; more
-        would lie idle. owns_rest: the pages left when the cache was filled are its own; never at a stage.
+        reserve_pages: free pages that the pool keeps for swaps. useful_blocks: more would lie idle.
+        owns_rest: the pages left when the cache was filled are its own; never at a stage.
         """
         self.cache = cache
         self.reserve_pages = reserve_pages
@@ -45,7 +45,7 @@ class KVResizer:
         # few for a page of every layer. Below 0: so many of its pages swaps have borrowed.
         is_rest = owns_rest and not is_stage and self.num_spare_pages < self.num_layers
         self.own_pages = max(0, self.num_spare_pages) if is_rest else 0
-        self.useful_pages_per_layer = useful_pages // self.num_layers  # more would lie idle
+        self._useful_blocks = useful_blocks
         longest = instance.limits.max_model_len if instance else 1
         self.longest_blocks = -(-longest // cache.block_tokens)  # of one sequence
         self.min_blocks = min(self.longest_blocks, cache.num_blocks)
@@ -54,6 +54,11 @@ class KVResizer:
     def _led(self) -> EngineCore:
         assert self._instance, "a later stage has no requests"
         return self._instance
+
+    @property
+    def useful_pages_per_layer(self) -> int:
+        """Pages per layer above which more would lie idle, in the precision of the cache."""
+        return self.pages_for(self._useful_blocks)
 
     @property
     def most_pages_per_layer(self) -> int:

@@ -22,10 +22,10 @@ from worker.pipeline.ranks import Ranks
 
 
 def stage_target(
-    model: Model, cache: KVCache, variants: Variants, *, useful_pages: int, reserve_pages: int = 0
+    model: Model, cache: KVCache, variants: Variants, *, useful_blocks: int, reserve_pages: int = 0
 ) -> MemberTarget:
     """Return what morphs change at a later stage, or at another rank than the leader of the first."""
-    resizer = KVResizer(None, cache, reserve_pages=reserve_pages, useful_pages=useful_pages, is_stage=True)
+    resizer = KVResizer(None, cache, reserve_pages=reserve_pages, useful_blocks=useful_blocks, is_stage=True)
     return MemberTarget(model.shape, variants, resizer, model.config.first_layer)
 
 
@@ -36,13 +36,13 @@ def leader_target(
     order: Sequence[int],
     losses: Losses | None = None,
     *,
-    useful_pages: int,
+    useful_blocks: int,
     own_pages: int = 0,
     reserve_pages: int = 0,
 ) -> Target:
     """Return the instance as morphs see it. own_pages: that its KV gave up for all to have as many blocks."""
     resizer = KVResizer(
-        instance, cache, reserve_pages=reserve_pages, useful_pages=useful_pages, is_stage=True
+        instance, cache, reserve_pages=reserve_pages, useful_blocks=useful_blocks, is_stage=True
     )
     resizer.own_pages = own_pages
     return Target(instance, variants, resizer, order, losses)

@@ -19,7 +19,7 @@ from bus.precisions import KVPrecision
 from tests.support.engine_toys import Client, expect_no_growth, request
 from tests.support.paths import DEMO_MODEL
 from tests.worker.engine.test_oracle import DEVICE, generate
-from worker.engine.build import make_cache, make_pool, useful_pages
+from worker.engine.build import make_cache, make_pool, useful_blocks
 from worker.engine.engine import Engine
 from worker.engine.sequence import Limits
 from worker.morph.convert_kv import ConvertKVRun
@@ -57,8 +57,7 @@ class Converting:
         self.instance = make_instance("m@w0", self.model, self.cache, limits)
         self.engine = Engine(DEVICE)
         self.engine.add_instance(self.instance)
-        useful = useful_pages(self.cache, self.model, limits)
-        resizer = KVResizer(self.instance, self.cache, reserve_pages=0, useful_pages=useful)
+        resizer = KVResizer(self.instance, self.cache, reserve_pages=0, useful_blocks=useful_blocks(limits))
         self.target = Target(self.instance, NoVariants(), resizer)
         self.manager = MorphManager("w0", {"m@w0": self.target}, step_share=1.0)
         self.client = Client()
@@ -134,12 +133,15 @@ def test_every_token_before_during_and_after_is_that_of_the_form_its_context_had
     converting: Converting, oracle: Any
 ) -> None:
     blocks = converting.cache.num_blocks
+    useful_before = converting.target.resizer.useful_pages_per_layer
     for i, prompt in enumerate(PROMPTS):
         converting.submit(str(i), prompt)
     converting.steps(20)
     run = converting.convert("int8", steps_between=2)
     assert run.numbers()["layers_done"] == converting.cache.num_layers
     ratio = 32 * 4 / (32 + 2)
+    resizer = converting.target.resizer
+    assert resizer.useful_pages_per_layer == converting.cache.pages_for(8 * 256 // 16) < useful_before
     assert converting.cache.num_blocks == converting.instance.scheduler.blocks.capacity
     assert int(blocks * ratio) <= converting.cache.num_blocks <= (blocks + 1) * ratio
     assert converting.instance.shape_id == "tp1-full-kv8"

@@ -22,7 +22,7 @@ from bus.precisions import QUANTIZED, Precision
 from tests.support.engine_toys import Client, request, run
 from tests.support.paths import DEMO_MODEL
 from tests.worker.engine.test_oracle import DEVICE, generate
-from worker.engine.build import make_cache, make_pool, useful_pages
+from worker.engine.build import make_cache, make_pool, useful_blocks
 from worker.engine.engine import Engine
 from worker.engine.sequence import Limits
 from worker.memory import VirtualRange
@@ -74,8 +74,9 @@ class Morphing:
         self.instance = make_instance("m@w0", self.model, self.cache, limits, bits=(8, 4, 3))
         self.engine = Engine(DEVICE)
         self.engine.add_instance(self.instance)
-        useful = useful_pages(self.cache, self.model, limits)
-        resizer = KVResizer(self.instance, self.cache, reserve_pages=reserve, useful_pages=useful)
+        resizer = KVResizer(
+            self.instance, self.cache, reserve_pages=reserve, useful_blocks=useful_blocks(limits)
+        )
         self.executor = MorphManager(
             "w0", {"m@w0": Target(self.instance, self.variants, resizer)}, step_share=1.0
         )

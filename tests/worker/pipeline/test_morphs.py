@@ -20,7 +20,7 @@ from bus.morphs import Morph, MorphReport, Resize, Swap
 from bus.policy import Envelope, Policy
 from tests.support.pipeline_workers import LIMITS, Line, StageWorker, load, sampling_of
 from worker.distributed.messages import RunStage
-from worker.engine.build import instance_of, useful_pages
+from worker.engine.build import instance_of, useful_blocks
 from worker.engine.core import EngineCore
 from worker.engine.engine import StepResult, result_of
 from worker.engine.sequence import own_request
@@ -146,9 +146,11 @@ def alone(folder: Path, host_dir: Path, text: list[int]) -> list[int]:
     pool = PagePool(CpuBackend(4096), 8 << 20)
     model, cache, variants = load(folder, pool, (0, LAYERS), LIMITS, torch.float32, host_dir=host_dir)
     instance = instance_of("m", model, cache, LIMITS)
-    useful = useful_pages(cache, model, LIMITS)
     target = Target(
-        instance, variants, KVResizer(instance, cache, reserve_pages=0, useful_pages=useful), range(LAYERS)
+        instance,
+        variants,
+        KVResizer(instance, cache, reserve_pages=0, useful_blocks=useful_blocks(LIMITS)),
+        range(LAYERS),
     )
     tokens: list[int] = []
 
