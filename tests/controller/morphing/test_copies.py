@@ -36,7 +36,7 @@ class Hand:
 
 
 def crowded() -> Group:
-    """Its queue takes 25 s."""
+    """Return a worker whose queue takes 25 s."""
     return replace(worker("w0", 95, 30), layer_blocks={}, tokens_per_s=10.0)
 
 

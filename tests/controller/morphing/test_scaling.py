@@ -167,7 +167,7 @@ def test_members_keep_their_layers_from_the_first_telling_on() -> None:
 
 
 def test_members_that_morph_by_themselves_keep_their_layers_and_are_waited_for() -> None:
-    """Where some worker always swapped, no group would be made."""
+    """A group would never be made where some worker always swapped."""
     hand = Hand(*singles(0, 1))
     told = MorphReport(
         id="r1", kind="swap", target="m@w1", worker="w1", epoch=1, state="running", reason="", started_ms=0

@@ -355,7 +355,7 @@ def test_experts_are_divided_only_by_degrees_that_divide_them(tmp_path: Path) ->
 def test_experts_of_real_models_are_hardly_padded(
     tmp_path: Path, experts: int, hidden: int, width: int, max_tp: int
 ) -> None:
-    """Those of Qwen3-30B-A3B, Mixtral 8x7B and Qwen3-235B-A22B, in pages of 2 MiB."""
+    """The sizes are of Qwen3-30B-A3B, Mixtral 8x7B and Qwen3-235B-A22B, in pages of 2 MiB."""
     changes = {"hidden_size": hidden, "moe_intermediate_size": width, "num_key_value_heads": 8}
     config = read_config(mixture_folder(tmp_path / "m", num_experts=experts, **changes))
     plan = plan_model(config, torch.bfloat16, 2 << 20, max_tp)
