@@ -134,7 +134,8 @@ class KernelProgram:
         views = _ViewsOnly()
         with recorded_by(self), views:
             self.result = function()
-        self._memory = views.kept
+        # The calls read and write by address: what the function refers to has to live as long as they do.
+        self._memory = function, views.kept
         self._table = ctypes.create_string_buffer(_CALL.size * len(self._calls))
         for i, (address, params) in enumerate(self._calls):
             _CALL.pack_into(self._table, i * _CALL.size, address, ctypes.addressof(params), 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -15,6 +17,20 @@ def test_a_program_computes_anew_at_each_run() -> None:
     for _ in range(50):
         x.normal_()
         assert program.run().equal(kernels.linear(kernels.rms_norm(x, norm, 1e-5), weight))
+
+
+def test_a_program_keeps_what_its_calls_read() -> None:
+    """Calls read by address: memory that nothing else refers to any more would belong to others."""
+
+    def record() -> tuple[KernelProgram, weakref.ref[torch.Tensor]]:
+        x, weight = torch.ones(1, 64), torch.ones(96, 64)
+        return KernelProgram(lambda: kernels.linear(x, weight)), weakref.ref(x)
+
+    program, x = record()
+    others = [torch.full((1, 64), 1e-40) for _ in range(100)]  # would take the place of x
+    assert x() is not None
+    assert program.run().equal(torch.full((1, 96), 64.0))
+    assert len(others) == 100
 
 
 def test_each_call_sees_all_that_the_ones_before_wrote() -> None:
