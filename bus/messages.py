@@ -7,10 +7,11 @@ morph policy. docs/structure.md says how attempt, epoch and index make delivery 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Final, Literal
 
+from bus.fields import MAX_COUNT
 from bus.precisions import PRECISIONS, KVPrecision, Precision, lowest
 
 SCHEMA_VERSION = 1
@@ -63,6 +64,11 @@ class RejectReason(StrEnum):
     RETIRED = "retired"  # the instance is being unloaded
 
 
+def _between(low: float, high: float, default: Any = MISSING) -> Any:
+    """Declare a number that the gateway and the workers refuse outside `low` to `high`."""
+    return field(default=default, metadata={"range": (low, high)})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """The rules for choosing tokens.
@@ -71,18 +77,23 @@ class SamplingParams:
     alone, so a request that continues on another worker samples the same text.
     """
 
-    max_tokens: int
+    max_tokens: int = _between(0, MAX_COUNT)
     seed: int
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: float = _between(0, 2, 1.0)  # 0: greedy
+    top_p: float = _between(0, 1, 1.0)
+    top_k: int = _between(0, MAX_COUNT, 0)  # 0: off
+    min_p: float = _between(0, 1, 0.0)
+    presence_penalty: float = _between(-2, 2, 0.0)
+    frequency_penalty: float = _between(-2, 2, 0.0)
     logit_bias: dict[int, float] = field(default_factory=dict)
-    logprobs: int | None = None  # alternatives of each output token; 0: only the chosen one; None: off
-    prompt_logprobs: int | None = None  # the same of each prompt token
+    logprobs: int | None = _between(0, 20, None)  # alternatives of an output token; 0: only the chosen one
+    prompt_logprobs: int | None = _between(0, 20, None)  # the same of each prompt token
     stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids; empty if the client set ignore_eos
+
+
+SAMPLING_RANGES: Final[dict[str, tuple[float, float]]] = {
+    one.name: one.metadata["range"] for one in fields(SamplingParams) if one.metadata
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

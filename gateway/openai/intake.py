@@ -5,20 +5,24 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from math import inf
-from typing import Literal
+from typing import Final, Literal
 
 from bus.messages import InstanceCard, SamplingParams
 from bus.precisions import Precision, is_below, lowest
 from gateway.delivery.cluster import Cluster
 from gateway.delivery.request import GenerationRequest
 from gateway.errors import invalid, never_so_precise, too_long
-from gateway.openai.params import CallBody, ChatBody, CompletionBody
+from gateway.openai.params import CallBody, ChatBody, CompletionBody, SamplingBody
 from gateway.openai.request_log import RequestLog
 from gateway.text.tokenizer import Tokenizer
 
 _SEED_MASK = 2**63 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the seeds of n choices
+
+# Parameters that a worker gets as the client sent them. Each choice has a seed of its own.
+_PASSED_ON: Final = {one.name for one in fields(SamplingParams)} & SamplingBody.model_fields.keys() - {"seed"}
 
 Prompt = str | list[int]
 
@@ -128,16 +132,10 @@ def _sampling(body: CallBody, max_tokens: int, stop_token_ids: tuple[int, ...]) 
         SamplingParams(
             max_tokens=max(1, max_tokens),
             seed=(seed + choice * _GOLDEN) & _SEED_MASK,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=max(0, body.top_k),
-            min_p=body.min_p,
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
-            logit_bias=dict(body.logit_bias),
             logprobs=logprobs,
             prompt_logprobs=logprobs if has_echo else None,
             stop_token_ids=stop_token_ids,
+            **{name: getattr(body, name) for name in _PASSED_ON},
         )
         for choice in range(body.n)
     ]

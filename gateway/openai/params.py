@@ -11,18 +11,17 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 from pydantic_core import PydanticCustomError
 
+from bus.fields import MAX_COUNT
+from bus.messages import SAMPLING_RANGES
 from bus.precisions import Precision
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 512  # each is searched in every token's text
 MAX_N = 128
-MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_METADATA = 16
 MAX_MESSAGES = 2048
 MAX_PARTS = 256  # parts of one message
-
-MAX_COUNT = 2**31 - 1  # engines and the bus have counts and ids of fixed width
 
 
 def between(low: float, high: float, *, above: bool = False) -> AfterValidator:
@@ -35,6 +34,11 @@ def between(low: float, high: float, *, above: bool = False) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def sampling(name: str, *, above: bool = False) -> AfterValidator:
+    """Return the check of the range that `bus.messages` declares for a sampling parameter."""
+    return between(*SAMPLING_RANGES[name], above=above)
 
 
 def _percent(value: Any) -> Any:
@@ -55,6 +59,7 @@ def _integer_keys(value: Any) -> Any:
     return {int(key) if key.isascii() and key.isdecimal() else key: bias for key, bias in value.items()}
 
 
+_OFF = AfterValidator(lambda top_k: max(0, top_k))  # vLLM's clients send -1
 TokenId = Annotated[int, between(0, MAX_COUNT)]
 
 
@@ -91,12 +96,12 @@ class SamplingBody(Body):
     """The fields that both calls have."""
 
     model: Annotated[str, Field(min_length=1)]
-    temperature: Annotated[float, between(0, 2)] = 1.0
-    top_p: Annotated[float, between(0, 1, above=True)] = 1.0
-    top_k: Annotated[int, between(-1, MAX_COUNT)] = 0
-    min_p: Annotated[float, between(0, 1)] = 0.0
-    presence_penalty: Annotated[float, between(-2, 2)] = 0.0
-    frequency_penalty: Annotated[float, between(-2, 2)] = 0.0
+    temperature: Annotated[float, sampling("temperature")] = 1.0
+    top_p: Annotated[float, sampling("top_p", above=True)] = 1.0
+    top_k: Annotated[int, between(-1, MAX_COUNT), _OFF] = 0
+    min_p: Annotated[float, sampling("min_p")] = 0.0
+    presence_penalty: Annotated[float, sampling("presence_penalty")] = 0.0
+    frequency_penalty: Annotated[float, sampling("frequency_penalty")] = 0.0
     logit_bias: LogitBias = {}
     seed: Annotated[int, between(-(2**63), 2**63 - 1)] | None = None
     stop: Stops = []
@@ -118,7 +123,7 @@ class CompletionBody(SamplingBody):
 
     prompt: Any  # text, texts, token ids or lists of them: `parsing.prompts` checks it
     max_tokens: Annotated[int, between(0, MAX_COUNT)] | None = None
-    logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[int, sampling("logprobs")] | None = None
     echo: bool = False
 
 
@@ -144,7 +149,7 @@ class ChatBody(SamplingBody):
     max_tokens: Annotated[int, between(1, MAX_COUNT)] | None = None
     max_completion_tokens: Annotated[int, between(1, MAX_COUNT)] | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, sampling("logprobs")] | None = None
 
 
 CallBody = CompletionBody | ChatBody

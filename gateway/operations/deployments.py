@@ -26,8 +26,9 @@ from bus.deployments import (
     WeighLevers,
 )
 from bus.errors import meant
+from bus.fields import MAX_COUNT
 from gateway.errors import ApiError, invalid, not_found
-from gateway.openai.params import MAX_COUNT, Body, between
+from gateway.openai.params import Body, between
 from gateway.openai.problems import shown
 from gateway.operations import answers, orders
 from gateway.operations.answers import Here, allowed, body_of, json_answer, new_id

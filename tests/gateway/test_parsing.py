@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from bus.messages import SAMPLING_RANGES, SamplingParams
 from gateway.errors import ApiError
 from gateway.openai.params import ChatBody, CompletionBody, SamplingBody
 from gateway.openai.parsing import parse, prompts
@@ -46,6 +48,19 @@ def test_lists_and_objects_without_end_are_refused_at_once(
         parse(kind, data)
     assert time.perf_counter() - start < 0.5
     assert refusal.value.status == 400
+
+
+def test_sampling_parameters_have_the_defaults_and_the_ranges_of_the_worker() -> None:
+    defaults = {one.name: one.default for one in fields(SamplingParams)}
+    shared = SAMPLING_RANGES.keys() & SamplingBody.model_fields.keys()
+    assert {"temperature", "top_p", "top_k", "min_p", "presence_penalty"} < shared
+    for name in shared:
+        assert SamplingBody.model_fields[name].default == defaults[name]
+        low, high = SAMPLING_RANGES[name]
+        for value in (high + 1, low - 2):
+            with pytest.raises(ApiError, match=f"{name} is"):
+                parse(CompletionBody, msgspec.json.encode({"model": "m", "prompt": "x", name: value}))
+    assert parse(CompletionBody, b'{"model":"m","prompt":"x","top_k":-1}').top_k == defaults["top_k"] == 0
 
 
 @pytest.mark.parametrize("depth", [17, 400, 600, 950, 100_000])

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
-from bus.messages import FinishReason, SamplingParams, Submit
+from bus.messages import SAMPLING_RANGES, FinishReason, SamplingParams, Submit
 from worker.engine.sequence import Limits, Sequence
 
 FINITE = 1e9
-# The gateway checks what clients send; this keeps anything else on the bus from failing a whole batch. Other
-# numbers must be finite; a seed is any integer.
-RANGES = {
-    "max_tokens": (0, FINITE),
-    "temperature": (0, FINITE),
-    "top_p": (0, 1),
-    "top_k": (0, FINITE),
-    "min_p": (0, 1),
-    "logprobs": (0, FINITE),
-    "prompt_logprobs": (0, FINITE),
-}
-NUMBERS = [one.name for one in fields(SamplingParams) if one.name != "seed"]
 
 
 def refusal(request: Submit, limits: Limits, vocab_size: int) -> str | None:
@@ -54,10 +40,10 @@ def length_refusal(num_prompt: int, max_tokens: int, limits: Limits) -> str | No
 
 
 def _bad_sampling(sampling: SamplingParams) -> str | None:
-    for name in NUMBERS:
+    """Return what would fail a whole batch: the gateway checks what clients send, but not all on the bus."""
+    for name, (low, high) in SAMPLING_RANGES.items():
         value = getattr(sampling, name)
-        low, high = RANGES.get(name, (-FINITE, FINITE))
-        if isinstance(value, int | float) and not low <= value <= high:  # written so that NaN is out of range
+        if value is not None and not low <= value <= high:  # written so that NaN is out of range
             return f"{name} is {value}; it must lie between {low:g} and {high:g}"
     if not all(-FINITE <= bias <= FINITE for bias in sampling.logit_bias.values()):
         return "a logit_bias is not a finite number"

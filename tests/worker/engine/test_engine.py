@@ -148,8 +148,8 @@ def test_a_request_that_cannot_run_ends_with_an_error_that_says_why() -> None:
     assert f"token id {VOCAB} of the prompt" in client.errors["foreign"]
     assert "token id -1" in client.errors["negative"]
     assert f"token id {VOCAB} of the logit_bias" in client.errors["bias"]
-    assert client.errors["nan"] == "temperature is nan; it must lie between 0 and 1e+09"
-    assert client.errors["penalty"] == "presence_penalty is nan; it must lie between -1e+09 and 1e+09"
+    assert client.errors["nan"] == "temperature is nan; it must lie between 0 and 2"
+    assert client.errors["penalty"] == "presence_penalty is nan; it must lie between -2 and 2"
     assert "not a finite number" in client.errors["infinite"]
     assert "logprobs is -2" in client.errors["below"]
 
