@@ -203,31 +203,66 @@ class Histogram:
     total: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class MetricEntry:
+    """A number of instances at /metrics, as `instar_{name}`; a counter only grows.
+
+    `of_leader`: a fact of the whole instance, such as its KV, which its first worker reports; other numbers
+    are each worker's own, so that no counter falls when a group parts. `routers_read`: also under vLLM's
+    name, for the Gateway API inference extension.
+    """
+
+    name: str
+    help: str
+    is_counter: bool = False
+    of_leader: bool = False
+    routers_read: bool = False
+
+
+def _gauge(name: str, text: str, **more: bool) -> Any:
+    return field(metadata={"metric": MetricEntry(name, text, **more)})
+
+
+def _counter(name: str, text: str, **more: bool) -> Any:
+    return field(default=0, metadata={"metric": MetricEntry(name, text, is_counter=True, **more)})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceTelemetry:
-    """One instance, in seconds, tokens and blocks. Counters and histograms count since the epoch began."""
+    """One instance, in seconds, tokens and blocks. Counters and histograms count since the epoch began.
+
+    The numbers that are declared as gauges and counters are those at /metrics.
+    """
 
     id: str
-    running: int
-    waiting: int
+    running: int = _gauge("num_requests_running", "Sequences in the batch.", routers_read=True)
+    waiting: int = _gauge("num_requests_waiting", "Sequences in the queue.", routers_read=True)
     waiting_tokens: int
-    kv_blocks: int
-    kv_used: int  # blocks used by all members of its group
+    kv_blocks: int = _gauge("kv_blocks", "KV blocks: changes while serving.", of_leader=True)
+    kv_used: int = _gauge("kv_blocks_used", "KV blocks in use.", of_leader=True)  # by all of its group
     layers: list[LayerShape]
     prompt_tokens: int
     generation_tokens: int
-    preemptions: int
+    preemptions: int = _counter("num_preemptions", "Sequences put back.")
     finished: dict[str, int]
     queue_seconds: Histogram
     step_seconds: Histogram
     time_to_first_token: Histogram  # measured from when the worker received the request
     time_per_output_token: Histogram
     oldest_wait_seconds: float = 0.0
-    recomputed_tokens: int = 0  # whose KV was lost or given away
+    recomputed_tokens: int = _counter(
+        "recomputed_tokens", "Tokens whose KV was lost or given away and made again."
+    )
     longest_tokens: int = 0  # prompt and most output of the longest request here, running or waiting
     kv_own: int = 0  # blocks of its own requests, which it keeps when its group splits; part of `kv_used`
-    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
-    prefix_hits: int = 0  # prompt tokens found there
+    prefix_queries: int = _counter(
+        "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", routers_read=True
+    )
+    prefix_hits: int = _counter(
+        "prefix_cache_hits",
+        "Prompt tokens found in the prefix cache, which were not computed.",
+        routers_read=True,
+    )
     prefix_digests: frozenset[int] = frozenset()  # digests of the blocks used last (`bus.prefix_keys`)
     workers: list[str] = field(default_factory=list)  # members of its group, by shard; empty: it serves alone
     kv_precision: KVPrecision = "full"  # what its KV cache is held in

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate, product
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bus.messages import InstanceCard, InstanceTelemetry, LayerShape, layers_below_full
+from bus.messages import InstanceCard, InstanceTelemetry, LayerShape, MetricEntry, layers_below_full
 from bus.morphs import MORPH_KINDS, MORPHS, MorphOutcome
 from bus.precisions import PRECISIONS
 from gateway.morphs import Morphs
@@ -48,7 +48,7 @@ class _Page(Collector):
         instances = list(_fresh(gateway))
         yield from (metric.family("instar_", instances) for metric in INSTANCE_METRICS)
         if gateway.settings.gateway.metrics_compat == "vllm":
-            yield from (one.family("vllm:", instances) for one in INSTANCE_METRICS if one.routers_read)
+            yield from (one.family("vllm:", instances) for one in INSTANCE_METRICS if one.entry.routers_read)
             yield from _models("vllm:", gateway.stats.models)
 
 
@@ -59,89 +59,57 @@ Values = Mapping[tuple[str, ...], Any]  # value by the values of a metric's labe
 
 @dataclass(frozen=True, slots=True)
 class InstanceMetric:
-    """The declaration of a number of instances, by their workers' last reports, unsmoothed.
+    """A metric, and its value by a worker's last report, unsmoothed: with `labels` one for each of theirs."""
 
-    `value`: with `labels` a number for each of their values. `of_leader`: a fact of the whole instance, such
-    as its KV, which its first worker reports; other numbers are each worker's own, so that no counter falls
-    when a group parts. `routers_read`: also under vLLM's name, for the Gateway API inference extension.
-    """
-
-    name: str
-    help: str
+    entry: MetricEntry
     value: Callable[[InstanceCard, InstanceTelemetry], float | Mapping[tuple[str, ...], float]]
     labels: tuple[str, ...] = ()
-    family_type: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily
-    of_leader: bool = True
-    routers_read: bool = False
 
     def family(self, prefix: str, instances: Iterable[Reported]) -> Metric:
         """Return the metric with its samples of all instances."""
-        labels = ["model_name", "engine", *self.labels]
-        family = self.family_type(prefix + self.name, self.help, labels=labels)
+        entry, labels = self.entry, ["model_name", "engine", *self.labels]
+        kind = CounterMetricFamily if entry.is_counter else GaugeMetricFamily
+        family = kind(prefix + entry.name, entry.help, labels=labels)
         for card, leads, last in instances:
-            if leads or not self.of_leader:
+            if leads or not entry.of_leader:
                 value = self.value(card, last)
                 for more, number in (value if isinstance(value, Mapping) else {(): value}).items():
                     family.add_metric([card.model, card.id, *more], number)
         return family
 
 
-def _of_worker(name: str, text: str, attribute: str, **more: Any) -> InstanceMetric:
-    return InstanceMetric(name, text, lambda _, last: getattr(last, attribute), of_leader=False, **more)
+def _declared(name: str, entry: MetricEntry) -> InstanceMetric:
+    """Return the metric of a field of `InstanceTelemetry`."""
+    return InstanceMetric(entry, lambda _, last: getattr(last, name))
+
+
+def _of_leader(name: str, text: str, *, routers_read: bool = False) -> MetricEntry:
+    return MetricEntry(name, text, of_leader=True, routers_read=routers_read)
 
 
 INSTANCE_METRICS: Final = (
-    _of_worker("num_requests_running", "Sequences in the batch.", "running", routers_read=True),
-    _of_worker("num_requests_waiting", "Sequences in the queue.", "waiting", routers_read=True),
+    *(_declared(one.name, one.metadata["metric"]) for one in fields(InstanceTelemetry) if one.metadata),
     InstanceMetric(
-        "kv_cache_usage_perc",
-        "Share of KV blocks in use, 0 to 1.",
+        _of_leader("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", routers_read=True),
         lambda _, last: last.kv_used / last.kv_blocks if last.kv_blocks else 0.0,
-        routers_read=True,
     ),
-    InstanceMetric("kv_blocks", "KV blocks: changes while serving.", lambda _, last: last.kv_blocks),
-    InstanceMetric("kv_blocks_used", "KV blocks in use.", lambda _, last: last.kv_used),
     InstanceMetric(
-        "layers_below_full",
-        "Layers of which a half is below full precision.",
+        _of_leader("layers_below_full", "Layers of which a half is below full precision."),
         lambda _, last: layers_below_full(last.layers),
     ),
     InstanceMetric(
-        "layers",
-        "Layers by precision; attention and FFN count a half each.",
+        _of_leader("layers", "Layers by precision; attention and FFN count a half each."),
         lambda _, last: _by_precision(last.layers),
         labels=("precision",),
     ),
     InstanceMetric(
-        "cache_config_info",
-        "The KV cache as it is now.",
+        _of_leader("cache_config_info", "The KV cache as it is now.", routers_read=True),
         lambda card, last: {(str(card.block_tokens), str(last.kv_blocks)): 1},
         labels=("block_size", "num_gpu_blocks"),
-        routers_read=True,
-    ),
-    _of_worker("num_preemptions", "Sequences put back.", "preemptions", family_type=CounterMetricFamily),
-    _of_worker(
-        "prefix_cache_queries",
-        "Prompt tokens looked up in the prefix cache.",
-        "prefix_queries",
-        family_type=CounterMetricFamily,
-        routers_read=True,
-    ),
-    _of_worker(
-        "prefix_cache_hits",
-        "Prompt tokens found in the prefix cache, which were not computed.",
-        "prefix_hits",
-        family_type=CounterMetricFamily,
-        routers_read=True,
-    ),
-    _of_worker(
-        "recomputed_tokens",
-        "Tokens whose KV was lost or given away and made again.",
-        "recomputed_tokens",
-        family_type=CounterMetricFamily,
     ),
     InstanceMetric(
-        "tensor_parallel_size", "Workers of the instance: changes while serving.", lambda card, _: card.tp
+        _of_leader("tensor_parallel_size", "Workers of the instance: changes while serving."),
+        lambda card, _: card.tp,
     ),
 )
 
