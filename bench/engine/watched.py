@@ -45,6 +45,7 @@ PARTS_OF_CALLS: Final = {
     "quantized_linear": "products",
     "paged_attention": "attention",
 }
+ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 # In each event of a stream but the one of the usage. Within a text the quotes would be escaped.
 EVENT: Final = b'"choices":[{'
 
@@ -187,7 +188,7 @@ class _EngineWatch:
         timed = self.part("forward", function)
 
         def call(model: Any, *args: Any) -> Any:
-            self._weight_bytes = self._weight_bytes or sum(one.nbytes for _, one in model.dense_weights())
+            self._weight_bytes = self._weight_bytes or sum(map(_nbytes, model.products()))
             return timed(model, *args)
 
         return call
@@ -217,6 +218,11 @@ class _EngineWatch:
                     self._parts[PARTS_OF_CALLS.get(kernel.reference.__name__, "rows")] += _now() - began
 
         return call
+
+
+def _nbytes(product: Any) -> int:
+    """Return the bytes of the weights of a dense product."""
+    return 0 if product.form == "quantized" else product.outputs * product.inputs * ITEM_BYTES[product.dtype]
 
 
 class _Waits:

@@ -69,14 +69,19 @@ def _new(like: torch.Tensor) -> torch.Tensor:
 
 
 @compiled
-def _normed_row(kind, source, weight, target, vectors, width, eps):
-    """Write source * rsqrt(mean(source^2) + eps), rounded to the dtype, times weight to target."""
+def _rms_factor(kind, source, vectors, width, eps):
+    """Return rsqrt(mean(source^2) + eps) in all lanes."""
     total = vsplat(F32(0.0))
     for v in range(vectors):
         x = vload(kind, source + v * width)
         total = vfma(x, x, total)
-    mean = np.float64(hsum(total)) / (vectors * LANES)
-    factor = vsplat(F32(1.0 / math.sqrt(mean + eps)))
+    return vsplat(F32(1.0 / math.sqrt(np.float64(hsum(total)) / (vectors * LANES) + eps)))
+
+
+@compiled
+def _normed_row(kind, source, weight, target, vectors, width, eps):
+    """Write source * rsqrt(mean(source^2) + eps), rounded to the dtype, times weight to target."""
+    factor = _rms_factor(kind, source, vectors, width, eps)
     for v in range(vectors):
         place = target + v * width
         vstore(kind, place, vload(kind, source + v * width) * factor)
@@ -86,12 +91,7 @@ def _normed_row(kind, source, weight, target, vectors, width, eps):
 @compiled
 def _normed_row_of_float32(kind, source, weight, target, vectors, width, eps):
     """Write what `_normed_row` does with a float32 weight, and without the rounding before it."""
-    total = vsplat(F32(0.0))
-    for v in range(vectors):
-        x = vload(kind, source + v * width)
-        total = vfma(x, x, total)
-    mean = np.float64(hsum(total)) / (vectors * LANES)
-    factor = vsplat(F32(1.0 / math.sqrt(mean + eps)))
+    factor = _rms_factor(kind, source, vectors, width, eps)
     for v in range(vectors):
         made = vload(kind, source + v * width) * factor * vload(F32, weight + v * LANES * 4)
         vstore(kind, target + v * width, made)

@@ -46,15 +46,8 @@ def served_context(model: Model, max_model_len: int) -> int:
     return max_model_len or longest
 
 
-def make_cache(
-    pool: PagePool,
-    model: Model,
-    limits: Limits,
-    owner: str,
-    max_blocks: int | None = None,
-    shard: Shard = ALONE,
-) -> KVCache:
-    """Make a KV cache without pages, with addresses for `max_blocks` or all that the pool could give it.
+def make_cache(pool: PagePool, model: Model, limits: Limits, owner: str, shard: Shard = ALONE) -> KVCache:
+    """Make a KV cache without pages, with addresses for all blocks that the pool could give it.
 
     shard: the part of the heads that it has for good. Raises ValueError where they cannot be split so.
     """
@@ -68,7 +61,7 @@ def make_cache(
         head_dim=config.head_dim,
         block_tokens=limits.block_tokens,
         dtype=model.dtype,
-        max_blocks=max_blocks or max(1, pool.num_pages * pool.page_bytes // block_bytes),
+        max_blocks=max(1, pool.num_pages * pool.page_bytes // block_bytes),
         owner=owner,
         precision=limits.kv_dtype,
     )

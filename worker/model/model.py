@@ -8,7 +8,7 @@ import torch
 
 from bus.messages import LayerShape
 from kernels import AttentionPlan
-from kernels.cpu.choice import Form, Product
+from kernels.cpu.choice import Product
 from worker.memory import KVCache, PagePool
 from worker.model.config import ModelConfig
 from worker.model.layer import Attention, Layer, LayerHalf, build_layer
@@ -81,14 +81,6 @@ class Model:
             LayerShape(attention=layer.attention.precision, ffn=layer.feed_forward.precision)
             for layer in self.layers
         ]
-
-    def dense_weights(self) -> Iterator[tuple[Form, torch.Tensor]]:
-        """Yield the matrices of all dense products of a step, each with the form of its product."""
-        for layer in self.layers:
-            for each in (*layer.attention.linears, *layer.feed_forward.linears):
-                yield from each.dense()
-        if ends := _ends(self._weights):
-            yield "linear", ends.head
 
     def products(self) -> Iterator[Product]:
         """Yield the products of a step."""
