@@ -91,12 +91,13 @@ def adjust(
         if wanted[plan.model] >= rules.windows:
             ordered_s[plan.model] = at_s
             made.append(_more(plan, there, taken[0].targets[0]))
-    hold_s = max(rules.cooldown_s, HOLD_TIMES * costs.seconds("load"))
     unneeded_s = dict[str, float]()
     for model, there in copies.items():
         going = dict(there.unwanted)
         leaving = {one for one, name in there.made.items() if name in going or name in ordered_s}
         of_model = [one for one in groups if one.model == model and one.instance not in leaving]
+        loading_s = costs.load_s(max((one.weight_bytes for one in of_model), default=0))
+        hold_s = max(rules.cooldown_s, HOLD_TIMES * loading_s)
         is_known = all(one.age_s <= freshness.stale_s for one in groups if one.model == model)
         used = sum(one.used_tokens + one.queued_tokens for one in groups if one.model == model)
         idle_s = {

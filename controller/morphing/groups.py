@@ -37,6 +37,7 @@ class Group:
     losses: Mapping[Precision, float] = field(default_factory=dict)  # measured, of the whole model
     layer_blocks: Mapping[Precision, float] = field(default_factory=dict)  # that a layer below full frees
     layer_bytes: Mapping[Precision, int] = field(default_factory=dict)
+    weight_bytes: int = 0  # of a worker alone, in the precision of its deployment; 0: unknown
     rest: Rest = field(default_factory=Rest)
     block_tokens: int = 1
     queued_tokens: int = 0  # of the prompts that wait
@@ -157,8 +158,20 @@ def _with_pages(group: Group, members: list[GroupMember], pages: PageCounts) -> 
         group,
         layer_blocks={precision: num_pages / per_block for precision, num_pages in saved.items()},
         layer_bytes={one: card.layer_pages[one] * worker.page_bytes for one in saved},
+        weight_bytes=_weight_pages(group, pages, card) * worker.page_bytes if group.tp == 1 else 0,
         spare_tokens=int(_unreserved(pages, card) / per_block) * group.block_tokens,
     )
+
+
+def _weight_pages(group: Group, pages: PageCounts, card: InstanceCard) -> int:
+    """Return the pages of all weights once every layer is in the precision of its deployment again."""
+    attention, whole = card.attention_pages, card.layer_pages
+    now = sum(
+        attention[one.attention] + whole[one.ffn] - attention[one.ffn]
+        for one in group.layers
+        if {one.attention, one.ffn} <= attention.keys() & whole.keys()
+    )
+    return pages.weights - now + len(group.layers) * whole.get(card.precision, 0) if now else pages.weights
 
 
 def _unreserved(pages: PageCounts, card: InstanceCard) -> int:

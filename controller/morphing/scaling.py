@@ -67,8 +67,8 @@ def scale_up(
     there = [group for group in groups if group.age_s <= freshness.stale_s]
     decisions = []
     for model, waiting in sorted(waiting_by_model(state, at_s).items()):
-        now = _Moment(state, rules, at_s)
         of_model = [group for group in there if group.model == model]
+        now = _Moment(state, rules, at_s, _outgrown(of_model, waiting))
         if not now.is_due(of_model, model, waiting):
             continue
         free = [group for group in of_model if now.is_free(group, "scale_up", may_swap=True)]
@@ -128,7 +128,7 @@ def scale_down(
     rules = policy.in_force()
     wanted = waiting_by_model(state, at_s)
     decisions, groups = [], list(groups)
-    state = state.seeing(chain(*(group.instances for group in groups)), at_s)
+    state = state.seeing(chain(*(group.instances for group in groups)), at_s, policy.cooldown_s)
     for group in groups:
         track = state.track(group.instance, group.epochs[0], at_s)
         if group.load:
@@ -173,33 +173,37 @@ def waiting_by_model(state: State, at_s: float) -> dict[str, Waiting]:
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """The state at one time under the rules then."""
+    """The state at one time under the rules then.
+
+    outgrown: the members of groups too small for what waits. A cool-down after these were made would only
+    have it wait, and short requests with it: they queue at the gateway meanwhile.
+    """
 
     state: State
     rules: Policy
     at_s: float
+    outgrown: frozenset[str] = frozenset()
 
     def is_due(self, groups: Sequence[Group], model: str, waiting: Waiting) -> bool:
         """Return True if what waits for `model` may get an instance now."""
         is_held = any(group.max_tokens >= waiting.tokens for group in groups)
         if is_held and self.at_s < waiting.since_s + self.rules.long_patience_s:
             return False
-        tracks = (track for name, track in self.state.tracks.items() if model_of(name) == model)
-        return not any(self._is_rising(track) for track in tracks)
+        tracks = ((name, one) for name, one in self.state.tracks.items() if model_of(name) == model)
+        return not any(self._is_rising(name, track) for name, track in tracks)
 
-    def _is_rising(self, track: Track) -> bool:
+    def _is_rising(self, name: str, track: Track) -> bool:
         """Return True if a group was made of it within a cool-down, or is being made."""
-        if track.raised_s is not None and self.at_s < track.raised_s + self.rules.cooldown_s:
+        is_recent = track.raised_s is not None and self.at_s < track.raised_s + self.rules.cooldown_s
+        if is_recent and name not in self.outgrown:
             return True
         levers = ("scale_up", "level", "swap")
         return any(one.lever in levers and one.is_heard(self.at_s) for one in track.pending.values())
 
     def partable(self, groups: Iterable[Group], model: str) -> list[Group]:
         """Return the groups that may part for a larger one: none until the last change of degree shows."""
-        tracks = [track for name, track in self.state.tracks.items() if model_of(name) == model]
-        if any(
-            one.is_cooling(self.at_s, self.rules.cooldown_s) or one.is_parting(self.at_s) for one in tracks
-        ):
+        tracks = [(name, one) for name, one in self.state.tracks.items() if model_of(name) == model]
+        if any(self._is_cooling(name, one) or one.is_parting(self.at_s) for name, one in tracks):
             return []
         return [group for group in groups if self.is_free(group, "scale_down", may_swap=True)]
 
@@ -233,14 +237,21 @@ class _Moment:
         may_swap: a swap that the controller did not order is no obstacle; its end will be waited for. What
         parted for a larger group needs no cool-down before it becomes one.
         """
-        cooldown_s = self.rules.cooldown_s
+        tracks = [
+            (name, track) for name in group.instances if (track := self.state.tracks.get(name)) is not None
+        ]
         return all(
-            (not track.is_cooling(self.at_s, cooldown_s) or (track.makes_way and lever == "scale_up"))
-            and not track.is_paused(lever, self.at_s, cooldown_s)
+            (not self._is_cooling(name, track) or (track.makes_way and lever == "scale_up"))
+            and not track.is_paused(lever, self.at_s, self.rules.cooldown_s)
             and not track.is_morphing(self.at_s, may_swap=may_swap)
-            for track in (self.state.tracks.get(name) for name in group.instances)
-            if track is not None
+            for name, track in tracks
         )
+
+    def _is_cooling(self, name: str, track: Track) -> bool:
+        """Return True within a cool-down, but for a group that was made and is too small for what waits."""
+        if name in self.outgrown and (track.morphed_s or 0.0) <= (track.raised_s or 0.0):
+            return False
+        return track.is_cooling(self.at_s, self.rules.cooldown_s)
 
     def may_swap(self, groups: Iterable[Group]) -> bool:
         """Return True if metrics show the layers as they are, and no swap for a group was refused lately."""
@@ -262,6 +273,12 @@ class _Moment:
         if regret is None or not regret.is_in_a_row(self.at_s) or group.waiting >= 1:
             return True
         return self.at_s >= track.parting_since_s + regret.seconds(self.rules.cooldown_s)
+
+
+def _outgrown(groups: Iterable[Group], waiting: Waiting) -> frozenset[str]:
+    """Return the members of groups of which none of this degree could ever hold what waits."""
+    small = (one for one in groups if one.tp > 1 and one.tokens_at.get(one.tp, 0) < waiting.tokens)
+    return frozenset(chain(*(one.instances for one in small)))
 
 
 def _is_in(group: Group, found: WeighedMerge) -> bool:

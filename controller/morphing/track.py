@@ -158,13 +158,19 @@ class State:
             )
         )
 
-    def seeing(self, instances: Iterable[str], at_s: float) -> State:
-        """Return the state in which these instances are there now, and others were forgotten."""
+    def seeing(self, instances: Iterable[str], at_s: float, cooldown_s: float = 0.0) -> State:
+        """Return the state in which these instances are there now, and others were forgotten.
+
+        What an instance did is remembered for a cool-down at least.
+        """
         there = set(instances)
         tracks = {
             name: replace(track, seen_s=at_s) if name in there else track
             for name, track in self.tracks.items()
-            if name in there or at_s < track.seen_s + FORGET_S or track.is_morphing(at_s)
+            if name in there
+            or at_s < track.seen_s + FORGET_S
+            or track.is_cooling(at_s, cooldown_s)
+            or track.is_morphing(at_s)
         }
         return replace(self, tracks=tracks)
 

@@ -185,6 +185,7 @@ def serving(group: Group, policy: Policy) -> ServingInstance:
         loss_left=max(0.0, budget - lost),
         max_model_len=group.max_model_len,
         is_movable=group.tp == 1,
+        weight_bytes=group.weight_bytes,
     )
 
 

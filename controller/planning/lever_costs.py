@@ -33,8 +33,8 @@ MOVE_S: Final = 0.1  # until a queued request is at another instance: a poll of 
 class KindCost:
     """The cost of a morph, or of a half of a swap: seconds until it is applied, and of pauses.
 
-    A half takes so long if all of the worker's time is given to it. disk_s: what the disk takes for it,
-    beside that, whatever the share.
+    A load takes so long for `nbytes`, and others in proportion. A half takes so long if all of the worker's
+    time is given to it. disk_s: what the disk takes for it, beside that, whatever the share.
     """
 
     duration_s: float
@@ -76,6 +76,11 @@ class LeverCosts:
         cost = self.kinds[kind]
         certain_s = units * max(cost.duration_s / max(share, LEAST_SHARE), cost.disk_s)
         return certain_s * (1 + self.missed.get(kind, 0.0))
+
+    def load_s(self, nbytes: int) -> float:
+        """Return the predicted duration of loading a model of so many bytes; 0: of a usual one."""
+        usual = self.kinds["load"].nbytes
+        return self.seconds("load", nbytes / usual if nbytes and usual else 1.0)
 
     def speed(self, tp: int) -> tuple[float, CostBasis]:
         """Return the throughput of a group against one worker, measured if both were busy here."""

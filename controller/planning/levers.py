@@ -60,9 +60,76 @@ class _Server:
     members: frozenset[str]
 
 
+@dataclass(frozen=True, slots=True)
+class _LongSearch:
+    """The search for what serves `count` long requests best. The first server is the queue.
+
+    left_s: how long they may still wait by the objective.
+    """
+
+    servers: Sequence[_Server]
+    count: int
+    left_s: float
+
+    def best(self) -> list[_Server]:
+        """Return the best set: the queue, or one server of each degree with others added while that helps.
+
+        This is no search of all sets: with a hundred workers there are too many.
+        """
+        alone = sorted(([one] for one in self.servers[1:]), key=self.key)
+        starts = {one.option.tp: [one] for (one,) in reversed(alone)}  # the best of each degree
+        return min([list(self.servers[:1]), *map(self._grown, starts.values())], key=self.key)
+
+    def outcome(self, chosen: Sequence[_Server]) -> tuple[float, float]:
+        """Return the longest wait and the cost of what is taken beside the queue."""
+        queue = self.servers[0]
+        waits = _waits(self.count, [queue, *(one for one in chosen if one is not queue)])
+        return max(waits), sum(waits) + sum(one.option.price_s for one in chosen)
+
+    def key(self, chosen: Sequence[_Server]) -> tuple[bool, float, int]:
+        """Return the order of sets: that meet the objective, of less cost, of fewer workers."""
+        wait_s, cost_s = self.outcome(chosen)
+        margin_s = MARGIN * sum(one.option.price_s for one in chosen)
+        return wait_s > self.left_s, round(cost_s + margin_s, 6), sum(one.option.tp for one in chosen)
+
+    def _grown(self, chosen: list[_Server]) -> list[_Server]:
+        """Return the set with others beside it, as long as that is better."""
+        while len(chosen) < self.count and (better := self._with_one_more(chosen)):
+            chosen = better
+        return chosen
+
+    def _with_one_more(self, chosen: list[_Server]) -> list[_Server] | None:
+        """Return the best set with one server more; None if none is better."""
+        there = frozenset[str]().union(*(one.members for one in chosen))
+        more = ([*chosen, one] for one in self.servers[1:] if not there & one.members)
+        best = min(more, key=self.key, default=chosen)
+        return best if self.key(best) < self.key(chosen) else None
+
+
 def _for_long(situation: LeverSituation, long: LongNeed) -> LeverPlan:
     """Weigh the queue, a swap and merges, for several requests also several of them at once."""
-    costs, slo_s = situation.costs, situation.objectives.ttft_slo_s
+    servers, refused = _long_servers(situation, long)
+    count = min(long.count, ROUNDS * sum(one.holds for one in servers))
+    search = _LongSearch(servers, count, situation.objectives.ttft_slo_s - long.waited_s)
+    taken = search.best()
+    wait_s, cost_s = search.outcome(taken)
+    shown = {id(one): replace(one.option, cost_s=search.outcome([one])[1]) for one in servers}
+    best = [shown[id(one)] for one in taken]
+    several = f"{long.count} requests of up to {long.tokens} tokens wait"
+    return _plan(
+        situation.model,
+        best[0].targets[0] if best[0].targets else situation.model,
+        f"{several if long.count > 1 else f'a request of {long.tokens} tokens waits'} that no instance holds",
+        [*shown.values(), *refused, _refused("more", HOLDS_NO_MORE)],
+        best,
+        cost_s=cost_s,
+        wait_s=wait_s,
+        meets=not search.key(taken)[0],
+    )
+
+
+def _long_servers(situation: LeverSituation, long: LongNeed) -> tuple[list[_Server], list[LeverOption]]:
+    """Return what could serve long requests, the queue first, and what is not possible."""
     queue = LeverOption(lever="queue", targets=[], duration_s=long.queue_s, basis="measured")
     found = [
         (queue, 1, frozenset[str]()),
@@ -74,54 +141,11 @@ def _for_long(situation: LeverSituation, long: LongNeed) -> LeverPlan:
     ]
     highest, speed = max((one.tp for one in situation.instances), default=1), _speed_alone(situation)
     servers = [
-        _Server(one, holds, long.tokens / speed / costs.speed(tp)[0], members)
+        _Server(one, holds, long.tokens / speed / situation.costs.speed(tp)[0], members)
         for one, holds, members in found
         if not one.refusal and (tp := max(one.tp, 1) if one.targets else highest)
     ]
-    count = min(long.count, ROUNDS * sum(one.holds for one in servers))
-
-    def outcome(chosen: Sequence[_Server]) -> tuple[float, float]:
-        """Return the longest wait and the cost of what is taken beside the queue."""
-        waits = _waits(count, [servers[0], *(one for one in chosen if one is not servers[0])])
-        return max(waits), sum(waits) + sum(one.option.price_s for one in chosen)
-
-    def key(chosen: Sequence[_Server]) -> tuple[bool, float, int]:
-        """Return the order of sets: that meet the objective, of less cost, of fewer workers."""
-        wait_s, cost_s = outcome(chosen)
-        margin_s = MARGIN * sum(one.option.price_s for one in chosen)
-        tp = sum(one.option.tp for one in chosen)
-        return long.waited_s + wait_s > slo_s, round(cost_s + margin_s, 6), tp
-
-    def beside(chosen: Sequence[_Server]) -> list[_Server]:
-        """Return the best set with one server more; the same set if none is better."""
-        there = frozenset[str]().union(*(one.members for one in chosen))
-        more = ([*chosen, one] for one in servers[1:] if not there & one.members)
-        better = min(more, key=key, default=[*chosen])
-        return better if key(better) < key(chosen) else [*chosen]
-
-    def grown(chosen: list[_Server]) -> list[_Server]:
-        """Return the set with others beside it, as long as that is better."""
-        while len(chosen) < count and len(better := beside(chosen)) > len(chosen):
-            chosen = better
-        return chosen
-
-    alone = sorted(([one] for one in servers[1:]), key=key)
-    starts = {one.option.tp: [one] for (one,) in reversed(alone)}  # the best of each degree
-    taken = min([servers[:1], *map(grown, starts.values())], key=key)
-    wait_s, cost_s = outcome(taken)
-    shown = {id(one): replace(one.option, cost_s=outcome([one])[1]) for one in servers}
-    best = [shown[id(one)] for one in taken]
-    several = f"{long.count} requests of up to {long.tokens} tokens wait"
-    return _plan(
-        situation.model,
-        best[0].targets[0] if best[0].targets else situation.model,
-        f"{several if long.count > 1 else f'a request of {long.tokens} tokens waits'} that no instance holds",
-        [*shown.values(), *(one for one, *_ in found if one.refusal), _refused("more", HOLDS_NO_MORE)],
-        best,
-        cost_s=cost_s,
-        wait_s=wait_s,
-        meets=not key(taken)[0],
-    )
+    return servers, [one for one, *_ in found if one.refusal]
 
 
 def _speed_alone(situation: LeverSituation) -> float:

@@ -153,14 +153,15 @@ def more(situation: LeverSituation, one: ServingInstance) -> list[LeverOption]:
         return []
     kind, (speed, _) = situation.costs.kinds["load"], situation.costs.tokens_per_s(1)
     blocks = min(each.blocks for each in situation.instances)
+    nbytes = max(each.weight_bytes for each in situation.instances)
     moved = one.waiting * min(1.0, blocks / max(1, one.missing))
     option = LeverOption(
         lever="more",
         targets=[situation.spares[0]],
         blocks=blocks,
         tokens_per_s=round(speed, 1),
-        nbytes=round(kind.nbytes),
-        duration_s=situation.costs.seconds("load") + MOVE_S,
+        nbytes=nbytes or round(kind.nbytes),
+        duration_s=situation.costs.load_s(nbytes) + MOVE_S,
         price_s=MOVE_S * moved,
         basis=kind.basis,
     )

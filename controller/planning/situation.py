@@ -41,6 +41,7 @@ class ServingInstance:
     rungs: Sequence[SwapRung] = ()
     loss_left: float = 0.0
     max_model_len: int = 0  # tokens of one sequence; 0: the KV alone limits it
+    weight_bytes: int = 0  # of the model on one worker; 0: unknown
     is_movable: bool = True  # what queues here can run at any other instance of the model
 
     @property

@@ -16,6 +16,8 @@ from bus.messages import InstanceCard, InstanceMetrics, Metrics, WorkerCard, Wor
 
 # A worker seen this recently may be restarting: shapes that need it are still possible.
 JOIN_GRACE_S = 10.0
+# A worker that has been gone for so long is forgotten. Pods and hosts with new names come for ever.
+FORGET_S = 600.0
 
 
 class PlacedInstance(NamedTuple):
@@ -44,7 +46,7 @@ class Cluster:
 
     stale_s: float
     workers: dict[str, WorkerCard] = field(default_factory=dict)
-    # Worker, dead ones too -> its last card, and when its lease was last there.
+    # Worker, also one that died within FORGET_S -> its last card, and when its lease was last there.
     seen: dict[str, tuple[WorkerCard, float]] = field(default_factory=dict)
     served_at: dict[str, float] = field(default_factory=dict)  # model -> when an instance was last ready
     cards: dict[str, InstanceCard] = field(default_factory=dict)  # cards of every model served so far
@@ -72,6 +74,9 @@ class Cluster:
         for worker in self.workers.values():
             self._notice(worker)
             self.seen[worker.id] = (worker, now)
+        for name in [name for name, (_, at) in self.seen.items() if now - at > FORGET_S]:
+            del self.seen[name]
+            self._fenced.pop(name, None)
         for worker, card in self.instances():
             if worker.state == "serving":
                 self._ready.setdefault(card.model, []).append(ReadyInstance(card, worker.id, worker.epoch))
@@ -294,8 +299,11 @@ class Cluster:
         return self._fenced.get(worker) == epoch
 
     def missing_for(self, worker: str, epoch: int) -> float:
-        """Return for how many seconds polls did not find this lease; infinite if another epoch came since."""
+        """Return for how many seconds polls did not find this lease.
+
+        Infinite if another epoch came since, or if the worker was forgotten.
+        """
         if worker not in self.seen:
-            return 0.0
+            return float("inf")
         card, at = self.seen[worker]
         return self.polled_at - at if card.epoch == epoch else float("inf")

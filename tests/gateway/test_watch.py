@@ -6,9 +6,11 @@ import pytest
 
 from bus.client import Restart
 from bus.messages import Submit
+from gateway.delivery.cluster import FORGET_S, Cluster
 from gateway.delivery.request import RequestState, RetryReason
 from tests.support.gateway_core import Core, Ear
 from tests.support.metrics_samples import metrics_of
+from tests.support.parallelism_groups import live, worker_card
 
 
 def core_of(*workers: str, **settings: object) -> Core:
@@ -92,6 +94,14 @@ def test_a_lease_that_was_seen_with_another_epoch_and_is_gone_is_missing_for_goo
     core.poll()
     assert core.cluster.missing_for("w0", 1) > 1e9
     assert core.cluster.missing_for("w0", 2) < 1
+
+
+def test_workers_that_have_been_gone_for_long_are_forgotten() -> None:
+    cluster = Cluster(stale_s=5.0)
+    for number in range(100):  # a new name with each poll
+        cluster.update(live(worker_card(f"w{number}")), now=number * FORGET_S / 10)
+    assert [*cluster.seen] == [f"w{number}" for number in range(89, 100)]
+    assert cluster.missing_for("w0", 1) > 1e9 and cluster.missing_for("w99", 1) == 0.0
 
 
 def test_an_attempt_that_may_still_run_is_cancelled_when_its_replay_goes_elsewhere() -> None:

@@ -22,14 +22,15 @@ class Hand:
 
     def __init__(self, *groups: Group, copies: Copies = FREE, **policy: Any) -> None:
         self.groups, self.copies, self.policy = list(groups), copies, Policy(**policy)
-        self.state, self.at_s = CopyState(), 100.0
+        self.state, self.at_s, self.costs = CopyState(), 100.0, COSTS
 
     def window(self, times: int = 1) -> list[CopyDecision]:
         found = []
         for _ in range(times):
             self.at_s += 0.5
-            plans = weigh_pressure(self.groups, self.policy.in_force() or self.policy, COSTS, self.copies)
-            about = {"m": self.copies}, self.policy, self.at_s, FRESHNESS, COSTS
+            rules = self.policy.in_force() or self.policy
+            plans = weigh_pressure(self.groups, rules, self.costs, self.copies)
+            about = {"m": self.copies}, self.policy, self.at_s, FRESHNESS, self.costs
             self.state, made = adjust(self.state, plans, self.groups, *about)
             found += made
         return found
@@ -88,6 +89,15 @@ def test_a_copy_retires_when_the_others_have_had_room_for_ten_times_its_loading(
     assert busy.window() == []
     busy.groups = [worker("w0", 20), worker("w5", 20)]
     assert busy.window(40) == []  # the count begins anew
+
+
+def test_a_copy_of_a_large_model_is_kept_for_longer() -> None:
+    measured = KindCost(duration_s=2.0, stalled_s=0.0, nbytes=1e9)
+    hand = served_twice(20, weight_bytes=3 * 10**9)
+    hand.costs = LeverCosts(kinds={**COSTS.kinds, "load": measured})
+    assert hand.window(120) == []  # 60 s
+    (made,) = hand.window()
+    assert "for 60 s" in made.reason
 
 
 def test_a_copy_stays_while_requests_wait_or_nothing_is_known_of_it() -> None:

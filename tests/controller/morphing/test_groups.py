@@ -200,6 +200,18 @@ def test_a_group_is_one_instance_with_the_load_of_all_its_members() -> None:
     assert (alone.workers, alone.max_tokens, alone.load) == (("w1",), 100, 2)
 
 
+def test_the_weights_of_a_model_are_counted_as_they_were_loaded() -> None:
+    layer_pages, attention_pages = {"full": 20, "int8": 6}, {"full": 8, "int8": 2}
+    card = worker_card("w0", layer_pages=layer_pages, attention_pages=attention_pages)
+    metrics = metrics_for(card)
+    (one,) = groups_of(metrics, live(card))
+    assert one.weight_bytes == 60
+    last = replace(metrics.instances[0].last, layers=[LayerShape(ffn="int8")])
+    swapped = replace(metrics, instances=[replace(metrics.instances[0], last=last)])
+    (one,) = groups_of(swapped, live(card))
+    assert one.weight_bytes == 60 + 8  # pages of a byte; 8 of them are the KV cache's now
+
+
 def test_a_context_that_ends_before_the_cache_bounds_one_request_and_not_all_together() -> None:
     members = ("w0", "w1")
     cards = [worker_card(name, members, max_model_len=150) for name in members]

@@ -100,6 +100,18 @@ def test_an_instance_that_has_gone_for_long_is_forgotten_and_one_that_is_there_i
     assert set(hand.state.tracks) == {"m@w0"} and hand.state.tracks["m@w0"].morphed_s == 1000.0
 
 
+def test_a_cool_down_longer_than_that_is_not_forgotten() -> None:
+    hand = Hand(*singles(0, 1), cooldown_s=3 * FORGET_S)
+    hand.state = hand.state.with_track("m@w0", Track(1, hand.at_s, morphed_s=hand.at_s))
+    hand.groups = []
+    hand.pass_s(2 * FORGET_S)
+    hand.window()
+    hand.groups = singles(0, 1)
+    assert hand.demand(300, times=9) is None  # w0 cools down
+    hand.pass_s(FORGET_S)
+    assert hand.demand(300, times=3) is not None
+
+
 # --------------------------------------------------------------------------- scale-up
 
 
@@ -215,6 +227,35 @@ def test_one_request_parts_one_group_and_gets_its_parts_without_a_cool_down() ->
     hand.groups = after
     found = hand.demand(1000)
     assert found is not None and (found.lever, {*found.epochs}) == ("scale_up", {*FOUR})
+
+
+def test_a_group_that_was_just_made_parts_for_a_longer_request_without_a_cool_down() -> None:
+    """Short requests queue at the gateway as long as one waits that no instance could hold."""
+    hand = Hand(*singles(*range(4)))
+    made = hand.demand(300, times=3)
+    assert made is not None and made.tp == 2
+    hand.answer()
+    assert hand.demand(300, times=8) is None  # the group holds it, and is not left again so soon
+    found = hand.demand(1000)
+    assert found is not None and (found.lever, found.instances) == ("scale_down", made.instances)
+    assert hand.demand(1000, times=3) is None
+    hand.answer()
+    found = hand.demand(1000)
+    assert found is not None and (found.lever, found.tp) == ("scale_up", 4)
+
+
+def test_a_group_that_runs_a_long_request_does_not_part_for_a_longer_one() -> None:
+    hand = Hand(group("w0", "w1", longest_tokens=300), *singles(2, 3))
+    assert hand.demand(1000, times=20) is None
+
+
+def test_others_become_a_larger_group_at_once_where_the_one_just_made_is_too_small() -> None:
+    hand = Hand(*singles(*range(6)))
+    hand.demand(300, times=3)
+    hand.answer()
+    found = hand.demand(1000)
+    assert found is not None and (found.lever, found.tp) == ("scale_up", 4)
+    assert not set(found.epochs) & {"w0", "w1"}
 
 
 def test_two_groups_part_into_the_degrees_that_were_weighed_for_each() -> None:

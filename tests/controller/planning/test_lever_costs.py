@@ -72,6 +72,17 @@ def test_a_cost_is_assumed_until_it_is_measured_and_a_mean_from_then_on() -> Non
     )
 
 
+def test_a_load_is_expected_to_take_as_long_as_its_bytes_say() -> None:
+    costs = LeverCosts()
+    assert costs.load_s(0) == costs.load_s(10**9) == ASSUMED_COSTS["load"].duration_s
+    costs = observe_cost(costs, report("deploy", 4.0, bytes_copied=2e9))
+    assert costs.load_s(0) == 4.0
+    assert (costs.load_s(10**9), costs.load_s(8 * 10**9)) == (2.0, 16.0)
+    for _ in range(20):  # a small model many times: the rate is a mean, and the large one as slow as before
+        costs = observe_cost(costs, report("deploy", 0.2, bytes_copied=1e8))
+    assert costs.load_s(8 * 10**9) == pytest.approx(16.0)
+
+
 def test_one_half_at_leisure_says_little_of_a_whole_swap() -> None:
     costs = observe_cost(LeverCosts(), report("swap", 0.32, halves_applied=1, copy_seconds=0.32))
     assert costs.kinds["swap"].duration_s < 0.04

@@ -148,6 +148,17 @@ def test_an_instance_more_is_taken_where_the_queue_takes_longer_than_its_loading
     assert "more: not possible, no worker is free" in plan(slow, no_spare="no worker is free").reason
 
 
+def test_an_instance_more_of_a_large_model_takes_longer() -> None:
+    load = KindCost(duration_s=10.0, stalled_s=0.0, nbytes=10**9, basis="measured")
+    costs = LeverCosts(kinds={**LeverCosts().kinds, "load": load})
+
+    def lever(nbytes: int) -> str:
+        slow = pressed(tokens_per_s=8.0, rungs=(), weight_bytes=nbytes)
+        return taken(plan(slow, spares=("w5",), costs=costs))[0][0]
+
+    assert [lever(10**9), lever(10**10)] == ["more", "queue"]
+
+
 def test_what_a_swap_leaves_missing_is_for_an_instance_more() -> None:
     found = plan(pressed(tokens_per_s=8.0, loss_left=0.0003), spares=("w5",))
     assert {one[0]: one[2] for one in taken(found)} == {"swap": 15, "more": 100}
