@@ -85,8 +85,11 @@ class Load:
         """
         if not self.misses_blocks:
             return 0.0
-        missing = self.kv_needed - self.kv_blocks
-        return self.wanting_s + missing * self.residence_s / max(1, self.kv_used)
+        return self.wanting_s + self.frees_s(self.kv_needed - self.kv_blocks)
+
+    def frees_s(self, blocks: int) -> float:
+        """Return the time until so many blocks come free by themselves; 0.0 without a history."""
+        return blocks * self.residence_s / max(1, self.kv_used)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,7 @@ class ReflexState:
     relieved_s: float = float("-inf")  # the last relief was decided, or ended
     returned_s: float = float("-inf")  # the last return was decided
     relief_took_s: float = 0.0
+    relief_half_s: float = 0.0  # of it, for each half of a layer; 0: none was swapped yet
     is_by_hand: bool = False
     stands_until_s: float = float("-inf")
     withheld: Mapping[str, float] = field(default_factory=dict)
@@ -243,6 +247,23 @@ def waits_for_compute(load: Load, envelope: Envelope) -> Withheld | None:
     return Withheld("compute", f"{words}; {load.kv_needed} KV blocks are needed of {load.kv_blocks}")
 
 
+def soon_over(state: ReflexState, load: Load, need: Need) -> Withheld | None:
+    """Return why no layer loses bits for requests that wait: they get blocks before a half is swapped.
+
+    None if it is not over so soon, or if that is not known. A full cache is pressure all the same: gateways
+    send no more than it holds.
+    """
+    missing = load.kv_needed - load.kv_blocks
+    frees_s = load.frees_s(missing)
+    if need.cause != "queue_delay" or load.kv_coming(state.ahead_s) or not 0 < frees_s <= state.relief_half_s:
+        return None
+    return Withheld(
+        "soon",
+        f"the {missing} KV blocks that are missing come free within {frees_s:.2f} s, and a half of a layer "
+        f"takes {state.relief_half_s:.2f} s",
+    )
+
+
 def is_stale(envelope: Envelope, granted_s: float, at_s: float) -> bool:
     """Return True if an envelope that came at `granted_s` allows no further loss."""
     return at_s >= granted_s + envelope.valid_s
@@ -277,14 +298,17 @@ def decided(state: ReflexState, lever: Lever, at_s: float) -> ReflexState:
     return replace(state, relieved_s=at_s)
 
 
-def ended(state: ReflexState, lever: Lever, is_applied: bool, seconds: float, at_s: float) -> ReflexState:
-    """Note the end of an ordered morph, `seconds` after it began.
+def ended(
+    state: ReflexState, lever: Lever, is_applied: bool, seconds: float, at_s: float, halves: int = 0
+) -> ReflexState:
+    """Note the end of an ordered morph, `seconds` after it began. halves: of layers, that were swapped.
 
     Pressure that was counted meanwhile stays: if it is there at the next step too, more relief is due.
     """
     state = replace(state, ease=0)
     if lever == "swap_down":
-        state = replace(state, relieved_s=at_s, relief_took_s=seconds)
+        half_s = seconds / halves if halves else state.relief_half_s
+        state = replace(state, relieved_s=at_s, relief_took_s=seconds, relief_half_s=half_s)
     # An applied resize took what it could: the same pages would be asked for again at once.
     if not is_applied or lever == "resize":
         return state.paused(lever, at_s)

@@ -165,7 +165,8 @@ class ReflexLoop:
                 continue
             if report.id == found.morph_id:
                 took_s, is_applied = now_s - found.began_s, report.state == "applied"
-                found.state = reflex.ended(found.state, found.lever, is_applied, took_s, now_s)
+                halves = int(report.numbers.get("halves_applied", 0))
+                found.state = reflex.ended(found.state, found.lever, is_applied, took_s, now_s, halves)
                 found.morph_id = ""
             elif report.kind == "swap" and report.numbers.get("halves_applied"):
                 found.state = reflex.ordered(found.state, report.numbers.get("stands_seconds", 0), now_s)
@@ -195,20 +196,23 @@ class ReflexLoop:
         if not needs:
             return events
         shape = self._shape(target, load)
-        may_lose = not reflex.is_stale(found.envelope, found.granted_s, load.at_s)
+        is_fresh = not reflex.is_stale(found.envelope, found.granted_s, load.at_s)
         for need in needs:
             about = found.state, load, shape, found.envelope
+            soon = reflex.soon_over(found.state, load, need) if need.goal == "relief" else None
             if need.goal == "return":
                 decision = sizing.restore(*about, need)
             else:
-                decision = sizing.relieve(*about, need, may_lose=may_lose)
+                decision = sizing.relieve(*about, need, may_lose=is_fresh and not soon)
             if decision:
                 return [*events, self._begin(name, found, decision, load.at_s)]
+            if soon:  # that is looked at again at the next step, for more may have come
+                events += self._withhold(name, found, load, soon, need)
+                continue
             found.vain_s[need.cause] = load.at_s
             if need.goal == "relief" and need.cause != "forecast":
-                events += self._withhold(
-                    name, found, load, sizing.why_nothing(*about, may_lose=may_lose), need
-                )
+                why = sizing.why_nothing(*about, may_lose=is_fresh)
+                events += self._withhold(name, found, load, why, need)
         return events
 
     def _withhold(

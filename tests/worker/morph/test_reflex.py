@@ -181,6 +181,26 @@ def test_pressure_during_a_relief_that_was_too_small_is_acted_on_at_its_end() ->
     assert due(CALM, steps=1, state=state) == []  # the relief was enough
 
 
+def test_no_loss_is_taken_for_what_is_over_before_a_half_is_swapped() -> None:
+    (need,) = due(SLIGHT)  # 80 blocks come free in 0.34 s
+    slow, quick = ReflexState(relief_half_s=0.4), ReflexState(relief_half_s=0.3)
+    why = reflex.soon_over(slow, SLIGHT, need)
+    assert why and why.reason == (
+        "the 80 KV blocks that are missing come free within 0.34 s, and a half of a layer takes 0.40 s"
+    )
+    assert reflex.soon_over(quick, SLIGHT, need) is None
+    assert reflex.soon_over(slow, replace(SLIGHT, arriving=99.0), need) is None
+    assert reflex.soon_over(slow, replace(SLIGHT, residence_s=0.0), need) is None  # unknown
+    assert reflex.soon_over(slow, SLIGHT, replace(need, cause="kv_usage")) is None
+
+
+def test_a_half_is_expected_to_take_as_long_as_in_the_last_relief() -> None:
+    state = reflex.ended(ReflexState(), "swap_down", is_applied=True, seconds=0.6, at_s=100.0, halves=3)
+    assert state.relief_half_s == pytest.approx(0.2)
+    state = reflex.ended(state, "swap_down", is_applied=False, seconds=9.0, at_s=110.0)
+    assert state.relief_half_s == pytest.approx(0.2)
+
+
 # ------------------------------------------------------------------------------------- how much
 
 
