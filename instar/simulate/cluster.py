@@ -28,6 +28,7 @@ from instar.replay.schemas import Arrival
 from instar.simulate.calibration import EngineCalibration
 from instar.simulate.engine import SimulatedInstance, Tally
 from instar.simulate.gateway import ActiveInstance, SimulatedGateway
+from instar.simulate.morphs import MorphingInstance
 from instar.simulate.relief import SimulatedMorphs
 from instar.simulate.windows import Smoothed
 from worker.morph.losses import losses_of
@@ -258,13 +259,7 @@ class SimulatedCluster:
         """Ask the reflex, carry on its morph, and begin the next steps."""
         instance, morphs, now_s = one.instance, one.morphs, self.now_s
         instance.take_in()
-        before_s = morphs.running.due_s if morphs.running else None
-        for report in morphs.at_boundary():
-            self.record.morphs.append(report)
-            self.record.levers[morphs.lever, report.state] += 1
-        due_s = morphs.running.due_s if morphs.running else None
-        if due_s is not None and due_s != before_s:
-            self._at(due_s, self._go_on, one)
+        self._carry_on(one, morphs)
         if instance.has_work:
             instance.start(now_s + morphs.spent_s, morphs.is_quiet)
         if instance.is_stepping:
@@ -272,6 +267,16 @@ class SimulatedCluster:
                 raise Unmeasured(f"{instance.num_running} sequences at once (at {now_s:.1f} s)")
             self._push_step(one)
         self._watch(one)
+
+    def _carry_on(self, one: ActiveInstance, morphs: SimulatedMorphs) -> None:
+        """Ask a reflex, and carry on its morph. one: the instance, or the leader of a group."""
+        before_s = morphs.running.due_s if morphs.running else None
+        for report in morphs.at_boundary():
+            self.record.morphs.append(report)
+            self.record.levers[morphs.lever, report.state] += 1
+        due_s = morphs.running.due_s if morphs.running else None
+        if due_s is not None and due_s != before_s:
+            self._at(due_s, self._go_on, one)
 
     def _renewed_s(self, at_s: float) -> float:
         """Return when the controller renewed all envelopes last."""
@@ -316,14 +321,16 @@ class SimulatedCluster:
             on_tokens=self._count_tokens,
             on_ended=self._ended,
         )
-        morphs = SimulatedMorphs(
+        return ActiveInstance(instance, self._morphs_of(instance), Smoothed(instance, self._monitor))
+
+    def _morphs_of(self, instance: MorphingInstance) -> SimulatedMorphs:
+        return SimulatedMorphs(
             instance,
             self._calibration,
             self._in_force,
             lambda: self.now_s,
             lambda: self._renewed_s(self.now_s),
         )
-        return ActiveInstance(instance, morphs, Smoothed(instance, self._monitor))
 
     def _tick(self, ticks: int) -> None:
         """Take the reports that are looked at, and judge them if metrics are due."""

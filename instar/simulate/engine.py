@@ -438,9 +438,11 @@ class SimulatedInstance:
         return sorted(block for seq in self.scheduler.running for block in seq.block_ids)
 
     def serve_alone(self) -> None:
-        """Go back from a group's blocks to those of a worker alone."""
-        used = range(len(self.used_blocks))
-        self.blocks = BlockAllocator(self.blocks.capacity, used=used)
+        """Go back from a group's blocks to those of a worker alone, as its layers are now."""
+        used, before = range(len(self.used_blocks)), self.shape.kv_blocks
+        self.shape.fit()
+        capacity = self.blocks.capacity + self.shape.kv_blocks - before
+        self.blocks = BlockAllocator(max(capacity, len(used)), used=used)
         self.renumber(self.blocks, used)
 
     def reshaped(self, now_s: float) -> None:

@@ -8,7 +8,7 @@ what ran in the second that they fell in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -71,7 +71,8 @@ def fit(runs: Sequence[RunFile], limits: EngineLimits) -> EngineCalibration:
         limits=limits,
         memory=_memory(facts, runs),
         step=step,
-        morph=_morph_costs(runs, facts["page_bytes"]),
+        morph=morph_costs(runs)
+        or MorphCosts(half_s=TYPICAL_HALF_S, byte_s=TYPICAL_BYTE_S, share=MORPH_SHARE),
         covers=_coverage(runs, measured),
         transit_s=_transit(runs, step),
         error=_error(work, step),
@@ -200,8 +201,8 @@ def _error(work: Sequence[Work], step: StepCosts) -> float:
 # ------------------------------------------------------------------------------------- the rest
 
 
-def _morph_costs(runs: Sequence[RunFile], page_bytes: int) -> MorphCosts:
-    """Return the costs of halves by the swaps that were applied; typical ones without any."""
+def morph_costs(runs: Iterable[RunFile]) -> MorphCosts | None:
+    """Return the costs of halves by the swaps that were applied; None without any."""
     swaps = [
         one.get("numbers") or {}
         for run in runs
@@ -211,7 +212,7 @@ def _morph_costs(runs: Sequence[RunFile], page_bytes: int) -> MorphCosts:
     halves = sum(one.get("halves_applied", 0) for one in swaps)
     nbytes = sum(one.get("bytes_copied", 0) for one in swaps)
     if not halves or not nbytes:
-        return MorphCosts(half_s=TYPICAL_HALF_S, byte_s=TYPICAL_BYTE_S, share=MORPH_SHARE)
+        return None
     copy_s = sum(one.get("copy_seconds", 0.0) for one in swaps)
     boundary_s = sum(one.get("boundary_seconds", 0.0) - one.get("awaited_seconds", 0.0) for one in swaps)
     disk_s = sum(one.get("disk_seconds", 0.0) for one in swaps)

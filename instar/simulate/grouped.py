@@ -21,7 +21,7 @@ from instar.simulate.shaping import SimulatedController
 
 
 class GroupedCluster(SimulatedCluster):
-    """All instances are made at the start; while they are in a group their precisions stay as they are.
+    """All instances are made at the start. The reflex of a group acts for all its members.
 
     queue: what waits at the gateway. groups: by the number of their leader.
     """
@@ -67,7 +67,7 @@ class GroupedCluster(SimulatedCluster):
             self._workers |= {one.morphs.worker: one for one in members}
             self._add(SimulatedGroup(members, calibration, degree))
             if degree > 1:
-                self.groups[first].share_blocks()
+                self._share(self.groups[first])
             first += degree
 
     def of(self, worker: str) -> ActiveInstance:
@@ -78,6 +78,12 @@ class GroupedCluster(SimulatedCluster):
         self.groups[group.leader.instance.number] = group
         for number in group.numbers:
             self._of[number] = group
+
+    def _share(self, group: SimulatedGroup) -> None:
+        """Give a group of several workers its blocks and its reflex."""
+        group.share_blocks()
+        if group.own:
+            group.morphs = self._morphs_of(group.own)
 
     # ------------------------------------------------------------------------------------- requests
 
@@ -143,7 +149,13 @@ class GroupedCluster(SimulatedCluster):
         if len(group.members) == 1:
             super()._boundary(one)
             return
-        group.start(self.now_s)
+        for member in group.instances:
+            member.take_in()
+        spent_s = 0.0
+        if group.morphs and not group.transition:
+            self._carry_on(group.leader, group.morphs)
+            spent_s = group.morphs.spent_s
+        group.start(self.now_s + spent_s)
         if group.is_stepping:
             self._push_step(group.leader)
 
@@ -176,10 +188,9 @@ class GroupedCluster(SimulatedCluster):
                 if report.kind != "transform":
                     self._controller.observe(report, self.now_s)
             self._num_heard = len(self.record.morphs)
-            for one in self._workers.values():
-                if one.morphs.running:
-                    running = one.morphs.running.progress(one.instance, self.now_s)
-                    self._controller.observe(running, self.now_s)
+            for group in self.groups.values():
+                if (morphs := group.morphs or group.leader.morphs).running:
+                    self._controller.observe(morphs.progress, self.now_s)
             self._controller.window(self, self._calibration.model, self._dispatcher.demand(self))
         self._on_window(self.now_s)
 
@@ -199,7 +210,7 @@ class GroupedCluster(SimulatedCluster):
         command = decision.command(morph_id)
         if isinstance(command, Swap):
             one = self._workers[decision.worker]
-            one.morphs.order(command, decision.reason)
+            (self._of[one.instance.number].morphs or one.morphs).order(command, decision.reason)
             self._go_on(one)
             return
         self._transform(list(decision.epochs), decision.tp, morph_id)
@@ -217,8 +228,9 @@ class GroupedCluster(SimulatedCluster):
             self._place(outcome)
 
     def restrict(self, moved: Mapping[str, int], held: Container[str]) -> None:
-        for one in self._workers.values():
-            one.morphs.restrict(moved.get(one.instance.name, 0), one.instance.name in held)
+        for group in self.groups.values():
+            morphs, name = group.morphs or group.leader.morphs, group.leader.instance.name
+            morphs.restrict(moved.get(name, 0), any(one.name in held for one in group.instances))
 
     def _transform(self, workers: Sequence[str], tp: int, morph_id: str) -> None:
         members = [self._workers[name] for name in workers]
@@ -255,7 +267,7 @@ class GroupedCluster(SimulatedCluster):
                 self._forming.append(each)
                 continue
             assert together.transition
-            if obstacle := _unlike(together.members):
+            if obstacle := _unlike(groups, together.members):
                 self._tell(together, together.transition, "deferred", obstacle)
                 for one in groups:
                     one.is_held = False
@@ -273,12 +285,13 @@ class GroupedCluster(SimulatedCluster):
         made = [group]
         if transition.tp > group.tp:
             group.tp = transition.tp
-            group.share_blocks()
         else:
             del self.groups[group.leader.instance.number]
             made = group.parts(transition.tp)
         for part in made:
             self._add(part)
+            if part.tp > 1:
+                self._share(part)
             for seq in part.too_long():  # it came too late
                 self.recall(seq)
         self._tell(group, transition, "applied", "simulated")
@@ -315,9 +328,12 @@ class GroupedCluster(SimulatedCluster):
             self._controller.observe(report, self.now_s)
 
 
-def _unlike(members: Sequence[ActiveInstance]) -> str:
+def _unlike(groups: Sequence[SimulatedGroup], members: Sequence[ActiveInstance]) -> str:
     """Return why workers cannot form a group: their layers must have equal precisions; or ""."""
     first = members[0].instance
+    for group in groups:
+        if group.morphs and group.morphs.running:
+            return f"{group.leader.instance.name} morphs"
     for one in members:
         if one.morphs.running:
             return f"{one.instance.name} morphs"

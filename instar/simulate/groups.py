@@ -13,8 +13,10 @@ from typing import Final
 from bus.precisions import Precision
 from controller.morphing.groups import Group
 from instar.simulate.calibration import EngineCalibration
-from instar.simulate.engine import SimulatedInstance, SimulatedSequence
+from instar.simulate.engine import IsQuiet, SimulatedInstance, SimulatedSequence
 from instar.simulate.gateway import ActiveInstance
+from instar.simulate.group_shape import GroupInstance, calibration_at
+from instar.simulate.relief import SimulatedMorphs
 from worker.engine.sequence import Sequence as EngineSequence
 from worker.memory import BlockAllocator
 from worker.parallel.block_plans import loans
@@ -48,6 +50,8 @@ class SimulatedGroup:
     tp: int
     transition: DegreeChange | None = None
     is_held: bool = False
+    own: GroupInstance | None = None  # the shape and the blocks of a group that stands
+    morphs: SimulatedMorphs | None = None  # of the group
     _allowed: list[int] = field(default_factory=list)
 
     @property
@@ -102,12 +106,13 @@ class SimulatedGroup:
         """Return the group as the controller knows it from metrics."""
         limits = self.calibration.limits
         block_tokens = limits.block_tokens
-        swapped = self.leader.instance.shape.kv_blocks - self.calibration.memory.kv_blocks
+        shape = self.leader.instance.shape
+        swapped = shape.kv_blocks - self.calibration.memory.kv_blocks
         kv_at = {
             degree: tokens + (max(0, swapped) * block_tokens if degree > 1 else 0)
             for degree, tokens in self.calibration.tokens_at.items()
         }
-        kv_at |= {1: self.kv_tokens} if self.tp == 1 else {}
+        kv_at |= {self.tp: self.kv_tokens}
         return Group(
             model=self.calibration.model,
             host="simulated",
@@ -123,7 +128,7 @@ class SimulatedGroup:
             own_tokens=tuple(
                 (one.scheduler.blocks.num_used + one.num_running) * block_tokens for one in self.instances
             ),
-            layers=tuple(self.leader.instance.shape.layers),
+            layers=tuple(shape.layers),
             longest_tokens=self.longest_tokens,
             load=sum(one.seen.load for one in self.members),
             waiting=sum(one.seen.waiting for one in self.members),
@@ -146,10 +151,8 @@ class SimulatedGroup:
         return (self.calibration.transform.degrees[self.tp].speed if self.tp > 1 else 1.0) / token_s
 
     def _layer_blocks(self) -> dict[Precision, float]:
-        """Return the KV blocks that a layer in each precision frees; a group keeps its layers."""
-        if self.tp > 1:
-            return {}
-        memory = self.calibration.memory
+        """Return the KV blocks that a layer in each precision frees."""
+        memory = calibration_at(self.calibration, self.tp).memory
         per_block = memory.kv_pages / memory.kv_blocks
         full = memory.layer_pages["full"]
         return {
@@ -160,14 +163,12 @@ class SimulatedGroup:
 
     def start(self, now_s: float) -> None:
         """Begin the next steps of all members, if one has something to run, or a layer is to change."""
-        for one in self.instances:
-            one.take_in()
         if not self.transition:
             self._lend(now_s)
         size, most = len(self.members), self.calibration.limits.max_num_batched_tokens
         allowed = self._allowed or [even_share(most, size)] * size
         works = [
-            one.plan(now_s, lambda used: True, tokens)
+            one.plan(now_s, self._is_quiet(one), tokens)
             for one, tokens in zip(self.instances, allowed, strict=True)
         ]
         self._allowed = allowances([*map(self._need, self.instances, allowed)], most)
@@ -186,6 +187,17 @@ class SimulatedGroup:
             self.transition.moving_s += ends[0] - plain_s
         for one, work in zip(self.instances, works, strict=True):
             one.begin(now_s, work, list(ends))
+
+    def _is_quiet(self, one: SimulatedInstance) -> IsQuiet:
+        """Return whether the reflex wants nothing until a member uses so many blocks.
+
+        The others may take as many more meanwhile: the one that takes most decides.
+        """
+        own, morphs, before = self.own, self.morphs, one.scheduler.blocks.num_used
+        if self.transition or not own or not morphs:
+            return lambda used: True
+        total, size = own.blocks.num_used, len(self.members)
+        return lambda used: morphs.is_quiet(total + (used - before) * size)
 
     def _need(self, one: SimulatedInstance, allowed: int) -> TokenNeed:
         alone = self.calibration.tokens_at[1]
@@ -224,13 +236,10 @@ class SimulatedGroup:
     # ------------------------------------------------------------------------------------- degrees
 
     def share_blocks(self) -> None:
-        """Divide the blocks of the group's degree among its members; each keeps what it uses.
-
-        A layer below full precision frees 1/tp of what it frees at a worker alone.
-        """
-        capacity = self.calibration.tokens_at[self.tp] // self.calibration.limits.block_tokens
-        swapped = sum(one.shape.kv_blocks - self.calibration.memory.kv_blocks for one in self.instances)
-        capacity += max(0, swapped) // self.tp
+        """Divide the blocks of the group's degree among its members; each keeps what it uses."""
+        blocks = self.calibration.tokens_at[self.tp] // self.calibration.limits.block_tokens
+        self.own = GroupInstance(self.instances, calibration_at(self.calibration, self.tp), blocks)
+        capacity = self.own.blocks.capacity
         size, first = len(self.members), 0
         used = [len(one.used_blocks) for one in self.instances]
         free = range(sum(used), capacity)
@@ -242,6 +251,8 @@ class SimulatedGroup:
 
     def obstacle(self, tp: int) -> str:
         """Return why it cannot part into groups of degree `tp` now, or ""."""
+        if self.morphs and self.morphs.running:
+            return "a swap has not ended"
         room = self.calibration.tokens_at[tp] // self.calibration.limits.block_tokens
         num_parts = self.tp // tp
         for j in range(num_parts):
@@ -258,13 +269,11 @@ class SimulatedGroup:
             share.give(share.num_free - max(0, room - share.num_used))
 
     def parts(self, tp: int) -> list[SimulatedGroup]:
-        """Return the groups of degree `tp` that it parts into, with their blocks."""
+        """Return the groups of degree `tp` that it parts into. Workers alone have their blocks already."""
         num_parts = self.tp // tp
         found = [SimulatedGroup(self.members[j::num_parts], self.calibration, tp) for j in range(num_parts)]
-        for part in found:
-            if tp > 1:
-                part.share_blocks()
-            else:
+        if tp == 1:
+            for part in found:
                 part.leader.instance.serve_alone()
         return found
 

@@ -19,6 +19,7 @@ from bus.morphs import MorphOutcome, MorphReport, Resize, Swap
 from bus.precisions import Precision
 from instar.simulate.calibration import MorphCosts
 from instar.simulate.engine import SimulatedInstance
+from instar.simulate.group_shape import GroupInstance
 from worker.memory import OutOfBlocks, plan_moves_below
 from worker.morph.plan import Half, plan_swap
 from worker.morph.resizer import headroom
@@ -26,7 +27,7 @@ from worker.morph.run import NotApplied
 from worker.shape.copier import Pace
 
 Command = Swap | Resize
-
+MorphingInstance = SimulatedInstance | GroupInstance
 
 COPIED: Final = 1e-9  # seconds left of a copy that is done, but for rounding
 
@@ -90,7 +91,7 @@ class SimulatedMorph:
         """The least share of a busy worker's time that its order gives it."""
         return self.command.urgency if isinstance(self.command, Swap) else 0.0
 
-    def begin(self, instance: SimulatedInstance, turn: Turn) -> MorphReport | None:
+    def begin(self, instance: MorphingInstance, turn: Turn) -> MorphReport | None:
         """Begin; returns the report if it ends at once."""
         if isinstance(self.command, Resize):
             return self._resize(instance, turn.now_s)
@@ -105,7 +106,7 @@ class SimulatedMorph:
         self.num_halves = len(self.pending)
         return self.advance(instance, turn)
 
-    def advance(self, instance: SimulatedInstance, turn: Turn) -> MorphReport | None:
+    def advance(self, instance: MorphingInstance, turn: Turn) -> MorphReport | None:
         """Carry on between two steps; returns the report at the end."""
         if not isinstance(self.command, Swap):
             return self._resize(instance, turn.now_s)
@@ -151,7 +152,7 @@ class SimulatedMorph:
         turn.spend(seconds)
         self.boundary_s += seconds
 
-    def _prepare(self, instance: SimulatedInstance, turn: Turn) -> bool:
+    def _prepare(self, instance: MorphingInstance, turn: Turn) -> bool:
         """Make room for the next half and start its copy. Returns False if KV blocks are in the way."""
         half, shape = self.pending[0], instance.shape
         pages = shape.pages_to_take(half, self.towards[half])
@@ -171,7 +172,7 @@ class SimulatedMorph:
         self.waiting_since_s = None
         return True
 
-    def _install(self, instance: SimulatedInstance, half: Half, now_s: float) -> None:
+    def _install(self, instance: MorphingInstance, half: Half, now_s: float) -> None:
         shape = instance.shape
         shape.install(half, self.towards[half])
         if pages := shape.growth():
@@ -180,7 +181,7 @@ class SimulatedMorph:
             self.blocks_s = self.blocks_s or now_s - self.began_s
         instance.reshaped(now_s)
 
-    def _resize(self, instance: SimulatedInstance, now_s: float) -> MorphReport | None:
+    def _resize(self, instance: MorphingInstance, now_s: float) -> MorphReport | None:
         assert isinstance(self.command, Resize)
         shape = instance.shape
         pages = shape.pages_missing(self.command.blocks)
@@ -196,7 +197,7 @@ class SimulatedMorph:
             instance.blocks.extend(blocks)
         return self._report(instance, now_s, "applied")
 
-    def cancel(self, instance: SimulatedInstance, now_s: float) -> MorphReport:
+    def cancel(self, instance: MorphingInstance, now_s: float) -> MorphReport:
         """End the morph as it is; the half in progress keeps its old variant, and the cache its blocks."""
         if pages := instance.shape.growth():
             instance.shape.resize(pages)
@@ -204,11 +205,11 @@ class SimulatedMorph:
         self.obstacle = "cancelled"
         return self._report(instance, now_s, "failed")
 
-    def progress(self, instance: SimulatedInstance, now_s: float) -> MorphReport:
+    def progress(self, instance: MorphingInstance, now_s: float) -> MorphReport:
         """Return a report that it runs."""
         return replace(self._report(instance, now_s, "applied"), state="running", ended_ms=None)
 
-    def _wait(self, instance: SimulatedInstance, now_s: float) -> MorphReport | None:
+    def _wait(self, instance: MorphingInstance, now_s: float) -> MorphReport | None:
         """Wait for blocks as long as the command says."""
         if self.waiting_since_s is None:
             self.waiting_since_s = now_s
@@ -216,7 +217,7 @@ class SimulatedMorph:
             return None
         return self._report(instance, now_s, "deferred")
 
-    def _report(self, instance: SimulatedInstance, now_s: float, state: MorphOutcome) -> MorphReport:
+    def _report(self, instance: MorphingInstance, now_s: float, state: MorphOutcome) -> MorphReport:
         done = self.num_halves - len(self.pending)
         return MorphReport(
             id=self.command.id,
@@ -241,7 +242,7 @@ class SimulatedMorph:
         )
 
 
-def _shrink(instance: SimulatedInstance, blocks: int) -> bool:
+def _shrink(instance: MorphingInstance, blocks: int) -> bool:
     """Take the last blocks, moving those in use below them. Returns False if they find no room."""
     try:
         moves = plan_moves_below(instance.blocks.used, blocks, instance.blocks.index.oldest_first)

@@ -14,7 +14,8 @@ from bus.policy import MOVES_S, Envelope, Policy
 from bus.precisions import LOWEST, PRECISIONS, Precision
 from instar.simulate.calibration import EngineCalibration
 from instar.simulate.engine import SimulatedInstance
-from instar.simulate.morphs import SimulatedMorph, Turn
+from instar.simulate.group_shape import GroupInstance
+from instar.simulate.morphs import MorphingInstance, SimulatedMorph, Turn
 from worker.distributed.messages import MemberLoad
 from worker.morph import reflex
 from worker.morph.plan import Half
@@ -29,7 +30,7 @@ class SimulatedTarget:
 
     knows_members = True
 
-    def __init__(self, instance: SimulatedInstance, clock: Clock) -> None:
+    def __init__(self, instance: MorphingInstance, clock: Clock) -> None:
         self._instance, self._clock = instance, clock
         self.losses = instance.shape.losses
 
@@ -57,9 +58,13 @@ class SimulatedTarget:
         return MemberRoom(shape.kv_pages, max(0, shape.spare_pages // shape.num_layers), LOWEST)
 
     def loads(self) -> list[MemberLoad]:
-        instance, scheduler = self._instance, self._instance.scheduler
-        load = MemberLoad(
-            used=instance.blocks.num_used,
+        instance = self._instance
+        return [*map(self._load, instance.members if isinstance(instance, GroupInstance) else [instance])]
+
+    def _load(self, instance: SimulatedInstance) -> MemberLoad:
+        scheduler = instance.scheduler
+        return MemberLoad(
+            used=scheduler.blocks.num_used,
             needed=scheduler.num_blocks_needed,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -71,7 +76,6 @@ class SimulatedTarget:
             arriving=scheduler.arrivals_per_s(self._clock()),
             floor_refused=LOWEST,
         )
-        return [load]
 
 
 class SimulatedMorphs:
@@ -84,7 +88,7 @@ class SimulatedMorphs:
 
     def __init__(
         self,
-        instance: SimulatedInstance,
+        instance: MorphingInstance,
         calibration: EngineCalibration,
         policy: Policy | None,
         clock: Clock,
@@ -144,6 +148,12 @@ class SimulatedMorphs:
             self._moved_s = self._clock()
             policy = replace(self._granted.policy, mode="manual") if is_held else self._granted.policy
             found.envelope = replace(found.envelope, moved_blocks=moved_blocks, policy=policy)
+
+    @property
+    def progress(self) -> MorphReport:
+        """A report that the morph runs, if there is one."""
+        assert self.running
+        return self.running.progress(self._instance, self._clock())
 
     @property
     def lever(self) -> Lever:
@@ -247,7 +257,7 @@ class SimulatedMorphs:
         )
 
 
-def _granted(instance: SimulatedInstance, policy: Policy) -> Envelope:
+def _granted(instance: MorphingInstance, policy: Policy) -> Envelope:
     below = PRECISIONS[1 : PRECISIONS.index(policy.precision) + 1]
     return Envelope(
         id="",

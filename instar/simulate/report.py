@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -164,16 +165,23 @@ def compare(simulated: RunFile, replay: RunFile) -> list[ComparedNumber]:
         for column in ("p50", "p95")
     ]
     rows.append(ComparedNumber("TTFT violations", *(_violations(run) for run in (simulated, replay))))
-    return [*rows, ComparedNumber("swaps", *(_swaps(run) for run in (simulated, replay)))]
+    rows.append(ComparedNumber("swaps", *(float(len(_swaps(run))) for run in (simulated, replay))))
+    return [*rows, ComparedNumber("first blocks of a swap, s", *map(_first_blocks_s, (simulated, replay)))]
 
 
 def _violations(run: RunFile) -> float:
     return float(run.summary["violations"]["ttft"]["count"])
 
 
-def _swaps(run: RunFile) -> float:
+def _swaps(run: RunFile) -> list[dict[str, Any]]:
     morphs = run.observed.get("morphs", [])
-    return float(sum(one["kind"] == "swap" and one["state"] == "applied" for one in morphs))
+    return [one for one in morphs if one["kind"] == "swap" and one["state"] == "applied"]
+
+
+def _first_blocks_s(run: RunFile) -> float | None:
+    """Return the mean time from the beginning of a swap until it brought KV blocks; None without any."""
+    times = [seconds for one in _swaps(run) if (seconds := (one.get("numbers") or {}).get("blocks_seconds"))]
+    return fmean(times) if times else None
 
 
 def comparison_table(rows: Sequence[ComparedNumber]) -> Table:

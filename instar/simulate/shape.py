@@ -108,6 +108,17 @@ class SimulatedShape:
             ),
         )
 
+    def follow(self, other: SimulatedShape) -> None:
+        """Get the precisions of another shape of the model, in the order in which it got them."""
+        for layer in dict.fromkeys((*other._swapped, *self._swapped)):
+            for half in (Half(layer, part) for part in PARTS):
+                if self.halves[half] != other.halves[half]:
+                    self.install(half, other.halves[half])
+
+    def fit(self) -> None:
+        """Let the KV cache grow by the pages that are its own, or give those that are missing."""
+        self.resize(self.growth() or -math.ceil(max(0, -self.spare_pages) / self.num_layers))
+
     def install(self, half: Half, precision: Precision) -> None:
         """Swap the half; its pages become free."""
         layer = self.layers[half.layer]
