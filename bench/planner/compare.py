@@ -1,6 +1,9 @@
 """The planner against each lever alone, on mixes of bursts and long requests: simulated, nothing is measured.
 
-    python -m bench.planner [--first SEED] [--mixes N]
+    python -m bench.planner [--first SEED] [--mixes N] [--keep FILE]
+
+With --keep each mix is added to a file of JSON lines when it is done, and those in it are not run again; so
+several processes can share the work. The file is of one version of the code: remove it after a change.
 
 Four workers of the demo model by the calibration of `instar simulate`, with groups of two and four: their KV
 cache is that of their workers and of the FFN pages that each gives up, their speeds those of Gyges, Table 1.
@@ -119,26 +122,38 @@ def run(name: str, arrivals: Sequence[Arrival]) -> dict[str, Any]:
     }
 
 
+def compared(seed: int) -> dict[str, Any]:
+    """Return what each policy makes of a mix, and the planner's cost against the best single lever's."""
+    arrivals = mix(seed)
+    found = {name: run(name, arrivals) for name in POLICIES}
+    best = min(SINGLES, key=lambda name: found[name]["cost_s"])
+    ratio, priced = (
+        found["planner"][cost] / max(1e-9, min(found[name][cost] for name in SINGLES))
+        for cost in ("cost_s", "priced_s")
+    )
+    row = {"seed": seed, "best": best, "ratio": round(ratio, 4), "priced_ratio": round(priced, 4)}
+    return row | found
+
+
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("--first", type=int, default=JUDGED, help=f"the first seed [{JUDGED}]")
     options.add_argument("--mixes", type=int, default=200, help="number of seeds from there on [200]")
+    options.add_argument("--keep", type=Path, help="file of the mixes that are done")
     asked, began_s = options.parse_args(), time.perf_counter()
     first, count = asked.first, asked.mixes
+    kept = asked.keep.read_bytes().splitlines() if asked.keep and asked.keep.exists() else []
+    done = {row["seed"]: row for row in map(msgspec.json.decode, kept)}
     rows = []
     for seed in range(first, first + count):
-        arrivals = mix(seed)
-        found = {name: run(name, arrivals) for name in POLICIES}
-        best = min(SINGLES, key=lambda name: found[name]["cost_s"])
-        ratio, priced = (
-            found["planner"][cost] / max(1e-9, min(found[name][cost] for name in SINGLES))
-            for cost in ("cost_s", "priced_s")
-        )
-        row = {"seed": seed, "best": best, "ratio": round(ratio, 4), "priced_ratio": round(priced, 4)}
-        rows.append(row | found)
-        if ratio > EQUAL or (seed + 1) % 20 == 0:
-            each = "  ".join(f"{name} {found[name]['cost_s']:.1f}" for name in POLICIES)
-            say(f"mix {seed:3}: {ratio:.2f} of the best single lever ({best})  {each}")
+        row = done.get(seed) or compared(seed)
+        if asked.keep and seed not in done:
+            with asked.keep.open("ab") as file:
+                file.write(msgspec.json.encode(row) + b"\n")
+        rows.append(row)
+        if row["ratio"] > EQUAL or (seed + 1) % 20 == 0:
+            each = "  ".join(f"{name} {row[name]['cost_s']:.1f}" for name in POLICIES)
+            say(f"mix {seed:3}: {row['ratio']:.2f} of the best single lever ({row['best']})  {each}")
     ratios = [row["ratio"] for row in rows]
     worse = [row["seed"] for row in rows if row["ratio"] > EQUAL]
     better = sum(ratio < 1 / EQUAL for ratio in ratios)
