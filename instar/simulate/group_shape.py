@@ -40,7 +40,7 @@ def calibration_at(calibration: EngineCalibration, tp: int) -> EngineCalibration
 
 
 class GroupInstance:
-    """What `SimulatedMorphs` needs of an instance, for several members; the first leads."""
+    """A group as `SimulatedMorphs` sees an instance; the first member leads."""
 
     def __init__(
         self, members: Sequence[SimulatedInstance], calibration: EngineCalibration, capacity: int
