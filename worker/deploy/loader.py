@@ -38,6 +38,7 @@ from worker.model import Model, ModelError, read_config
 from worker.model.config import ModelConfig
 from worker.model.layout import ModelPlan, RangePlan, degrees, plan_model
 from worker.model.model import DTYPES, reserve_model
+from worker.model.mxfp4 import memory_notice
 from worker.model.ready_weights import open_checkpoint
 from worker.model.shard import Shard
 from worker.model.sources import RandomWeights, WeightSource
@@ -118,6 +119,8 @@ class ModelLoader:
         is_dummy = settings.load_format == "dummy"
         self.source: WeightSource = RandomWeights() if is_dummy else open_checkpoint(self.config)
         self.source.check([source for part in self.plan.ranges() for source in part.sources])
+        if self.config.has_mxfp4_experts and not is_dummy:
+            log.warning("%s: %s", command.model, memory_notice(self.config, self.plan))
         self.order, self.order_name = (
             (list(range(self.num_layers)), "front-to-back")
             if is_dummy

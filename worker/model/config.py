@@ -26,7 +26,7 @@ from bus.families import (
 )
 from bus.precisions import KVPrecision, Precision
 from kernels.kv_codes import cache_format
-from worker.model.ready_format import ReadyFormat, parse_format
+from worker.model.ready_format import ReadyFormat, check_mxfp4, has_mxfp4, parse_format
 
 # What newer versions of transformers raise for a field of a config.
 _Strict = getattr(huggingface_hub.errors, "StrictDataclassError", ValueError)
@@ -93,6 +93,7 @@ class ModelConfig:
     first_layer: int = 0  # number in the model of layer 0 of this part
     has_ends: bool = True  # embedding, final norm and head
     ready: ReadyFormat | None = None  # of a checkpoint that others quantised
+    has_mxfp4_experts: bool = False  # in the checkpoint; they become dense when they are loaded
 
     def part(self, first: int, end: int) -> ModelConfig:
         """Return the config of layers [first, end): a pipeline stage, of which the first has the ends.
@@ -159,7 +160,10 @@ def read_config(folder: Path) -> ModelConfig:
     try:
         hf = AutoConfig.for_model(**(raw | {"model_type": family.model_type}))
         config = _convert(folder, architecture, family, hf)
-        if quantization := raw.get("quantization_config"):
+        quantization = raw.get("quantization_config")
+        if has_mxfp4(quantization) and config.names.experts_gate_up:
+            return _with_mxfp4(config, quantization)
+        if quantization:
             if config.names != LLAMA:
                 raise ValueError(
                     f"quantised weights of {architecture} are not supported; serve the model in full"
@@ -169,6 +173,15 @@ def read_config(folder: Path) -> ModelConfig:
         return config
     except (TypeError, ValueError, KeyError, AttributeError, _Strict) as error:
         raise ModelError(f"{folder / 'config.json'}: {error}") from error
+
+
+def _with_mxfp4(config: ModelConfig, said: Any) -> ModelConfig:
+    names = config.names
+    module = names.experts_gate_up.rpartition(".")[0]
+    experts = [f"{names.layer}.{layer}.{module}" for layer in range(config.num_layers)]
+    sizes = {"hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size}
+    check_mxfp4(said, experts, sizes)
+    return replace(config, has_mxfp4_experts=True)
 
 
 def _read_json(folder: Path) -> dict[str, Any]:

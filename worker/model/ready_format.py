@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from bus.precisions import Precision, precision_of_bits
 from kernels.quantized import GROUP_STEP
+
+MXFP4_BLOCK = 32  # inputs that share a scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ def parse_format(said: Any) -> ReadyFormat:
         raise ValueError(f"quantization_config is a {type(said).__name__}, not an object")
     method, bits, group = said.get("quant_method", "unnamed"), said.get("bits", 0), said.get("group_size")
     if method not in ("awq", "gptq"):
-        raise _unsupported(f"quant_method {method!r}", "awq and gptq")
+        raise _unsupported(f"quant_method {method!r}", "awq and gptq, and mxfp4 for the experts of GPT-OSS")
     if bits not in ((4,) if method == "awq" else (4, 8)):
         raise _unsupported(f"{method} with bits {bits!r}", "4 (and 8 with gptq)")
     if not isinstance(group, int) or not (group == -1 or (group > 0 and group % GROUP_STEP == 0)):
@@ -54,6 +57,35 @@ def parse_format(said: Any) -> ReadyFormat:
         raise _unsupported(f"GPTQ checkpoint_format {packing!r}", "gptq and gptq_v2")
     is_ordered = bool(said.get("desc_act")) and group > 0
     return ReadyFormat("gptq", int(bits), max(group, 0), 1 if packing == "gptq" else 0, is_ordered)
+
+
+def has_mxfp4(said: Any) -> bool:
+    """Return True if a `quantization_config` says that the experts are in MXFP4."""
+    return isinstance(said, Mapping) and said.get("quant_method") == "mxfp4"
+
+
+def check_mxfp4(said: Mapping[str, Any], experts: Iterable[str], sizes: Mapping[str, int]) -> None:
+    """Check the `quantization_config` of a checkpoint whose `experts`, by their names, are in MXFP4.
+
+    Raises ValueError: some of them are not, or a size of their inputs is not in whole blocks.
+    """
+    for name, size in sizes.items():
+        if size % MXFP4_BLOCK:
+            raise _unsupported(f"{name} {size} with MXFP4", f"multiples of {MXFP4_BLOCK}")
+    for pattern in said.get("modules_to_not_convert") or []:
+        if kept := next((name for name in experts if _names(str(pattern), name)), ""):
+            raise _unsupported(
+                f"modules_to_not_convert {pattern!r}, which leaves {kept} in full precision,",
+                "MXFP4 for the experts of all layers",
+            )
+
+
+def _names(pattern: str, module: str) -> bool:
+    """Return True if a pattern names the module, or one that it is in, as transformers reads it."""
+    try:
+        return bool(re.match(pattern, module)) or module.endswith(pattern)
+    except re.error as error:
+        raise ValueError(f"modules_to_not_convert {pattern!r} is no regular expression: {error}") from error
 
 
 def _unsupported(what: str, supported: str) -> ValueError:

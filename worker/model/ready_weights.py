@@ -27,6 +27,7 @@ import torch
 from bus.precisions import ENTRIES
 from worker.model.config import ModelConfig, ModelError
 from worker.model.layout import CheckpointTensor
+from worker.model.mxfp4 import Mxfp4Checkpoint
 from worker.model.quantized_sets import (
     INPUTS,
     MATRICES,
@@ -118,6 +119,8 @@ class QuantizedCheckpoint(CheckpointWeights):
 
 def open_checkpoint(config: ModelConfig) -> CheckpointWeights:
     """Open the checkpoint in a model's folder, quantised or not. Raises ModelError."""
+    if config.has_mxfp4_experts:
+        return Mxfp4Checkpoint(config)
     return QuantizedCheckpoint(config, config.ready) if config.ready else CheckpointWeights(config.folder)
 
 

@@ -113,7 +113,7 @@ class CheckpointWeights:
         if columns and len(shape) == 1:
             kept, columns = columns, None
         with self.opened(source.tensor, pause) as stored:
-            for rows in _pieces((len(kept), *shape[1:])):
+            for rows in pieces((len(kept), *shape[1:])):
                 taken = kept[rows]
                 span = slice(taken[0], taken[-1] + 1)
                 piece = stored[span] if expert is None else stored[expert : expert + 1, span][0]
@@ -177,12 +177,12 @@ class RandomWeights:
         part += f" {source.expert} {source.columns}" if source.expert is not None else ""
         name = f"{self.seed} {source.tensor}{part}"
         generator.manual_seed(zlib.crc32(name.encode()))  # a CPU's uses 32 bits
-        for rows in _pieces(target.shape):
+        for rows in pieces(target.shape):
             target[rows].normal_(0.0, DUMMY_STD, generator=generator)
             pause()
 
 
-def _pieces(shape: Sequence[int]) -> Iterator[slice]:
+def pieces(shape: Sequence[int]) -> Iterator[slice]:
     """Yield the rows of a tensor of this shape, PIECE_ELEMENTS at a time."""
     at_once = max(1, PIECE_ELEMENTS // math.prod(shape[1:]))
     for first in range(0, shape[0], at_once):

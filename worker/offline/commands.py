@@ -14,7 +14,8 @@ import torch
 
 from worker.model.config import ModelConfig, ModelError, read_config
 from worker.model.quantized_sets import Method
-from worker.model.sources import CheckpointWeights, checkpoint_digest
+from worker.model.ready_weights import open_checkpoint
+from worker.model.sources import checkpoint_digest
 from worker.offline.bin_checkpoint import convert_bin
 from worker.offline.calibration import read_calibration
 from worker.offline.importance import LayerRanking, Metric, ScoreWeights
@@ -29,7 +30,7 @@ from worker.shape.layer_order import OrderProfile, profile_path, read_profile, w
 def quantize(args: argparse.Namespace) -> None:
     """Run `instar quantize`. Raises ModelError, OSError."""
     config = _full_config(args.model)
-    checkpoint = CheckpointWeights(config.folder)
+    checkpoint = open_checkpoint(config)
     if args.ready:
         path = convert_checkpoint(config, checkpoint, args.ready, args.group)
         say(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
@@ -80,7 +81,7 @@ def device_of(name: str) -> torch.device:
 def profile(args: argparse.Namespace) -> None:
     """Run `instar profile`. Raises ModelError, OSError."""
     config = _full_config(args.model)
-    checkpoint = CheckpointWeights(config.folder)
+    checkpoint = open_checkpoint(config)
     device = device_of(args.device)
     calibration = read_calibration(config, args.calibration, args.windows, args.window_tokens)
     dtype = torch.float32 if device.type == "cpu" else config.dtype
