@@ -56,6 +56,8 @@ class TensorNames:
     experts: str = ""  # their numbers follow, and then gate, up and down
     experts_gate_up: str = ""  # [experts, inputs, 2 * width], gate and up in turn, in place of theirs
     experts_down: str = ""  # [experts, width, outputs]
+    shared_expert: str = ""  # which every token uses; gate, up and down follow
+    shared_gate: str = ""  # one output, whose sigmoid is the weight of the shared expert
 
 
 LLAMA = TensorNames()
@@ -235,6 +237,21 @@ FAMILIES: dict[str, Family] = {
         ffn_bias="as the config says",
     ),
     "Qwen2ForCausalLM": Family(model_type="qwen2", qkv_bias="always", sliding_window="layers of the config"),
+    "Qwen2MoeForCausalLM": Family(
+        model_type="qwen2_moe",
+        names=TensorNames(
+            router="mlp.gate",
+            experts="mlp.experts",
+            gate="gate_proj",
+            up="up_proj",
+            down="down_proj",
+            shared_expert="mlp.shared_expert",
+            shared_gate="mlp.shared_expert_gate",
+        ),
+        options={"intermediate_size": "moe_intermediate_size", "bias": "qkv_bias"},
+        qkv_bias="as the config says",
+        sliding_window="layers of the config",
+    ),
     "Qwen3ForCausalLM": Family(
         model_type="qwen3",
         qkv_bias="as the config says",

@@ -163,17 +163,32 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
     return F.linear(x32, dequantize(weight), None if bias is None else bias.float()).to(x.dtype)
 
 
-@kernel(lambda s: [(s.tensor(s.chunk + 1, 8), 2, True)], cpu="kernels.cpu.experts")
-def route(logits: Tensor, top_k: int, is_normalised: bool) -> Routing:
+@kernel(
+    lambda s: [(s.tensor(s.chunk + 1, 8), 2, True), (s.tensor(s.chunk + 1, 7), 2, False, 2)],
+    cpu="kernels.cpu.experts",
+)
+def route(logits: Tensor, top_k: int, is_normalised: bool, num_shared: int = 0) -> Routing:
     """Choose the top_k experts of each token by logits [T, E] (Shazeer et al. 2017).
 
     Their weights are the softmax over all experts or, if normalised, over the chosen ones. Of equal logits
     the lower expert comes first.
+
+    With num_shared > 0 a last logit is that of a shared expert, of which every token uses all slices, each
+    with the logit's sigmoid as its weight (Qwen2-MoE). They lie among the experts (`routing.shared_units`).
     """
-    experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    weights = logits.float().softmax(-1).gather(1, experts)
+    routed = logits[:, :-1] if num_shared else logits
+    experts = routed.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = routed.float().softmax(-1).gather(1, experts)
     weights = weights / weights.sum(-1, keepdim=True) if is_normalised else weights
-    return Routing.of(experts, weights, logits.shape[1])
+    units = routed.shape[1] + num_shared
+    if num_shared:
+        order = torch.arange(num_shared, device=logits.device)
+        shared = (order + 1) * units // num_shared - 1
+        experts = experts + torch.searchsorted(shared - order, experts.contiguous(), right=True)
+        experts = torch.cat([experts, shared.expand(len(experts), -1)], 1)
+        gate = logits[:, -1:].float().sigmoid()
+        weights = torch.cat([weights, gate.expand(-1, num_shared)], 1)
+    return Routing.of(experts, weights, units)
 
 
 @kernel(lambda s: s.grouped(), cpu="kernels.cpu.experts", cuda="kernels.gpu.experts")

@@ -7,6 +7,15 @@ from dataclasses import dataclass, replace
 import torch
 
 
+def shared_units(num_experts: int, num_shared: int) -> list[int]:
+    """Return the places of the slices of a shared expert among all units, spread over them evenly.
+
+    The experts have the other places, in their order.
+    """
+    units = num_experts + num_shared
+    return [(i + 1) * units // num_shared - 1 for i in range(num_shared)]
+
+
 @dataclass(frozen=True, slots=True)
 class Routing:
     """The pairs of a token and one of its k experts, sorted by expert; tensors are on the model's device.
@@ -14,7 +23,8 @@ class Routing:
     =========  ================  ====================================================================
     field      shape             meaning
     =========  ================  ====================================================================
-    weights    float32 [T, k]    weight of each of a token's experts, the largest first
+    weights    float32 [T, k]    weight of each of a token's experts, the largest first; behind them the
+                                 slices of a shared expert
     places     int32 [T, k]      place of each of these pairs in the sorted order
     rows       int32 [T * k]     token of the pair at each place
     bounds     int32 [E + 1]     the pairs of expert e are at places [bounds[e], bounds[e + 1])

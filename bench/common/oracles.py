@@ -86,6 +86,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "max_window_layers": 1,
         },
     ),
+    "qwen2 moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
+    "qwen2 moe without biases": (
+        "Qwen2Moe",
+        {
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 11,
+        },
+    ),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "qwen3 with biases": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
     "gpt-oss": (

@@ -445,12 +445,13 @@ def check_stacked_products(backend: str, device: str, dtype: torch.dtype) -> Non
 
 def check_routing(backend: str, device: str, dtype: torch.dtype) -> None:
     for tokens, experts, top_k in ((1, 8, 2), (5, 128, 8), (40, 6, 6), (3, 1, 1)):
-        logits = 3 * _randn(tokens, experts + 3, dtype=dtype)
-        logits[:, 1::4] = logits[:, ::4][:, : logits[:, 1::4].shape[1]]  # some are equal
-        for is_normalised in (False, True):
-            expected = kernels.route.reference(logits[:, :experts], top_k, is_normalised)
+        stored = 3 * _randn(tokens, experts + 3, dtype=dtype)
+        stored[:, 1::4] = stored[:, ::4][:, : stored[:, 1::4].shape[1]]  # some are equal
+        for is_normalised, num_shared in itertools.product((False, True), (0, 1, 4, 5)):
+            width = experts + (num_shared > 0)
+            expected = kernels.route.reference(stored[:, :width], top_k, is_normalised, num_shared)
             with kernels.use_backend(backend):
-                made = kernels.route(logits.to(device)[:, :experts], top_k, is_normalised)
+                made = kernels.route(stored.to(device)[:, :width], top_k, is_normalised, num_shared)
             assert_close(made.weights, expected.weights)
             for name in ("places", "rows", "bounds"):
                 assert torch.equal(getattr(made, name).cpu(), getattr(expected, name)), name

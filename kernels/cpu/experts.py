@@ -45,7 +45,7 @@ from kernels.quantized import QuantizedWeight
 from kernels.routing import Routing
 
 F32 = np.float32
-CHOICE, GROUPS, SUM = "q" * 12, "q" * 19, "q" * 11  # layouts of words
+CHOICE, GROUPS, SUM = "q" * 13, "q" * 19, "q" * 11  # layouts of words
 QUANTIZED = "q" * (WORDS + 12)
 ITEMS_OF_THREAD = 8  # of all experts in use together: they have different numbers of tokens
 LEAST_BYTES, LEAST_CODES = 32768, 16384  # dense and quantised weights of an item
@@ -80,57 +80,75 @@ def _choose(kind, logits, experts, top_k, is_normalised, size, chosen, weights, 
         write_f32(place, F32(math.exp(read(F32, place) - largest) / total))
 
 
+@compiled
+def _add_shared(gate, units, shared, top_k, chosen, weights):
+    """Give the chosen experts their numbers among all units; append the slices of the shared one."""
+    weight = F32(1.0 / (1.0 + math.exp(-gate)))
+    for i in range(shared):
+        unit = (i + 1) * units // shared - 1
+        for j in range(top_k):
+            e = read_i32(chosen + j * 4)
+            if unit <= e:
+                write_i32(chosen + j * 4, e + 1)
+        write_i32(chosen + (top_k + i) * 4, unit)
+        write_f32(weights + (top_k + i) * 4, weight)
+
+
 def _route(kind):
     """Choose, and sort the pairs by expert: one item.
 
-    Words: logits and their row stride, tokens, experts, top_k, 1 if weights are normalised, bytes of an
-    element; weights, places, rows, bounds; the experts of the pairs, scratch.
+    Words: logits and their row stride, tokens, experts, slices of the shared one, top_k, 1 if weights are
+    normalised, bytes of an element; weights, places, rows, bounds; the experts of the pairs, scratch.
     """
-    logits, row, tokens, experts, top_k, is_normalised, size, weights, places, rows, bounds, chosen = words(
-        kind, CHOICE
-    )
+    (
+        logits, row, tokens, experts, shared, top_k, is_normalised, size, weights, places, rows, bounds,
+        chosen
+    ) = words(kind, CHOICE)  # fmt: skip
     if next_item(kind) < 0:
         return
-    buffer, left = aligned(experts)
-    for e in range(experts + 1):
+    units, pairs = experts + shared, top_k + shared
+    buffer, left = aligned(units)
+    for e in range(units + 1):
         write_i32(bounds + e * 4, 0)
     for t in range(tokens):
-        first = t * top_k * 4
-        _choose(
-            kind, logits + t * row, experts, top_k, is_normalised, size, chosen + first, weights + first, left
-        )
-        for j in range(top_k):
-            count = bounds + (read_i32(chosen + first + j * 4) + 1) * 4
+        at, of_token, its_weights = logits + t * row, chosen + t * pairs * 4, weights + t * pairs * 4
+        _choose(kind, at, experts, top_k, is_normalised, size, of_token, its_weights, left)
+        if shared > 0:
+            gate = read(kind, at + experts * size)
+            _add_shared(gate, units, shared, top_k, of_token, its_weights)
+        for j in range(pairs):
+            count = bounds + (read_i32(of_token + j * 4) + 1) * 4
             write_i32(count, read_i32(count) + 1)
-    for e in range(experts):
+    for e in range(units):
         write_i32(left + e * 4, read_i32(bounds + e * 4))  # the place of the expert's next pair
         write_i32(bounds + (e + 1) * 4, read_i32(bounds + e * 4) + read_i32(bounds + (e + 1) * 4))
-    for pair in range(tokens * top_k):
+    for pair in range(tokens * pairs):
         cursor = left + read_i32(chosen + pair * 4) * 4
         place = read_i32(cursor)
         write_i32(cursor, place + 1)
         write_i32(places + pair * 4, place)
-        write_i32(rows + place * 4, pair // top_k)
+        write_i32(rows + place * 4, pair // pairs)
     buffer[0] = 0  # keeps the buffer alive to here
 
 
 ROUTE = Kernel(_route, CHOICE)
 
 
-def route(logits: torch.Tensor, top_k: int, is_normalised: bool) -> Routing:
-    tokens, experts = logits.shape
+def route(logits: torch.Tensor, top_k: int, is_normalised: bool, num_shared: int = 0) -> Routing:
     if logits.dtype not in KINDS or logits.stride(1) != 1:
-        return calls.route.reference(logits, top_k, is_normalised)
-    size = logits.element_size()
-    weights = torch.empty(tokens, top_k, dtype=torch.float32)
-    places = torch.empty(tokens, top_k, dtype=torch.int32)
-    rows = torch.empty(tokens * top_k, dtype=torch.int32)
-    bounds = torch.empty(experts + 1, dtype=torch.int32)
-    chosen = torch.empty(tokens, top_k, dtype=torch.int32)
+        return calls.route.reference(logits, top_k, is_normalised, num_shared)
+    tokens, experts = logits.shape[0], logits.shape[1] - (num_shared > 0)
+    size, pairs = logits.element_size(), top_k + num_shared
+    weights = torch.empty(tokens, pairs, dtype=torch.float32)
+    places = torch.empty(tokens, pairs, dtype=torch.int32)
+    rows = torch.empty(tokens * pairs, dtype=torch.int32)
+    bounds = torch.empty(experts + num_shared + 1, dtype=torch.int32)
+    chosen = torch.empty(tokens, pairs, dtype=torch.int32)
     ROUTE(
         logits.dtype,
         1,
-        *(logits.data_ptr(), logits.stride(0) * size, tokens, experts, top_k, is_normalised, size),
+        *(logits.data_ptr(), logits.stride(0) * size, tokens, experts, num_shared),
+        *(top_k, is_normalised, size),
         *(weights.data_ptr(), places.data_ptr(), rows.data_ptr(), bounds.data_ptr(), chosen.data_ptr()),
     )
     return Routing(weights, places, rows, bounds)

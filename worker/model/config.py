@@ -254,7 +254,7 @@ def _convert(folder: Path, architecture: str, family: Family, hf: Any) -> ModelC
         attention_softcap=option("attention_softcap", 0.0),
         logit_softcap=option("logit_softcap", 0.0),
         embedding_scale=hf.hidden_size**0.5 if family.scales_embedding else 1.0,
-        mixture=_mixture(option, hf) if family.names.router else None,
+        mixture=_mixture(option, hf, family) if family.names.router else None,
     )
     if adapt := _DEPENDENT.get(architecture):
         config = adapt(config, hf)
@@ -262,11 +262,19 @@ def _convert(folder: Path, architecture: str, family: Family, hf: Any) -> ModelC
     return config
 
 
-def _mixture(option: Callable[[str], Any], hf: Any) -> Mixture:
+def _mixture(option: Callable[[str], Any], hf: Any, family: Family) -> Mixture:
+    width = option("intermediate_size")
+    shared_width = hf.shared_expert_intermediate_size if family.names.shared_expert else 0
+    if shared_width % width:
+        raise ValueError(
+            f"shared_expert_intermediate_size is {shared_width}; a multiple of"
+            f" {family.option('intermediate_size')} {width} is supported"
+        )
     mixture = Mixture(
         num_experts=option("num_experts"),
         top_k=option("experts_per_token"),
         is_normalised=getattr(hf, "norm_topk_prob", True),
+        num_shared=shared_width // width,
     )
     if not 1 <= mixture.top_k <= mixture.num_experts:
         raise ValueError(
@@ -351,7 +359,8 @@ def _check_sizes(config: ModelConfig) -> None:
 class Mixture:
     """The experts of each layer, of which every token uses `top_k` (`kernels.route`).
 
-    limit, slope: of a clamped silu.
+    A shared expert, which all tokens use, is cut into `num_shared` slices as wide as an expert. limit, slope:
+    of a clamped silu.
     """
 
     num_experts: int
@@ -359,6 +368,12 @@ class Mixture:
     is_normalised: bool
     limit: float = 0.0
     slope: float = 0.0
+    num_shared: int = field(default=0, repr=False)  # so that other digests stay
+
+    @property
+    def num_units(self) -> int:
+        """Experts and slices of the shared one: what ranks divide."""
+        return self.num_experts + self.num_shared
 
 
 class ModelError(Exception):

@@ -48,7 +48,8 @@ class Experts:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Run [T, H] to [T, H]."""
         mixture = self._mixture
-        routing = route(self.router(x), mixture.top_k, mixture.is_normalised).part(self._own)
+        logits = self.router(x)
+        routing = route(logits, mixture.top_k, mixture.is_normalised, mixture.num_shared).part(self._own)
         made = self.gate_up(x, routing)
         made = made.unflatten(1, (self._matrices, made.shape[1] // self._matrices))
         return combine(self.down(self._mix(*made.unbind(1)), routing, True), routing)

@@ -256,7 +256,7 @@ def _experts(
     return Experts(
         mixture,
         SteadyLinear(tensors["router"], tensors.get("router_bias")),
-        shard.part(mixture.num_experts, "experts"),
+        shard.part(mixture.num_units, "experts"),
         gate_up,
         down,
         _mix(config),

@@ -30,6 +30,9 @@ experts of each shard end on a page; every rank has the router.
     expert            gate_up [2, intermediate, hidden] | down [hidden, intermediate] | biases
     FFN range         expert 0 | expert 1 | ... | router [experts, hidden] | router_bias
 
+A shared expert lies among them in slices as wide as an expert (`kernels.routing.shared_units`), so that all
+that holds for experts holds for it, and every rank has as much of it. The router's last row is its gate.
+
 A later stage of a pipeline has ranges of its layers only.
 """
 
@@ -45,6 +48,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels.routing import shared_units
 from worker.model.config import Mixture, ModelConfig
 from worker.model.shard import Shard
 
@@ -252,14 +256,14 @@ def plan_model(config: ModelConfig, dtype: torch.dtype, page_bytes: int, max_tp:
 
 def degrees(config: ModelConfig, max_tp: int) -> list[int]:
     """Return the tensor-parallel degrees of the model: powers of two that divide KV heads and experts."""
-    counts = (config.num_kv_heads, config.mixture.num_experts if config.mixture else 0)
+    counts = (config.num_kv_heads, config.mixture.num_units if config.mixture else 0)
     return [tp for tp in (1, 2, 4, 8, 16) if tp <= max_tp and not any(count % tp for count in counts)]
 
 
 def pad_expert(config: ModelConfig, mixture: Mixture, expert_bytes: int, page_bytes: int, max_tp: int) -> int:
     """Return the bytes from one expert to the next with which the experts of every shard end on a page."""
     largest = degrees(config, max_tp)[-1]
-    unit = page_bytes // math.gcd(page_bytes, mixture.num_experts // largest) if largest > 1 else 1
+    unit = page_bytes // math.gcd(page_bytes, mixture.num_units // largest) if largest > 1 else 1
     unit = math.lcm(unit, _ALIGN_BYTES)
     return -(-expert_bytes // unit) * unit
 
@@ -417,7 +421,7 @@ def _feed_forward(config: ModelConfig, dtype: torch.dtype, layer: int, padded: P
 def _experts(
     config: ModelConfig, mixture: Mixture, dtype: torch.dtype, layer: int, page_bytes: int, max_tp: int
 ) -> RangePlan:
-    names, prefix, count = config.names, f"{config.names.layer}.{layer}.", mixture.num_experts
+    names, prefix, count = config.names, f"{config.names.layer}.{layer}.", mixture.num_units
     hidden, width = config.hidden_size, config.intermediate_size
     expert = RangePlan(f"layer {layer} FFN")
     expert.add("gate_up", (config.num_ffn_matrices, width, hidden), dtype)
@@ -427,22 +431,48 @@ def _experts(
         expert.add("down_bias", (hidden,), dtype)
     stride = pad_expert(config, mixture, expert.nbytes, page_bytes, max_tp)
     plan = expert.repeated(count, stride)
-    for e in range(count):
+    shared = shared_units(mixture.num_experts, mixture.num_shared)
+    for e, unit in enumerate(unit for unit in range(count) if unit not in shared):
         if names.experts_gate_up:
             plan.sources += _stacked(config, count, prefix, e)
             continue
         module = f"{prefix}{names.experts}.{e}."
-        plan.sources += _gate_up(config, module, (e,))
+        plan.sources += _gate_up(config, module, (unit,))
         plan.sources.append(
-            CheckpointTensor(f"{module}{names.down}.weight", (hidden, width), "down", index=(e,))
+            CheckpointTensor(f"{module}{names.down}.weight", (hidden, width), "down", index=(unit,))
         )
+    plan.sources += _shared(config, f"{prefix}{names.shared_expert}.", shared)
     plan.padding_bytes = count * stride - sum(source.numel for source in plan.sources) * dtype.itemsize
-    _add_whole(plan, "router", prefix + names.router, (count, hidden), dtype)
+    _add_router(plan, config, mixture, prefix, dtype)
+    return plan
+
+
+def _shared(config: ModelConfig, module: str, units: list[int]) -> Iterator[CheckpointTensor]:
+    """Yield what fills the slices of a shared expert."""
+    names, hidden, width = config.names, config.hidden_size, config.intermediate_size
+    for i, unit in enumerate(units):
+        of_unit = range(i * width, (i + 1) * width)
+        for index, name in enumerate((names.gate, names.up)):
+            shape = (len(units) * width, hidden)
+            place = (unit, index)
+            yield CheckpointTensor(f"{module}{name}.weight", shape, "gate_up", index=place, rows=of_unit)
+        shape = (hidden, len(units) * width)
+        yield CheckpointTensor(f"{module}{names.down}.weight", shape, "down", index=(unit,), columns=of_unit)
+
+
+def _add_router(
+    plan: RangePlan, config: ModelConfig, mixture: Mixture, prefix: str, dtype: torch.dtype
+) -> None:
+    names, count, hidden = config.names, mixture.num_experts, config.hidden_size
+    rows = [CheckpointTensor(f"{prefix}{names.router}.weight", (count, hidden), "router")]
+    if mixture.num_shared:
+        gate = f"{prefix}{names.shared_gate}.weight"
+        rows.append(CheckpointTensor(gate, (1, hidden), "router", row=count))
+    plan.add("router", (count + bool(mixture.num_shared), hidden), dtype, *rows)
     if config.has_ffn_bias:
         shape = (count,)
         bias = CheckpointTensor(f"{prefix}{names.router}.bias", shape, "router_bias")
         plan.add("router_bias", shape, dtype, bias)
-    return plan
 
 
 def _stacked(config: ModelConfig, count: int, prefix: str, expert: int) -> Iterator[CheckpointTensor]:

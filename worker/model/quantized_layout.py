@@ -106,7 +106,7 @@ def _feed_forward(
             unit.add("up_bias", (config.num_ffn_matrices, unit_inputs), full.dtype)
             unit.add("down_bias", (config.hidden_size,), full.dtype)
         stride = pad_expert(config, mixture, unit.nbytes, page_bytes, full.max_tp)
-        plan = unit.repeated(mixture.num_experts, stride)
+        plan = unit.repeated(mixture.num_units, stride)
         for name, param in full.layers[0][1].params.items():
             if param.split is None:  # the router and its bias
                 plan.add(name, param.shape, param.dtype)

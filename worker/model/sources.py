@@ -174,7 +174,8 @@ class RandomWeights:
             return
         generator = torch.Generator(target.device)
         part = f" {source.rows}" if source.rows else ""
-        part += f" {source.expert} {source.columns}" if source.expert is not None else ""
+        if source.expert is not None or source.columns:
+            part += f" {source.expert} {source.columns}"
         name = f"{self.seed} {source.tensor}{part}"
         generator.manual_seed(zlib.crc32(name.encode()))  # a CPU's uses 32 bits
         for rows in pieces(target.shape):
@@ -264,5 +265,6 @@ def _own_options(config: ModelConfig) -> dict[str, object]:
         "softcaps": any(caps := (config.attention_softcap, config.logit_softcap)) and caps,
         "block": config.block if config.block != "sequential" else "",
         "mixture": config.mixture,
+        "shared expert": config.mixture and config.mixture.num_shared,
     }
     return {name: value for name, value in found.items() if value}

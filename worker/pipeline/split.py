@@ -81,7 +81,7 @@ def check_degree(config: ModelConfig, tp: int, max_tp: int) -> None:
     if tp not in (possible := degrees(config, max_tp)):
         has = f"{config.num_kv_heads} KV heads"
         if config.mixture:
-            has += f" and {config.mixture.num_experts} experts"
+            has += f" and {config.mixture.num_units} experts"
         raise NotApplied(
             "failed",
             f"a stage of {tp} workers: the weights are laid out for {', '.join(map(str, possible))}"

@@ -213,8 +213,9 @@ def _experts_of(half: Tensors) -> Iterator[Tensors]:
     if "router" not in half:
         yield half
         return
-    for e in range(half["router"].shape[0]):
-        yield {name: part[e] for name, part in half.items() if not name.startswith("router")}
+    experts = {name: part for name, part in half.items() if not name.startswith("router")}
+    for each in zip(*experts.values(), strict=True):
+        yield dict(zip(experts, each, strict=True))
 
 
 def _write_product(target: Tensors, product: str, matrices: Sequence[QuantizedMatrix]) -> None:

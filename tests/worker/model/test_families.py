@@ -228,6 +228,26 @@ REAL: dict[str, dict[str, Any]] = {
         "use_sliding_window": False,
         "max_window_layers": 28,
     },
+    "Qwen1.5 MoE A2.7B": {
+        "model_type": "qwen2_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_hidden_layers": 24,
+        "max_position_embeddings": 8192,
+        "max_window_layers": 21,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "use_sliding_window": False,
+    },
     "Qwen3 8B": {
         "model_type": "qwen3",
         "vocab_size": 151936,
@@ -284,6 +304,8 @@ def as_saved(name: str, shape: tuple[int, ...], config: ModelConfig) -> Iterator
         yield name, shape
     elif part == "gate.weight":
         yield f"{layer}.{names.router}.weight", shape
+    elif part.startswith("shared_expert"):
+        yield name, shape
     else:
         modules = [names.gate, names.up] if part == "experts.gate_up_proj" else [names.down]
         for expert, module in product(range(shape[0]), modules):
