@@ -19,7 +19,8 @@ class AttentionPlan:
     block_table     int32 [S, max_blocks] block_table[s, j] holds tokens [j * bt, (j + 1) * bt) of s; the
                                           entries past the context are never read
     slot_mapping    int64 [T]             block_id * block_tokens + offset of each new token
-    positions       int64 [T]             position of each new token in its sequence
+    positions       int64 [T]             row of each new token in the rotary table: its position in its
+                                          sequence, and behind these rows for a short one (longrope)
     ==============  ====================  ==============================================================
 
     A sequence with one new token is a decode, one with more a prefill chunk, in any order.

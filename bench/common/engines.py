@@ -25,7 +25,7 @@ from worker.engine.build import (
     instance_of,
     make_cache,
     make_pool,
-    served_context,
+    served_limits,
     useful_pages,
 )
 from worker.engine.core import EngineCore
@@ -61,7 +61,7 @@ class EngineShape(Limits):
 
     def limits(self, model: Model) -> Limits:
         """Raise ModelError for a context longer than the model's config allows."""
-        return Limits.of(self, max_model_len=served_context(model, self.max_model_len))
+        return Limits.of(self, **served_limits(model, self.max_model_len))
 
 
 def load_engine(

@@ -27,7 +27,7 @@ from worker.engine.build import (
     compile_kernels,
     instance_of,
     make_cache,
-    served_context,
+    served_limits,
     useful_blocks,
     useful_pages,
 )
@@ -208,8 +208,8 @@ class ModelLoader:
         """Reserve addresses for the weights."""
         settings = self.settings
         self._model = reserve_model(self.config, self.plan, self.source, self.pool, self.shard)
-        context = served_context(self.model, self.command.max_model_len or settings.max_model_len)
-        self.limits = Limits.of(settings, max_model_len=context)
+        longest = self.command.max_model_len or settings.max_model_len
+        self.limits = Limits.of(settings, **served_limits(self.model, longest))
 
     def reserve_rest(self) -> None:
         """Reserve addresses for the variants and the KV cache; from here on the needs are known."""

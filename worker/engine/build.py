@@ -46,6 +46,15 @@ def served_context(model: Model, max_model_len: int) -> int:
     return max_model_len or longest
 
 
+def served_limits(model: Model, max_model_len: int) -> dict[str, int]:
+    """Return what `Limits` has of a model that is served up to `max_model_len` (as `served_context`)."""
+    return {
+        "max_model_len": served_context(model, max_model_len),
+        "short_context": model.config.short_context,
+        "short_rope_row": model.config.max_position_embeddings,
+    }
+
+
 def make_cache(pool: PagePool, model: Model, limits: Limits, owner: str, shard: Shard = ALONE) -> KVCache:
     """Make a KV cache without pages, with addresses for all blocks that the pool could give it.
 

@@ -30,6 +30,7 @@ class ModelInput:
     context_lens: Ints  # [S] with them
     blocks: npt.NDArray[np.int32]  # [S, W]; entries behind a context are arbitrary
     logit_rows: Ints  # [R + P] of 0..T-1
+    rope_rows: Ints  # [S] row of position 0 in the rotary tables
 
     @property
     def num_tokens(self) -> int:
@@ -136,6 +137,7 @@ class InputBatch:
                 context_lens=context_lens,
                 blocks=self._blocks[rows, :width],
                 logit_rows=np.concatenate([ends[sampling_at] - 1, *prompt_rows]),
+                rope_rows=self._rope_rows(chunks),
             ),
             sampling=sampling,
             sampling_rows=rows[sampling_at],
@@ -158,12 +160,19 @@ class InputBatch:
                 context_lens=np.array(lengths, np.int64),
                 blocks=self._blocks[rows, : -(-max(lengths) // self.limits.block_tokens)],
                 logit_rows=np.arange(num_seqs),
+                rope_rows=self._rope_rows(chunks),
             ),
             sampling=chunks,
             sampling_rows=rows,
             output_positions=np.array([chunk.seq.num_output for chunk in chunks], np.int64),
             prompt_ranges=[],
         )
+
+    def _rope_rows(self, chunks: list[ScheduledChunk]) -> Ints:
+        if not self.limits.short_context:
+            return np.zeros(len(chunks), np.int64)
+        short = self.limits.short_rope_row
+        return np.array([0 if chunk.seq.is_long else short for chunk in chunks], np.int64)
 
     def _update_blocks(self, seq: Sequence) -> None:
         known = self._num_blocks[seq.row]
@@ -208,13 +217,14 @@ def merge_inputs(inputs: Seq[ModelInput]) -> ModelInput:
         logit_rows=np.concatenate(
             [each.logit_rows + start for each, start in zip(inputs, starts, strict=False)]
         ),
+        rope_rows=np.concatenate([each.rope_rows for each in inputs]),
     )
 
 
 def empty_input() -> ModelInput:
     """Return the input of a step without chunks."""
     none = np.empty(0, np.int64)
-    return ModelInput(none, none, none, np.empty((0, 0), np.int32), none)
+    return ModelInput(none, none, none, np.empty((0, 0), np.int32), none, none)
 
 
 def attention_plan(given: ModelInput, block_tokens: int, device: torch.device) -> AttentionPlan:
@@ -234,7 +244,7 @@ def attention_plan(given: ModelInput, block_tokens: int, device: torch.device) -
         context_lens=to_tensor(given.context_lens.astype(np.int32), device),
         block_table=to_tensor(given.blocks, device),
         slot_mapping=to_tensor(slots + positions % block_tokens, device),
-        positions=to_tensor(positions, device),
+        positions=to_tensor(positions + given.rope_rows[of_token], device),
         max_q_len=max_q_len,
         max_context_len=int(given.context_lens.max(initial=0)),
     )

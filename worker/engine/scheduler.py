@@ -18,6 +18,9 @@ Sarathi-Serve (OSDI '24, decodes first, prefills fill the rest of the token budg
     of the queue, and is recomputed later. The oldest is never preempted, so there is always progress. In a
     group other members may hold the missing blocks: the oldest then waits until they lend them.
 5.  A sequence that would not fit even alone leaves with an error.
+6.  A model with two sets of rotary frequencies (longrope) takes those for the number of a sequence's known
+    tokens. A sequence that outgrows the short ones gives up its blocks, and is recomputed at once with the
+    long ones, as transformers does.
 """
 
 from __future__ import annotations
@@ -99,6 +102,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Append `seq` to the queue."""
         self._needed_at = -1
+        self._choose_rope(seq)
         self.waiting.append(seq)
 
     def remove(self, seq: Sequence) -> None:
@@ -118,6 +122,7 @@ class Scheduler:
         """
         output = SchedulerOutput()
         max_tokens = self.limits.max_num_batched_tokens if max_tokens is None else max_tokens
+        self._restart_outgrown(output)
         self._find_blocks(output)
         self._run_decodes(output, max_tokens if max_decodes is None else min(max_tokens, max_decodes))
         self._run_prefills(output, max_tokens)
@@ -246,7 +251,17 @@ class Scheduler:
         lately = [seq.arrived for seq in takewhile(lambda seq: seq.arrived > now - LATELY_S, newest)]
         return (len(lately) - 1) / max(BURST_S, now - min(lately)) if lately else 0.0
 
-    # ----------------------------------------------------------------------------- the four passes
+    # ----------------------------------------------------------------------------- the five passes
+
+    def _restart_outgrown(self, output: SchedulerOutput) -> None:
+        """Move sequences whose KV turns by frequencies that no longer are theirs to the head of the queue."""
+        if not self.limits.short_context:
+            return
+        for seq in reversed([seq for seq in self.running if not seq.is_long]):
+            if self.limits.is_long(len(seq.token_ids)):
+                self._needed_at = -1
+                self.running.remove(seq)
+                self._return_to_queue(seq, output)
 
     def _find_blocks(self, output: SchedulerOutput) -> None:
         """Give each running sequence the block of its newest token, oldest first, preempting the youngest."""
@@ -312,11 +327,13 @@ class Scheduler:
 
     def _preempt_youngest(self, output: SchedulerOutput) -> None:
         self._needed_at = -1
-        seq = self.running.pop()
+        self._return_to_queue(self.running.pop(), output)
+        self.num_preemptions += 1
+
+    def _return_to_queue(self, seq: Sequence, output: SchedulerOutput) -> None:
         self._free(seq)
         self.waiting.appendleft(seq)
         output.preempted.append(seq)
-        self.num_preemptions += 1
 
     def _free(self, seq: Sequence) -> None:
         holders, left = self._holders, list[int]()
@@ -332,6 +349,13 @@ class Scheduler:
         seq.num_lost_tokens = seq.num_computed_tokens
         seq.block_ids, seq.num_computed_tokens, seq.num_indexed_blocks = [], 0, 0
         seq.precision = "full"
+        self._choose_rope(seq)
+
+    def _choose_rope(self, seq: Sequence) -> None:
+        """Take the frequencies for the known tokens; the sequence has no KV."""
+        is_long = self.limits.is_long(len(seq.token_ids))
+        if is_long != seq.is_long:
+            seq.is_long, seq.block_keys = is_long, []
 
     def _hold(self, seq: Sequence, blocks: list[int]) -> None:
         seq.block_ids += blocks

@@ -15,7 +15,8 @@ class Limits:
     """Limits of one instance: tokens and sequences in one step, and the length of a sequence.
 
     prefix_cache: whether sequences share the full KV blocks of equal beginnings. kv_dtype: what the KV cache
-    is held in.
+    is held in. short_context: the most tokens of a sequence that turns by the rows of the rotary tables from
+    `short_rope_row` on, not by those from 0 on (longrope); 0: all turn by the same.
     """
 
     max_num_seqs: int
@@ -24,6 +25,8 @@ class Limits:
     block_tokens: int
     prefix_cache: bool = False
     kv_dtype: KVPrecision = "full"
+    short_context: int = 0
+    short_rope_row: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_tokens"):
@@ -31,10 +34,22 @@ class Limits:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
     @classmethod
-    def of(cls, settings: object, *, max_model_len: int) -> Self:
-        """Return the limits that `settings` has under the same names."""
-        names = (one.name for one in fields(cls) if one.name != "max_model_len")
-        return cls(max_model_len=max_model_len, **{name: getattr(settings, name) for name in names})
+    def of(
+        cls, settings: object, *, max_model_len: int, short_context: int = 0, short_rope_row: int = 0
+    ) -> Self:
+        """Return the limits that `settings` has under the same names, and these of the model."""
+        of_model = ("max_model_len", "short_context", "short_rope_row")
+        names = (one.name for one in fields(cls) if one.name not in of_model)
+        return cls(
+            max_model_len=max_model_len,
+            short_context=short_context,
+            short_rope_row=short_rope_row,
+            **{name: getattr(settings, name) for name in names},
+        )
+
+    def is_long(self, num_tokens: int) -> bool:
+        """Return True for a sequence of so many tokens that turns by the long frequencies of two."""
+        return 0 < self.short_context < num_tokens
 
 
 class Sequence:
@@ -56,6 +71,7 @@ class Sequence:
         "block_ids",
         "block_keys",
         "generation",
+        "is_long",
         "last_token_at",
         "num_computed_tokens",
         "num_indexed_blocks",
@@ -78,6 +94,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
         self.block_keys: list[bytes] = []  # keys of the first full blocks, as far as needed
+        self.is_long = False  # its KV turns by the long frequencies of two (`Limits.is_long`)
         self.num_indexed_blocks = 0
         self.num_lost_tokens = 0  # tokens computed before it gave up its blocks; 0 while it runs
         self.num_unreported_cached = 0  # cached prompt tokens that no delta has reported yet
@@ -113,7 +130,8 @@ class Sequence:
         keys, tokens = self.block_keys, self.token_ids
         while len(keys) < num_blocks:
             begin = len(keys) * block_tokens
-            key = keys[-1] if keys else first_key(self.request.cache_salt)
+            salt = self.request.cache_salt
+            key = keys[-1] if keys else first_key(f"{salt}\0long" if self.is_long else salt)
             keys.append(next_key(key, tokens[begin : begin + block_tokens]))
         return keys[:num_blocks]
 

@@ -133,11 +133,14 @@ class ModelConfig:
         """The matrices that read the FFN's input."""
         return 2 if self.ffn == "gated" else 1
 
-    def up_to(self, context: int) -> ModelConfig:
-        """Return the config for sequences of at most `context` tokens; 0, or more than it has: this one.
+    @property
+    def short_context(self) -> int:
+        """The most tokens of a sequence that turns by the short frequencies of two (longrope); 0: of one."""
+        short = self.rope.short_context
+        return short if self.max_position_embeddings > short else 0
 
-        A scaling that depends on the length (longrope) is then the one for that length.
-        """
+    def up_to(self, context: int) -> ModelConfig:
+        """Return the config for sequences of at most `context` tokens; 0, or more than it has: this one."""
         if not 0 < context < self.max_position_embeddings:
             return self
         return replace(self, max_position_embeddings=context)
@@ -389,8 +392,8 @@ SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 class Rope:
     """Rotary position embeddings: dimension i turns by p * inv_freq[i] at position p.
 
-    Cosines and sines are multiplied by `factor`. longrope has other frequencies for contexts of more than
-    `short_context` tokens.
+    Cosines and sines are multiplied by `factor`. longrope has other frequencies for sequences of more than
+    `short_context` tokens (LongRoPE, Ding et al. 2024, as Phi-3 uses it).
     """
 
     scaling: str
@@ -404,14 +407,20 @@ class Rope:
     def dim(self) -> int:
         return 2 * len(self.inv_freq)
 
-    def table(self, max_positions: int, device: torch.device) -> torch.Tensor:
-        """Return float32 [max_positions, R]: cosines in the first half, sines in the second."""
-        is_long = self.long_inv_freq and max_positions > self.short_context
-        frequencies = self.long_inv_freq if is_long else self.inv_freq
-        inv_freq = torch.tensor(frequencies, dtype=torch.float32, device=device)
-        positions = torch.arange(max_positions, dtype=torch.float32, device=device)
-        angles = torch.outer(positions, inv_freq)
-        return torch.cat([angles.cos(), angles.sin()], dim=-1).mul_(self.factor)
+    def table(self, max_positions: int, short_context: int, device: torch.device) -> torch.Tensor:
+        """Return float32 [max_positions + short_context, R]: cosines in the first half, sines in the second.
+
+        The first rows are those of sequences of any length, or with a short_context of longer ones; those of
+        sequences up to it follow (`ModelConfig.short_context`).
+        """
+        any_length = self.long_inv_freq if short_context and self.long_inv_freq else self.inv_freq
+        angles = []
+        for frequencies, rows in ((any_length, max_positions), (self.inv_freq, short_context)):
+            inv_freq = torch.tensor(frequencies, dtype=torch.float32, device=device)
+            positions = torch.arange(rows, dtype=torch.float32, device=device)
+            angles.append(torch.outer(positions, inv_freq))
+        whole = torch.cat(angles)
+        return torch.cat([whole.cos(), whole.sin()], dim=-1).mul_(self.factor)
 
 
 def read_ropes(hf: Any, head_dim: int, family: Family) -> tuple[Rope, Rope | None]:

@@ -88,7 +88,8 @@ class Transformer:
         self._embedding_scale, self._softcap = config.embedding_scale, config.logit_softcap
         self._recorded = RecordedSteps()
         ropes = [rope for rope in (config.rope, config.local_rope) if rope]
-        self.cos_sin = [rope.table(config.max_position_embeddings, device) for rope in ropes]
+        sizes = config.max_position_embeddings, config.short_context
+        self.cos_sin = [rope.table(*sizes, device) for rope in ropes]
 
     def forward(
         self,

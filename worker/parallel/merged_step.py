@@ -92,6 +92,7 @@ class Canary:
             context_lens=np.array([TOKENS]),
             blocks=np.array([self._blocks], np.int32),
             logit_rows=np.array([TOKENS - 1]),
+            rope_rows=np.zeros(1, np.int64),
         )
 
     def close(self) -> None:

@@ -18,7 +18,8 @@ from bench.common.loading import load_model
 from bench.common.oracles import FAMILIES, RoundedCache, make_oracle
 from tests.support.engine_toys import Client, expect_no_growth, request, run
 from tests.support.paths import DEMO_MODEL
-from worker.engine.build import canary_steps, make_cache, make_pool
+from tests.worker.model.test_oracle import LONGROPE
+from worker.engine.build import canary_steps, make_cache, make_pool, served_limits
 from worker.engine.core import EngineCore
 from worker.engine.engine import Engine
 from worker.engine.sequence import Limits
@@ -53,9 +54,9 @@ class Case:
         self.model: Model = load_model(folder, self.pool, dtype=torch.float32, max_tp=2)
         self.limits = Limits(
             **{
+                **served_limits(self.model, 256),
                 "max_num_seqs": 8,
                 "max_num_batched_tokens": 32,
-                "max_model_len": 256,
                 "block_tokens": 4,
                 **limits,
             }
@@ -100,6 +101,46 @@ def generate(oracle: Any, prompt: list[int], n: int, **options: Any) -> list[int
         **options,
     )[0].tolist()
     return output[len(prompt) :]
+
+
+def greedy_by_length(oracle: Any, prompt: list[int], n: int) -> list[int]:
+    """Return n tokens, each computed from all tokens before it, without a cache."""
+    tokens, oracle = list(prompt), oracle.to(DEVICE)
+    with torch.no_grad():
+        for _ in range(n):
+            logits = oracle(torch.tensor([tokens], device=DEVICE), use_cache=False).logits
+            tokens.append(int(logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_longrope_goes_by_the_length_of_each_sequence(tmp_path: Path, prefix_cache: bool) -> None:
+    """One that outgrows the short frequencies is computed again: its keys are those of the long ones."""
+    oracle = make_oracle(
+        "phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64, sliding_window=None
+    )
+    oracle.save_pretrained(tmp_path)
+    text = torch.randint(0, VOCAB, (90,), generator=torch.Generator().manual_seed(4)).tolist()
+    lengths = (55, 90, 30, 64, 65, 80)
+    expected = {str(n): greedy_by_length(oracle, text[:n], NUM_NEW) for n in lengths}
+    assert expected["64"] == generate(oracle, text[:64], NUM_NEW)  # transformers restarts there, too
+    case = Case(tmp_path, prefix_cache=prefix_cache)
+    if not prefix_cache:
+        for n in lengths:
+            case.engine.submit("m@w0", request(str(n), text[:n], NUM_NEW))
+        assert run(case.engine, Client()).tokens == expected
+        assert case.instance.scheduler.num_recomputed == 2 * 64  # of those that begin with 55 and 64
+    else:
+        client = Client()
+        for n in lengths:
+            case.engine.submit("m@w0", request(str(n), text[:n], NUM_NEW))
+            run(case.engine, client)
+        assert client.tokens == expected
+        # In blocks of four. 55 has left its beginning twice: 90 finds the long one, 30 and 64 the short one.
+        assert case.instance.scheduler.num_prefix_hits == 52 + 28 + 52 + 64 + 76
+    assert case.instance.scheduler.num_preemptions == 0
+    case.instance.check_integrity()
+    case.close()
 
 
 @pytest.fixture

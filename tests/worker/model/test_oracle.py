@@ -150,10 +150,10 @@ LONGROPE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("context", "lengths"), [(256, (150, 65)), (64, (64, 50))])
-def test_longrope_gives_the_same_logits_at_the_context_that_is_served(
+def test_longrope_gives_the_same_logits_to_long_sequences_and_where_only_short_ones_are_served(
     tmp_path: Path, context: int, lengths: tuple[int, ...]
 ) -> None:
-    """transformers goes by the length of each sequence; a server's keys stay, so it goes by its longest."""
+    """Those of short sequences beside long ones are the engine's choice, and tested there."""
     oracle = make_oracle(
         "phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64, sliding_window=None
     )
