@@ -168,12 +168,40 @@ def next_group(bounds, experts, slot, expert):
 
 
 @compiled
-def gather(kind, x, x_row, rows, first, count, inputs, size, wide, wide_row):
-    """Write rows of x, rows[first ...] or those from `first` on, to float32 [count, inputs]; in vectors."""
+def next_part(kind, bounds, experts, items, most, slot, expert):
+    """Take a work item of an expert that has up to `most` pairs; each expert has `items`.
+
+    Return its number among the expert's, -1 if none is left, and the slot and the expert, which the next call
+    begins with. The first one begins with -1 and -1.
+    """
+    item = next_item(kind)
+    while item >= 0:
+        expert, slot = next_group(bounds, experts, item // items - slot, expert), item // items
+        if expert >= experts:
+            return -1, slot, expert
+        if pairs_of(bounds, expert) <= most:
+            return item % items, slot, expert
+        item = next_item(kind)
+    return -1, slot, expert
+
+
+@compiled
+def pairs_of(bounds, expert):
+    return read_i32(bounds + (expert + 1) * 4) - read_i32(bounds + expert * 4)
+
+
+@compiled
+def gather(kind, x, x_row, rows, first, count, columns, size, wide, inputs):
+    """Write rows of x, rows[first ...] or those from `first` on, to float32 [count, inputs]; in vectors.
+
+    The inputs behind the columns of x are zeros.
+    """
     for i in range(count):
         row = read_i32(rows + (first + i) * 4) if rows != 0 else first + i
-        for k in range(0, inputs, LANES):
-            vstore(F32, wide + i * wide_row + k * 4, vload(kind, x + row * x_row + k * size))
+        line = wide + i * inputs * 4
+        for k in range(0, columns, LANES):
+            vstore(F32, line + k * 4, vload(kind, x + row * x_row + k * size))
+        clear(line + columns * 4, inputs - columns)
 
 
 def _group(kind):
@@ -189,34 +217,28 @@ def _group(kind):
         tokens, bias, bias_step, bias_expert
     ) = words(kind, GROUPS)  # fmt: skip
     items = (outputs + step - 1) // step  # of an expert
-    item = next_item(kind)
-    if item < 0:
+    part, slot, expert = next_part(kind, bounds, experts, items, most, -1, -1)
+    if part < 0:
         return
     buffer, wide = aligned(min(most, tokens) * inputs)
-    slot = expert = gathered = -1
-    while item >= 0:
-        expert, slot = next_group(bounds, experts, item // items - slot, expert), item // items
-        if expert >= experts:
-            break
-        place = read_i32(bounds + expert * 4)
-        count = read_i32(bounds + (expert + 1) * 4) - place
-        if count <= most:
-            if gathered != expert:
-                gather(kind, x, x_row, rows, place, count, inputs, size, wide, inputs * 4)
-                gathered = expert
-            first = item % items * step
-            n, end = first, min(outputs, first + step)
-            follows = count > 1 and w_row == inputs * size
-            while n < end:
-                a, c = w + expert * w_expert + n * w_row, out + place * out_row + n * size
-                b = bias + expert * bias_expert + n * bias_step
-                if follows and end - n >= ROWS:
-                    four_rows(kind, F32, count, inputs, a, w_row, wide, inputs * 4, b, bias_step, c, out_row)
-                    n += ROWS
-                else:
-                    one_row(kind, F32, count, inputs, a, w_row, wide, inputs * 4, b, bias_step, c, out_row)
-                    n += 1
-        item = next_item(kind)
+    gathered = -1
+    while part >= 0:
+        place, count = read_i32(bounds + expert * 4), pairs_of(bounds, expert)
+        if gathered != expert:
+            gather(kind, x, x_row, rows, place, count, inputs, size, wide, inputs)
+            gathered = expert
+        n, end = part * step, min(outputs, (part + 1) * step)
+        follows = count > 1 and w_row == inputs * size
+        while n < end:
+            a, c = w + expert * w_expert + n * w_row, out + place * out_row + n * size
+            b = bias + expert * bias_expert + n * bias_step
+            if follows and end - n >= ROWS:
+                four_rows(kind, F32, count, inputs, a, w_row, wide, inputs * 4, b, bias_step, c, out_row)
+                n += ROWS
+            else:
+                one_row(kind, F32, count, inputs, a, w_row, wide, inputs * 4, b, bias_step, c, out_row)
+                n += 1
+        part, slot, expert = next_part(kind, bounds, experts, items, most, slot, expert)
     buffer[0] = 0  # keeps the buffer alive to here
 
 
@@ -287,34 +309,25 @@ def _group_quantized(kind):
     w = Weight(*found[:WORDS])
     x, x_row, rows, bounds, experts, out, out_row, columns, step, size, most, tokens = found[WORDS:]
     items = (w.rows - DECODED_ROWS) // step + 1  # of an expert
-    item = next_item(kind)
-    if item < 0:
+    part, slot, expert = next_part(kind, bounds, experts, items, most, -1, -1)
+    if part < 0:
         return
     inputs = w.tiles * TILE
     line = inputs * 4
     buffer, wide = aligned(min(most, tokens) * inputs + DECODED_ROWS * levels_row(w) // 4)
     levels = wide + min(most, tokens) * line
-    slot = expert = gathered = -1
-    while item >= 0:
-        expert, slot = next_group(bounds, experts, item // items - slot, expert), item // items
-        if expert >= experts:
-            break
-        place = read_i32(bounds + expert * 4)
-        count = read_i32(bounds + (expert + 1) * 4) - place
-        if count <= most:
-            if gathered != expert:
-                gather(kind, x, x_row, rows, place, count, columns, size, wide, line)
-                for i in range(count):
-                    clear(wide + i * line + columns * 4, inputs - columns)
-                gathered = expert
-            part = item % items
-            end = w.rows if part == items - 1 else (part + 1) * step
-            for begin in range(part * step, end, DECODED_ROWS):
-                row = min(begin, w.rows - DECODED_ROWS)  # the last rows overlap those before
-                dots_of_rows(
-                    w, expert, row, levels, wide, line, count, out + place * out_row + row * 4, out_row
-                )
-        item = next_item(kind)
+    gathered = -1
+    while part >= 0:
+        place, count = read_i32(bounds + expert * 4), pairs_of(bounds, expert)
+        if gathered != expert:
+            gather(kind, x, x_row, rows, place, count, columns, size, wide, inputs)
+            gathered = expert
+        end = w.rows if part == items - 1 else (part + 1) * step
+        for begin in range(part * step, end, DECODED_ROWS):
+            row = min(begin, w.rows - DECODED_ROWS)  # the last rows overlap those before
+            c = out + place * out_row + row * 4
+            dots_of_rows(w, expert, row, levels, wide, line, count, c, out_row)
+        part, slot, expert = next_part(kind, bounds, experts, items, most, slot, expert)
     buffer[0] = 0  # keeps the buffer alive to here
 
 
