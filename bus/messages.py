@@ -220,11 +220,11 @@ class MetricEntry:
 
 
 def _gauge(name: str, text: str, **more: bool) -> Any:
-    return field(metadata={"metric": MetricEntry(name, text, **more)})
+    return field(default=0, metadata={"metric": MetricEntry(name, text, **more)})
 
 
 def _counter(name: str, text: str, **more: bool) -> Any:
-    return field(default=0, metadata={"metric": MetricEntry(name, text, is_counter=True, **more)})
+    return _gauge(name, text, is_counter=True, **more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
