@@ -36,6 +36,7 @@ __all__ = [
     "route",
     "silu_mul",
     "stacked_linear",
+    "stacked_linear_t",
     "steady_linear",
     "store_kv",
     "take_columns",
@@ -149,6 +150,18 @@ def stacked_linear(x: Tensor, weights: Tensor) -> Tensor:
 def linear_t(x: Tensor, weight: Tensor) -> Tensor:
     """Return x [T, K] times weight [K, N], which is stored with its inputs outermost: [T, N]."""
     return torch.matmul(x, weight)
+
+
+@kernel(lambda s: s.products_of_parts(2, TILE, s.hidden_size), cpu="kernels.cpu.products")
+def stacked_linear_t(x: Tensor, weights: Tensor) -> Tensor:
+    """Return x [T, M, K] times weights [M, K, N], summed over M: [T, N]; `linear_t` of one matrix in parts.
+
+    The matrices may have other data between them. Short floats are rounded after each.
+    """
+    out = torch.matmul(x[:, 0], weights[0])
+    for part, weight in zip(x.unbind(1)[1:], weights[1:], strict=True):
+        out.addmm_(part, weight)
+    return out
 
 
 @kernel(lambda s: s.quantized(), cpu="kernels.cpu.quantized", cuda="kernels.gpu.quantized")

@@ -96,6 +96,11 @@ class Sizes:
         for tokens in (None, 1):
             yield self.x[:tokens], self.tensor(*shape)
 
+    def products_of_parts(self, parts: int, inputs: int, outputs: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield inputs [T, parts, inputs] and weights [parts, inputs, outputs], as `products` does."""
+        for tokens in (self.chunk + 1, 1):
+            yield self.tensor(tokens, parts, inputs), self.tensor(parts, inputs, outputs)
+
     @property
     def routing(self) -> Routing:
         """Two of four experts for each token."""

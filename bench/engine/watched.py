@@ -41,6 +41,7 @@ PARTS_OF_CALLS: Final = {
     "linear": "products",
     "linear_t": "products",
     "stacked_linear": "products",
+    "stacked_linear_t": "products",
     "steady_linear": "products",
     "quantized_linear": "products",
     "paged_attention": "attention",

@@ -443,6 +443,23 @@ def check_stacked_products(backend: str, device: str, dtype: torch.dtype) -> Non
             assert_close(kernels.stacked_linear(x, weights), expected)
 
 
+def check_stacked_products_t(backend: str, device: str, dtype: torch.dtype) -> None:
+    for tokens, inputs, outputs in itertools.product((1, 2, 16, 64, 100), (33, 150), (16, 48, 192)):
+        x, stored = _randn(tokens, 3, inputs + 9, dtype=dtype), _randn(3, inputs + 7, outputs, dtype=dtype)
+        x[..., inputs:], stored[:, inputs:] = torch.nan, torch.nan  # the part in between is not read
+        some, weights = x[..., :inputs], stored[:, :inputs]
+        expected = torch.einsum("tmk,mkn->tn", some.double(), weights.double())
+        by_part = some.transpose(0, 1).contiguous().to(device).transpose(0, 1)
+        weights = stored.to(device)[:, :inputs]
+        with kernels.use_backend(backend):
+            assert_close(kernels.stacked_linear_t(x.to(device)[..., :inputs], weights), expected)
+            assert_close(kernels.stacked_linear_t(by_part, weights), expected)
+            if backend == "cpu" and 1 < tokens <= 16:  # a token gets the very bits that it gets alone
+                together = kernels.stacked_linear_t(by_part, weights)
+                alone = [kernels.stacked_linear_t(by_part[t : t + 1], weights) for t in range(tokens)]
+                assert torch.equal(together, torch.cat(alone)), f"{tokens} tokens"
+
+
 def check_routing(backend: str, device: str, dtype: torch.dtype) -> None:
     for tokens, experts, top_k in ((1, 8, 2), (5, 128, 8), (40, 6, 6), (3, 1, 1)):
         stored = 3 * _randn(tokens, experts + 3, dtype=dtype)
@@ -497,6 +514,7 @@ ROW_CHECKS = (
     check_products,
     check_products_of_one_row,
     check_stacked_products,
+    check_stacked_products_t,
     check_routing,
     check_mixtures,
 )

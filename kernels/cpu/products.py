@@ -33,7 +33,7 @@ MOST_LANES = 64  # tokens at once with weights [N, K]: four vectors
 PANEL = 4 * LANES  # outputs of one work item with weights [K, N]
 MOST_TOKENS = 96  # of such an item
 DEPTH = 128  # inputs at a time: with the panel they stay in the first-level cache
-LAYOUT = "q" * 10  # of the words of either kernel
+LAYOUT, LAYOUT_T = "q" * 10, "q" * 13  # of the words of the kernels
 
 
 @compiled
@@ -139,12 +139,14 @@ def _panel(vectors, tokens, depth, x, x_row, w, w_row, out, out_row):
 
 
 def _multiply_t(kind):
-    """Multiply x by one matrix [K, N].
+    """Multiply parts of x by one or more matrices [K, N], and add up the products.
 
-    Words: x and its row stride, w and its row stride, out and its row stride, tokens, tokens of an item,
-    inputs, outputs.
+    Words: x, its row stride and that of its parts; w, its row stride and that of its matrices; out and its
+    row stride, tokens, tokens of an item, matrices, inputs of a matrix, outputs.
     """
-    x, x_row, w, w_row, out, out_row, tokens, block, inputs, outputs = words(kind, LAYOUT)
+    (
+        x, x_row, x_part, w, w_row, w_matrix, out, out_row, tokens, block, matrices, inputs, outputs
+    ) = words(kind, LAYOUT_T)  # fmt: skip
     panels = (outputs + PANEL - 1) // PANEL
     item = next_item(kind)
     while item >= 0:
@@ -153,14 +155,16 @@ def _multiply_t(kind):
         c = out + first * out_row + n * 4
         for t in range(present):
             clear(c + t * out_row, width)
-        for k in range(0, inputs, DEPTH):
-            a, b = x + first * x_row + k * 4, w + k * w_row + n * 4
-            _panel(width // LANES, present, min(DEPTH, inputs - k), a, x_row, b, w_row, c, out_row)
+        for matrix in range(matrices):
+            for k in range(0, inputs, DEPTH):
+                a = x + first * x_row + matrix * x_part + k * 4
+                b = w + matrix * w_matrix + k * w_row + n * 4
+                _panel(width // LANES, present, min(DEPTH, inputs - k), a, x_row, b, w_row, c, out_row)
         item = next_item(kind)
 
 
 MULTIPLY = Kernel(_multiply, LAYOUT)
-MULTIPLY_T = Kernel(_multiply_t, LAYOUT)
+MULTIPLY_T = Kernel(_multiply_t, LAYOUT_T)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -196,12 +200,19 @@ def linear_t(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return multiply(_pick("linear_t", x, weight), "linear_t", x, weight)
 
 
+def stacked_linear_t(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    name = _pick("linear_t", x, weights)
+    if name == "torch":
+        return calls.stacked_linear_t.reference(x, weights)
+    return few_t(x, weights) if name == "few" else _product_t(x, weights)
+
+
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in KINDS}
 
 
 def _pick(form: Form, x: torch.Tensor, weight: torch.Tensor) -> KernelName:
     """Return the kernel for this call: that of the table, if it can run here."""
-    *_, outputs, inputs = weight.shape if form == "linear" else weight.shape[::-1]
+    outputs, inputs = weight.shape[-2:] if form == "linear" else weight.shape[:-3:-1]
     name = TABLE.pick(form, _DTYPES.get(x.dtype, ""), outputs, inputs, x.shape[0])
     return name if can_run(name, form, x, weight) else "torch"
 
@@ -218,17 +229,17 @@ def multiply(name: KernelName, form: Form, x: torch.Tensor, weight: torch.Tensor
     if name == "torch":
         return (calls.linear if form == "linear" else calls.linear_t).reference(x, weight)
     if form == "linear_t":
-        return few_t(x, weight) if name == "few" else _product_t(x, weight)
+        return few_t(x[:, None], weight[None]) if name == "few" else _product_t(x[:, None], weight[None])
     if name == "lanes":
         return _product(x, weight[None])[:, 0]
     return few(x, weight[None], by_row=name == "row", by_pairs=name == "pairs")[:, 0]
 
 
 def _has_lanes(form: Form, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    outputs, inputs = weight.shape[-2:] if form == "linear" else weight.t().shape
+    outputs, inputs = weight.shape[-2:] if form == "linear" else weight.shape[:-3:-1]
     if outputs % LANES or (form == "linear" and inputs % LANES):
         return False
-    is_dense: bool = x.dtype == weight.dtype == torch.float32 and x.stride(1) == weight.stride(-1) == 1
+    is_dense: bool = x.dtype == weight.dtype == torch.float32 and x.stride(-1) == weight.stride(-1) == 1
     return is_dense
 
 
@@ -250,16 +261,17 @@ def _product(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _product_t(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply x [T, K] by weight [K, N]: [T, N]."""
-    tokens, (inputs, outputs) = x.shape[0], weight.shape
+def _product_t(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Multiply x [T, M, K] by weights [M, K, N], and add up the products of all M: [T, N]."""
+    tokens, (matrices, inputs, outputs) = x.shape[0], weights.shape
     out = torch.empty(tokens, outputs)
     block = _even(tokens, MOST_TOKENS, 1)
     MULTIPLY_T(
         x.dtype,
         -(-tokens // block) * -(-outputs // PANEL),
-        *(x.data_ptr(), x.stride(0) * 4, weight.data_ptr(), weight.stride(0) * 4),
-        *(out.data_ptr(), outputs * 4, tokens, block, inputs, outputs),
+        *(x.data_ptr(), x.stride(0) * 4, x.stride(1) * 4),
+        *(weights.data_ptr(), weights.stride(1) * 4, weights.stride(0) * 4),
+        *(out.data_ptr(), outputs * 4, tokens, block, matrices, inputs, outputs),
     )
     return out
 

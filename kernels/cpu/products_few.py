@@ -31,7 +31,7 @@ LEAST_BYTES = 32768  # weights of such an item
 RUN = 128  # inputs of an item with weights [K, N], at least
 RUNS = 64  # items with weights [K, N], at most: each adds a row of sums for each token
 REDUCED = 512  # outputs of an item of the second kernel
-DOTS, SUMS, REDUCTION = "q" * 15, "q" * 10, "q" * 8  # layouts of words
+DOTS, SUMS, REDUCTION = "q" * 15, "q" * 12, "q" * 8  # layouts of words
 
 
 @compiled
@@ -170,21 +170,25 @@ def _four_inputs(kind, tokens, outputs, w, w_row, x, x_row, sums):
 
 
 def _add_up(kind):
-    """Multiply runs of inputs with weights [K, N]; the sums of each run are kept apart.
+    """Multiply runs of inputs with one or more matrices [K, N]; the sums of each run are kept apart.
 
-    Words: x and its row stride, w and its row stride, sums, tokens, inputs, outputs, inputs of a run, bytes
-    of an element.
+    Words: x, its row stride and that of its parts; w, its row stride and that of its matrices; sums, tokens,
+    inputs of a matrix, outputs, inputs of a run, bytes of an element.
     """
-    x, x_row, w, w_row, sums, tokens, inputs, outputs, run, size = words(kind, SUMS)
+    x, x_row, x_part, w, w_row, w_matrix, sums, tokens, inputs, outputs, run, size = words(kind, SUMS)
+    runs = (inputs + run - 1) // run  # of a matrix
     follows = tokens > 1 and w_row == outputs * size
     item = next_item(kind)
     while item >= 0:
-        k, end = item * run, min(inputs, item * run + run)
+        matrix = item // runs
+        k = (item - matrix * runs) * run
+        end = min(inputs, k + run)
+        part, rows = x + matrix * x_part, w + matrix * w_matrix
         place = sums + item * tokens * outputs * 4
-        _first_input(kind, tokens, outputs, w + k * w_row, w_row, x + k * size, x_row, place)
+        _first_input(kind, tokens, outputs, rows + k * w_row, w_row, part + k * size, x_row, place)
         k += 1
         while k < end:
-            a, b = w + k * w_row, x + k * size
+            a, b = rows + k * w_row, part + k * size
             if follows and end - k >= ROWS:
                 _four_inputs(kind, tokens, outputs, a, w_row, b, x_row, place)
                 k += ROWS
@@ -221,13 +225,13 @@ NO_BIAS = np.zeros(1, F32)  # zero in every dtype
 
 
 def can_multiply(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return True if the kernels here can multiply x [T, K] by weights [..., N, K] or [K, N]."""
+    """Return True if the kernels here can multiply x [T, ..., K] by weights [..., N, K] or [..., K, N]."""
     return (
         x.shape[0] <= MOST_FEW
         and not weight.shape[-1] % LANES
         and x.dtype is weight.dtype
         and x.dtype in KINDS
-        and x.stride(1) == 1
+        and x.stride(-1) == 1
         and weight.stride(-1) == 1
     )
 
@@ -264,17 +268,18 @@ def few(
     return out
 
 
-def few_t(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply x [T, K] by weight [K, N]: [T, N]."""
-    tokens, (inputs, outputs), size = x.shape[0], weight.shape, x.element_size()
-    run = max(RUN, -(-inputs // (RUNS * ROWS)) * ROWS)
-    runs = -(-inputs // run)
+def few_t(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Multiply x [T, M, K] by weights [M, K, N], and add up the products of all M: [T, N]."""
+    tokens, (matrices, inputs, outputs), size = x.shape[0], weights.shape, x.element_size()
+    run = max(RUN, -(-matrices * inputs // (RUNS * ROWS)) * ROWS)
+    runs = matrices * -(-inputs // run)
     out, sums = torch.empty(tokens, outputs, dtype=x.dtype), torch.empty(runs, tokens, outputs)
     ADD_UP(
         x.dtype,
         runs,
-        *(x.data_ptr(), x.stride(0) * size, weight.data_ptr(), weight.stride(0) * size, sums.data_ptr()),
-        *(tokens, inputs, outputs, run, size),
+        *(x.data_ptr(), x.stride(0) * size, x.stride(1) * size),
+        *(weights.data_ptr(), weights.stride(1) * size, weights.stride(0) * size),
+        *(sums.data_ptr(), tokens, inputs, outputs, run, size),
     )
     REDUCE(
         x.dtype,
