@@ -88,9 +88,9 @@ def _load_weights(
             loaded.memory.map(0, loaded.memory.num_pages)  # padding needs no filling: a new page is zeros
             view_mapped(loaded, part)
             for tensor in part.sources:
-                target = tensor.target(loaded.tensors)
-                source.fill(target, tensor)
-                done += target.numel() * target.itemsize
+                targets = tensor.targets(loaded.tensors)
+                source.fill(targets, tensor)
+                done += sum(target.numel() * target.itemsize for target in targets)
                 if progress:
                     progress(done, plan.weight_bytes)
     except BaseException:

@@ -107,7 +107,7 @@ class LocalStage:
             memory.map(0, memory.num_pages)
             tensors = tensors_of(memory, self._plan.quantized[part, precision])
             full = weights.attention if part == "attention" else weights.feed_forward
-            write_half(tensors, self._plan.matrices[precision], index, full.tensors)
+            write_half(self._plan.config, tensors, self._plan.matrices[precision], index, full.tensors)
         attention, feed_forward = (self._ranges.half((index, part, precision), Shard()) for part in PARTS)
         assert isinstance(attention, Attention) and isinstance(feed_forward, FeedForward)
         return Layer(attention, feed_forward, Shard())

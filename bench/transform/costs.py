@@ -9,7 +9,7 @@ KV         TP1 to TP4 at 90 % use: in place, against migrating and trimming. Bar
            2.5 times less time, never more memory than a stage may take
 weights    unmapping padded shards, against copying the rows that stay to the front and unmapping the rest
 rows       of a layer's FFN, TP4 to TP1: from peers, from host images, from the checkpoint; which is chosen
-padding    FFN time with it, against without. Bar: under 1 % longer at TP1
+padding    FFN time with it, against without. Bar: under 1 % longer at any degree
 whole      weights and KV of all layers, against stopping and going through shared host memory. Bars: at least
            30 times cheaper for the step that pays most (one layer a step, or the stop), and in all
 steps      of 4 engines that decode, while 1 to all layers change in a step

@@ -5,9 +5,10 @@ unmapped. Partial swap: gate, up and down lie one after the other without paddin
 its neighbours; the rows that stay are copied to the front and the pages after them unmapped. Both end with
 the layer's products set to the rows that stayed. No other rank is needed for either.
 
-The cost of padding for the products is measured too: the FFN over padded storage and without take turns, both
-in the same memory, since of two equal allocations one was up to 40 % faster than the other. Times are CPU
-seconds of the process with one thread, which other programs do not lengthen.
+The cost of padding for the products is measured too, at every degree: the FFN over units with gaps between
+them and over whole matrices of as many rows take turns, both in the same memory, since of two equal
+allocations one was up to 40 % faster than the other. Times are CPU seconds of the process with one thread,
+which other programs do not lengthen.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from worker.memory import CpuBackend, PagePool
 from worker.model import Model
 from worker.model.config import ModelConfig
 from worker.model.layer import build_feed_forward
-from worker.model.layout import RangePlan, pad_ffn
+from worker.model.layout import RangePlan, plan_model
 from worker.model.shard import Shard
+from worker.model.weights import tensors_in
 from worker.morph.reshard import Resharder, make_resharder
 from worker.morph.variants import NoVariants
 
@@ -90,7 +92,7 @@ def _swap_partially(pool: PagePool, model: Model, layer: int, shard: Shard) -> T
         kept[matrix].copy_(whole[matrix, shard.part(intermediate, "rows")])
     held = pool.pages_for(kept.nbytes)
     space.unmap(held, space.num_pages - held)
-    build_feed_forward(config, {"gate_up": kept[:2], "down": kept[2]})
+    build_feed_forward(config, {"gate_up": kept[None, :2], "down": kept[2:]})
     took = Took(time.process_time() - began, space.num_pages - held)
     space.release()
     return took
@@ -101,7 +103,7 @@ def _swap_partially(pool: PagePool, model: Model, layer: int, shard: Shard) -> T
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A layer's FFN, laid out for pages of `page_bytes` and degrees up to 4."""
+    """A layer's FFN, laid out for pages of `page_bytes` and degrees up to 8."""
 
     name: str
     hidden: int
@@ -112,30 +114,30 @@ class Case:
     seconds: dict[str, list[float]]
 
 
-# Layers of the papers' models that need padding, a quarter as wide and high, with pages of a quarter as many
-# rows: the same shares of padding. And the benchmark's own model on this device.
+# Layers of the papers' models that need padding, a quarter as wide and with half the pages: as many rows to a
+# page in float32 as theirs in bfloat16. And the benchmark's own model on this device.
 SHAPES = (
     ("100M, pages of 64 KiB", 768, 2432, 64 << 10),
-    ("Llama-2-7B / 4, pages of 256 KiB", 1024, 2752, 256 << 10),
-    ("Qwen2.5-32B / 4, pages of 256 KiB", 1280, 6912, 256 << 10),
+    ("Llama-2-7B / 4, pages of 1 MiB", 1024, 11008, 1 << 20),
+    ("Qwen2.5-32B / 4, pages of 1 MiB", 1280, 27648, 1 << 20),
 )
-TOKENS = (1, 64)
+TOKENS = (1, 16, 64)
+PADDED_DEGREES = (1, 2, 4, 8)
 
 
 def measure_products(rounds: int) -> Iterator[Case]:
-    """Yield the times with padding and without, at TP1 and on one rank of TP4."""
+    """Yield the times with padding and without, on one rank of each degree."""
     for name, hidden, intermediate, page_bytes in SHAPES:
         config = _config(hidden, intermediate)
-        size = pad_ffn(config, torch.float32, page_bytes, DEGREE)
-        stored, exact = (size.rows, size.row_size), (intermediate, hidden)
-        padding = stored[0] * stored[1] / (exact[0] * exact[1]) - 1
-        plans = {"": _plan(config, *stored), ", no padding": _plan(config, *exact)}
-        memory = torch.randn(plans[""].nbytes // 4) * hidden**-0.5
-        ways = {
-            f"TP{shard.size}{padded}": build_feed_forward(config, _tensors(memory, plan.at(shard)))
-            for shard in (ALONE, Shard(0, DEGREE))
-            for padded, plan in plans.items()
-        }
+        plan = _ffn(config, page_bytes, PADDED_DEGREES[-1])
+        padding = plan.padding_bytes / (plan.nbytes - plan.padding_bytes)
+        memory = (torch.randn(plan.nbytes // 4) * hidden**-0.5).view(torch.uint8)
+        ways = {}
+        for tp in PADDED_DEGREES:
+            part = _config(hidden, intermediate // tp)
+            exact = tensors_in(memory, _ffn(part, page_bytes, 1))
+            ways[f"TP{tp}"] = build_feed_forward(config, tensors_in(memory, plan.at(Shard(0, tp))))
+            ways[f"TP{tp}, no padding"] = build_feed_forward(part, exact)
         for tokens in TOKENS:
             x = torch.randn(tokens, hidden)
             calls = {name: partial(timed, partial(way, x), time.process_time) for name, way in ways.items()}
@@ -144,19 +146,9 @@ def measure_products(rounds: int) -> Iterator[Case]:
             yield Case(name, hidden, intermediate, page_bytes, padding, tokens, seconds)
 
 
-def _plan(config: ModelConfig, rows: int, row_size: int) -> RangePlan:
-    plan = RangePlan("FFN")
-    hidden = config.hidden_size
-    plan.add("gate_up", (2, rows, hidden), torch.float32, row_size=row_size, split=1)
-    plan.add("down", (rows, hidden), torch.float32, row_size=row_size, split=0)
-    return plan
-
-
-def _tensors(memory: torch.Tensor, plan: RangePlan) -> dict[str, torch.Tensor]:
-    return {
-        name: memory.as_strided(param.shape, param.strides, param.offset_bytes // 4)
-        for name, param in plan.params.items()
-    }
+def _ffn(config: ModelConfig, page_bytes: int, max_tp: int) -> RangePlan:
+    _, feed_forward = plan_model(config, torch.float32, page_bytes, max_tp).layers[0]
+    return feed_forward
 
 
 def _config(hidden: int, intermediate: int) -> ModelConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -31,9 +31,12 @@ class NamedWeights:
         pass
 
     def fill(
-        self, target: torch.Tensor, source: CheckpointTensor, pause: Callable[[], object] = lambda: None
+        self,
+        targets: Sequence[torch.Tensor],
+        source: CheckpointTensor,
+        pause: Callable[[], object] = lambda: None,
     ) -> None:
-        stored = self._named[source.tensor]
+        (target,), stored = targets, self._named[source.tensor]
         target.copy_(stored.T if source.is_transposed else stored)
 
 

@@ -37,6 +37,7 @@ from worker.model.linear import (
     ObservedLinear,
     QuantizedLinear,
     StackedLinear,
+    StackedTransposedLinear,
     SteadyLinear,
     TransposedLinear,
     inputs_of,
@@ -144,8 +145,13 @@ class FeedForward:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Run [T, H] to [T, H]."""
-        made = self.gate_up(x).view(x.shape[0] * self._units, self._matrices, self._size)
-        return self.down(self._mix(*made.unbind(1)).view(x.shape[0], self._units * self._size))
+        made, tokens = self.gate_up(x), x.shape[0]
+        if self._units > 1 and not made.is_contiguous():  # tokens lie within units
+            by_unit = made.transpose(0, 1).reshape(self._units * tokens, self._matrices, self._size)
+            mixed = self._mix(*by_unit.unbind(1)).view(self._units, tokens, self._size)
+            return self.down(mixed.transpose(0, 1))
+        made = made.view(tokens * self._units, self._matrices, self._size)
+        return self.down(self._mix(*made.unbind(1)).view(tokens, self._units * self._size))
 
 
 @dataclass(slots=True)
@@ -281,24 +287,32 @@ def _ffn_biases(tensors: Tensors, shard: Shard) -> tuple[torch.Tensor | None, to
     """Return the rank's part of the bias before the activation, and the one behind it for one rank alone."""
     up_bias, down_bias = tensors.get("up_bias"), tensors.get("down_bias")
     if up_bias is not None:
-        up_bias = up_bias[shard.part(up_bias.shape[0], "rows of an FFN")]
+        up_bias = up_bias[shard.part(up_bias.shape[0], "units of an FFN")].flatten()
     return up_bias, down_bias if shard.rank == 0 else None
 
 
 def _dense_feed_forward(
     config: ModelConfig, tensors: Tensors, up_bias: torch.Tensor | None, down_bias: torch.Tensor | None
 ) -> FeedForward:
-    size = min(tensors["down"].shape[0], config.intermediate_size)  # without the padding
-    gate_up, down = tensors["gate_up"][:, :size], tensors["down"][:size]
-    matrices = gate_up.shape[0]
-    both: Linear
-    if matrices == 1:
-        both = DenseLinear(gate_up[0], None if up_bias is None else up_bias[:size])
-    elif gate_up.stride(0) == size * gate_up.stride(1):
-        both = DenseLinear(gate_up.flatten(0, 1))
-    else:
-        both = StackedLinear(gate_up)
-    return FeedForward(both, TransposedLinear(down, down_bias), _mix(config), matrices=matrices, size=size)
+    gate_up, down = tensors["gate_up"], tensors["down"]  # [units, matrices, rows, H], [units, rows, H]
+    units, matrices, size, _ = gate_up.shape
+    if not down.is_contiguous():
+        return FeedForward(
+            StackedLinear(gate_up.flatten(1, 2), up_bias),
+            StackedTransposedLinear(down, down_bias),
+            _mix(config),
+            matrices=matrices,
+            size=size,
+            units=units,
+        )
+    whole = gate_up.transpose(0, 1).flatten(1, 2)  # [matrices, rows of all units, H]
+    return FeedForward(
+        DenseLinear(whole.flatten(0, 1), up_bias) if whole.is_contiguous() else StackedLinear(whole),
+        TransposedLinear(down.flatten(0, 1), down_bias),
+        _mix(config),
+        matrices=matrices,
+        size=units * size,
+    )
 
 
 def _qkv(

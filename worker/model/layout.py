@@ -1,16 +1,19 @@
 """The layout of the weights: pure arithmetic from a config to ranges, parameters and their sources.
 
 A layer has a range for its attention and one for its FFN, each with its own pages, so that each can change
-its precision alone. In the FFN, `gate`, `up` and (transposed) `down` are [intermediate, hidden]: one
-rank's shard of any degree is a run of whole rows in each. The intermediate dimension is padded so that
-every such run ends on a page: going to a higher degree is then unmapping, never copying (Gyges, weight
-padding). Zero rows change nothing: silu(0) * 0 = 0. Where a row shares few factors with a page, that takes
-many rows (Qwen2 7B in bfloat16: 30 %), and lengthening every row a little costs less (17 %).
+its precision alone. In the FFN, `gate`, `up` and (transposed) `down` are [intermediate, hidden], and their
+rows are divided evenly into units, the shards of the largest degree (`worker.model.row_units`). One rank's
+shard of any degree is a run of units, and each unit ends on a page: going to a higher degree is then
+unmapping, never copying (Gyges, weight padding). A unit's three parts lie together, so that padding is less
+than a page to a unit, and no product reads it. If the rows that each unit has of a matrix fill pages anyway,
+matrices lie whole instead, and a rank multiplies by one piece of each.
 
 ::
 
     attention range   qkv [Hq*D + 2*Hkv*D, hidden] | qkv_bias | o [hidden, Hq*D] | o_bias | sinks | norms
-    FFN range         gate [padded, hidden] | up [padded, hidden] | down [padded, hidden] | biases
+    FFN range         unit 0 | unit 1 | ... | biases        each unit padded to whole pages
+    unit              gate [rows, hidden] | up [rows, hidden] | down [rows, hidden]
+    FFN range, whole  gate [intermediate, hidden] | up [intermediate, hidden] | down | biases
     embedding range   embedding [vocab, hidden]
     head range        norm [hidden] | head [vocab, hidden], unless it is tied to the embedding | head_bias
 
@@ -50,6 +53,7 @@ import torch
 
 from kernels.routing import shared_units
 from worker.model.config import Mixture, ModelConfig
+from worker.model.row_units import RowUnits, full_units
 from worker.model.shard import Shard
 
 # Alignment of a parameter in its range, for whole cache lines and CUDA's vector loads.
@@ -76,30 +80,23 @@ class Param:
         return replace(self, shape=shape, offset_bytes=self.offset_bytes + skipped)
 
     def stretches(self) -> Iterator[tuple[int, int]]:
-        """Yield [begin, end) in bytes of the range for each index before the split dimension."""
-        outer = self.split or 0
-        inner = 1 + sum(
-            (n - 1) * stride for n, stride in zip(self.shape[outer:], self.strides[outer:], strict=True)
-        )
-        for index in product(*map(range, self.shape[:outer])):
-            skipped = sum(i * stride for i, stride in zip(index, self.strides, strict=False))
+        """Yield [begin, end) in bytes of the range for each index of what lies around the split dimension."""
+        sizes = list(zip(self.shape, self.strides, strict=True))
+        widest = math.inf if self.split is None else self.strides[self.split]
+        outer = [(n, stride) for n, stride in sizes if stride > widest]
+        inner = 1 + sum((n - 1) * stride for n, stride in sizes if stride <= widest)
+        for index in product(*(range(n) for n, _ in outer)):
+            skipped = sum(i * stride for i, (_, stride) in zip(index, outer, strict=True))
             begin = self.offset_bytes + skipped * self.dtype.itemsize
             yield begin, begin + inner * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Padded:
-    """The size of a stored FFN matrix: `rows` >= intermediate, `row_size` >= hidden elements per row."""
-
-    rows: int
-    row_size: int
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
     """A tensor of the checkpoint and where it goes.
 
-    Its rows (columns if `is_transposed`) fill `param[index]` from `row` on, plus `offset`.
+    Its rows (columns if `is_transposed`) fill `param[index]` from `row` on, plus `offset`. With `units` they
+    fill `param[unit, index]` of one unit after the other.
     """
 
     tensor: str
@@ -112,6 +109,7 @@ class CheckpointTensor:
     expert: int | None = None  # of a tensor that stacks experts, the one that goes there
     columns: range | None = None  # of the last dimension, those that go there; None: all
     offset: float = 0.0
+    units: RowUnits | None = None
 
     @property
     def is_norm(self) -> bool:
@@ -136,11 +134,13 @@ class CheckpointTensor:
             shape[-1] = len(self.columns)
         return tuple(shape)
 
-    def target(self, params: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the rows that this tensor fills."""
-        stored = params[self.param][self.index]
-        rows = self.part_shape[-1] if self.is_transposed else self.num_rows
-        return stored[self.row : self.row + rows]
+    def targets(self, params: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the runs of rows that this tensor fills, one after the other."""
+        stored = params[self.param]
+        if self.units is None:
+            rows = self.part_shape[-1] if self.is_transposed else self.num_rows
+            return [stored[self.index][self.row : self.row + rows]]
+        return [stored[(unit, *self.index)][: len(rows)] for unit, rows in enumerate(self.units) if len(rows)]
 
 
 @dataclass(slots=True)
@@ -159,16 +159,12 @@ class RangePlan:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         *sources: CheckpointTensor,
-        row_size: int | None = None,
-        split: int | None = None,
     ) -> None:
-        """Put a parameter behind the others; `row_size` elements from row to row (default: no gap)."""
-        row_size = row_size or shape[-1]
-        sizes = (*shape[1:-1], row_size, 1) if len(shape) > 1 else (1,)
-        strides = tuple(math.prod(sizes[i:]) for i in range(len(sizes)))
+        """Put a parameter behind the others."""
+        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         offset = -(-self.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        self.params[name] = Param(shape, strides, offset, dtype, split)
-        self.nbytes = offset + math.prod(shape[:1]) * strides[0] * dtype.itemsize
+        self.params[name] = Param(shape, strides, offset, dtype)
+        self.nbytes = offset + math.prod(shape) * dtype.itemsize
         self.sources.extend(sources)
 
     def repeated(self, times: int, each_bytes: int) -> RangePlan:
@@ -190,6 +186,19 @@ class RangePlan:
             },
             nbytes=times * each_bytes,
         )
+
+    def side_by_side(self, times: int) -> RangePlan:
+        """Return `times` of this range as `repeated` does, but with the rows of each matrix in one run."""
+        made = RangePlan(self.name)
+        for name, param in self.params.items():
+            *outer, rows, columns = param.shape
+            made.add(name, (*outer, times, rows, columns), param.dtype)
+            *outer_strides, unit, row, column = made.params[name].strides
+            strides = (unit, *outer_strides, row, column)
+            made.params[name] = replace(
+                made.params[name], shape=(times, *param.shape), strides=strides, split=0
+            )
+        return made
 
     def at(self, shard: Shard) -> RangePlan:
         """Return the range with the parts that a rank reads. Raises ValueError if it cannot be split so."""
@@ -238,12 +247,11 @@ class ModelPlan:
 
 def plan_model(config: ModelConfig, dtype: torch.dtype, page_bytes: int, max_tp: int) -> ModelPlan:
     """Lay out the model, or the stage that the config describes, for degrees up to `max_tp`."""
-    padded = pad_ffn(config, dtype, page_bytes, max_tp)
 
     def feed_forward(layer: int) -> RangePlan:
         if config.mixture:
             return _experts(config, config.mixture, dtype, layer, page_bytes, max_tp)
-        return _feed_forward(config, dtype, layer, padded)
+        return _feed_forward(config, dtype, layer, page_bytes, max_tp)
 
     layers = [
         (_attention(config, dtype, i), feed_forward(i))
@@ -266,28 +274,6 @@ def pad_expert(config: ModelConfig, mixture: Mixture, expert_bytes: int, page_by
     unit = page_bytes // math.gcd(page_bytes, mixture.num_units // largest) if largest > 1 else 1
     unit = math.lcm(unit, _ALIGN_BYTES)
     return -(-expert_bytes // unit) * unit
-
-
-def pad_ffn(config: ModelConfig, dtype: torch.dtype, page_bytes: int, max_tp: int) -> Padded:
-    """Return the smallest matrix whose shards, at each degree, are whole numbers of pages.
-
-    A shard of s rows of b bytes ends on a page if s * b is a multiple of it: s of page / gcd(page, b). Only
-    row lengths with more factors of two than the one before are worth trying.
-    """
-    row_bytes: int = config.hidden_size * dtype.itemsize
-    largest = degrees(config, max_tp)[-1]
-    if largest == 1:
-        return Padded(config.intermediate_size, config.hidden_size)
-    tried = []
-    factor = 1
-    while factor <= page_bytes:
-        padded_row = -(-row_bytes // factor) * factor
-        unit = page_bytes // math.gcd(page_bytes, padded_row) * largest
-        rows = -(-config.intermediate_size // unit) * unit
-        tried.append((rows * padded_row, padded_row, rows))
-        factor *= 2
-    _, padded_row, rows = min(tried)
-    return Padded(rows, padded_row // dtype.itemsize)
 
 
 def _embedding(config: ModelConfig, dtype: torch.dtype) -> RangePlan:
@@ -393,28 +379,32 @@ def _joined(runs: list[range]) -> list[range]:
     return made
 
 
-def _feed_forward(config: ModelConfig, dtype: torch.dtype, layer: int, padded: Padded) -> RangePlan:
+def _feed_forward(
+    config: ModelConfig, dtype: torch.dtype, layer: int, page_bytes: int, max_tp: int
+) -> RangePlan:
     names, prefix = config.names, f"{config.names.layer}.{layer}."
     hidden, intermediate = config.hidden_size, config.intermediate_size
-    plan = RangePlan(f"layer {layer} FFN")
-    plan.add(
-        "gate_up",
-        (config.num_ffn_matrices, padded.rows, hidden),
-        dtype,
-        *_gate_up(config, prefix),
-        row_size=padded.row_size,
-        split=1,
+    units = full_units(intermediate, degrees(config, max_tp)[-1])
+    unit = RangePlan(f"layer {layer} FFN")
+    unit.add("gate_up", (config.num_ffn_matrices, units.size, hidden), dtype)
+    unit.add("down", (units.size, hidden), dtype)
+    if units.count == 1:
+        plan = unit.repeated(1, unit.nbytes)
+    elif units.is_even and units.size * hidden * dtype.itemsize % page_bytes == 0:
+        plan = unit.side_by_side(units.count)
+    else:
+        plan = unit.repeated(units.count, -(-unit.nbytes // page_bytes) * page_bytes)
+    plan.padding_bytes = plan.nbytes - (config.num_ffn_matrices + 1) * intermediate * hidden * dtype.itemsize
+    plan.sources += [replace(source, units=units) for source in _gate_up(config, prefix)]
+    plan.sources.append(
+        CheckpointTensor(
+            f"{prefix}{names.down}.weight", (hidden, intermediate), "down", is_transposed=True, units=units
+        )
     )
-    down = CheckpointTensor(
-        f"{prefix}{names.down}.weight", (hidden, intermediate), "down", is_transposed=True
-    )
-    plan.add("down", (padded.rows, hidden), dtype, down, row_size=padded.row_size, split=0)
     if config.has_ffn_bias:
-        up_bias = CheckpointTensor(f"{prefix}{names.up}.bias", (intermediate,), "up_bias")
-        plan.add("up_bias", (padded.rows,), dtype, up_bias)
+        up_bias = CheckpointTensor(f"{prefix}{names.up}.bias", (intermediate,), "up_bias", units=units)
+        plan.add("up_bias", (units.count, units.size), dtype, up_bias)
         _add_whole(plan, "down_bias", prefix + names.down, (hidden,), dtype)
-    stored, needed = padded.rows * padded.row_size, intermediate * hidden
-    plan.padding_bytes = (config.num_ffn_matrices + 1) * (stored - needed) * dtype.itemsize
     return plan
 
 

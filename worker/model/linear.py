@@ -17,6 +17,7 @@ from kernels import (
     linear_t,
     quantized_linear,
     stacked_linear,
+    stacked_linear_t,
     steady_linear,
     take_columns,
 )
@@ -77,14 +78,18 @@ class SteadyLinear(DenseLinear):
 
 
 class StackedLinear(Linear):
-    """x times each of weights [M, N, K] transposed, at any stride between the matrices: [T, M, N]."""
+    """x times each of weights [M, N, K] transposed, at any stride between the matrices: [T, M, N].
 
-    def __init__(self, weights: torch.Tensor) -> None:
+    bias: [M * N] or None.
+    """
+
+    def __init__(self, weights: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__(weights.shape[2], weights.shape[0] * weights.shape[1], weights.device)
-        self.weights = weights
+        self.weights, self.bias = weights, bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return stacked_linear(x, self.weights)
+        made = stacked_linear(x, self.weights)
+        return made if self.bias is None else made.add_(self.bias.view(made.shape[1:]))
 
     def dense(self) -> Iterator[tuple[Form, torch.Tensor]]:
         for weight in self.weights:
@@ -104,6 +109,25 @@ class TransposedLinear(Linear):
 
     def dense(self) -> Iterator[tuple[Form, torch.Tensor]]:
         yield "linear_t", self.weight
+
+
+class StackedTransposedLinear(Linear):
+    """The sum of parts of x times weights [M, K, N], at any stride between the matrices, plus bias [N].
+
+    x is [T, M * K], or [T, M, K] with the last dimension contiguous.
+    """
+
+    def __init__(self, weights: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__(weights.shape[0] * weights.shape[1], weights.shape[2], weights.device)
+        self.weights, self.bias = weights, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        made = stacked_linear_t(x if x.dim() == 3 else x.unflatten(1, self.weights.shape[:2]), self.weights)
+        return made if self.bias is None else made.add_(self.bias)
+
+    def dense(self) -> Iterator[tuple[Form, torch.Tensor]]:
+        for weight in self.weights:
+            yield "linear_t", weight
 
 
 class QuantizedLinear(Linear):

@@ -15,7 +15,7 @@ The experts become dense once, when they are loaded. A worker then swaps them to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -23,7 +23,7 @@ from bus.families import TensorNames
 from worker.model.config import ModelConfig, ModelError
 from worker.model.layout import CheckpointTensor, ModelPlan
 from worker.model.ready_format import MXFP4_BLOCK as BLOCK
-from worker.model.sources import CheckpointWeights, pieces
+from worker.model.sources import CheckpointWeights, pieces, write_rows
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))  # by the code; the fourth bit is the sign
@@ -61,10 +61,13 @@ class Mxfp4Checkpoint(CheckpointWeights):
             yield tensor, shape[0]
 
     def fill(
-        self, target: torch.Tensor, source: CheckpointTensor, pause: Callable[[], object] = lambda: None
+        self,
+        targets: Sequence[torch.Tensor],
+        source: CheckpointTensor,
+        pause: Callable[[], object] = lambda: None,
     ) -> None:
         if not is_packed(source, self._names):
-            super().fill(target, source, pause)
+            super().fill(targets, source, pause)
             return
         blocks_name, scales_name = stored_shapes(source)
         expert, outputs = source.expert, source.columns or range(source.shape[2])
@@ -81,7 +84,7 @@ class Mxfp4Checkpoint(CheckpointWeights):
                         f"{self.folder}: {scales_name} has a scale of {_NAN}, which is no number, in expert"
                         f" {expert}; the file is damaged"
                     )
-                target[rows].copy_(dequantize(codes, exponents))
+                write_rows(targets, rows, dequantize(codes, exponents))
                 pause()
 
 

@@ -1,8 +1,9 @@
 """The layout of a quantised half: pure arithmetic, as `layout` is for full precision.
 
 The FFN is stored unit by unit. A unit is the shard of the largest tensor-parallel degree, so every shard of
-any degree is a run of units and ends on a page, and no group straddles a shard. The intermediate dimension is
-padded so that units are equal and whole tiles of codes. Norms and biases are small: they stay full and are
+any degree is a run of units and ends on a page, and no group straddles a shard. Rows are divided evenly among
+units by whole groups, or by whole tiles (`worker.model.row_units.quantized_units`); all units have the room
+of the largest. Norms and biases are small: they stay full and are
 copied into their half's range, so that a half is one range in any variant.
 
 ::
@@ -33,6 +34,7 @@ from kernels.packing import TILE, packed_size
 from kernels.quantized import GROUP_STEP
 from worker.model.config import ModelConfig
 from worker.model.layout import ModelPlan, RangePlan, degrees, pad_expert
+from worker.model.row_units import quantized_units, unit_group
 
 
 def plan_quantized(
@@ -65,12 +67,12 @@ class _Products:
     """Adds quantised matrices to a plan."""
 
     def __init__(self, bits: int, group: int, has_input_scale: bool, has_input_order: bool) -> None:
-        self._bits, self._group = bits, group
+        self._bits, self.group = bits, group
         self._has_input_scale, self.has_input_order = has_input_scale, has_input_order
 
-    def add(self, plan: RangePlan, name: str, outputs: int, inputs: int, shards: int = 1) -> None:
-        """Add a matrix whose inputs can be cut into `shards` runs."""
-        group = math.gcd(self._group, inputs // shards)
+    def add(self, plan: RangePlan, name: str, outputs: int, inputs: int, run: int = 0) -> None:
+        """Add a matrix whose inputs can be cut into runs of this size; 0: they are not cut."""
+        group = math.gcd(self.group, inputs, run)
         plan.add(f"{name}.codes", (outputs, packed_size(inputs, self._bits)), torch.uint8)
         plan.add(f"{name}.scales", (outputs, inputs // group), torch.float16)
         plan.add(f"{name}.zeros", (outputs, inputs // group), torch.uint8)
@@ -85,7 +87,8 @@ def _attention(config: ModelConfig, full: ModelPlan, units: int, products: _Prod
     products.add(plan, "qkv", config.q_size + 2 * config.kv_size, whole_tiles(config.hidden_size))
     # A rank takes its heads' columns out of o: they must begin and end with a tile, and with a group.
     if units == 1 or (config.q_size // units % TILE == 0 and not products.has_input_order):
-        products.add(plan, "o", config.hidden_size, whole_tiles(config.q_size), units)
+        inputs = whole_tiles(config.q_size)
+        products.add(plan, "o", config.hidden_size, inputs, inputs // units)
     kept, _ = full.layers[0]
     for name, param in kept.params.items():
         if name != "qkv" and f"{name}.codes" not in plan.params:
@@ -97,10 +100,11 @@ def _feed_forward(
     config: ModelConfig, full: ModelPlan, units: int, page_bytes: int, products: _Products, name: str
 ) -> RangePlan:
     mixture = config.mixture
-    unit_inputs = whole_tiles(config.intermediate_size if mixture else -(-config.intermediate_size // units))
+    rows = quantized_units(config.intermediate_size, 1 if mixture else units, products.group)
+    unit_inputs = whole_tiles(rows.size)
     unit = RangePlan(name)
     products.add(unit, "gate_up", config.num_ffn_matrices * unit_inputs, whole_tiles(config.hidden_size))
-    products.add(unit, "down", config.hidden_size, unit_inputs)
+    products.add(unit, "down", config.hidden_size, unit_inputs, unit_group(rows, products.group))
     if mixture:
         if config.has_ffn_bias:
             unit.add("up_bias", (config.num_ffn_matrices, unit_inputs), full.dtype)
@@ -114,7 +118,7 @@ def _feed_forward(
     plan = unit.repeated(units, -(-unit.nbytes // page_bytes) * page_bytes)
     if config.has_ffn_bias:  # every rank has both whole
         _, kept = full.layers[0]
-        plan.add("up_bias", (units * unit_inputs,), kept.params["up_bias"].dtype)
+        plan.add("up_bias", (units, unit_inputs), kept.params["up_bias"].dtype)
         plan.add("down_bias", (config.hidden_size,), kept.params["down_bias"].dtype)
     return plan
 

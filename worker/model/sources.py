@@ -39,11 +39,14 @@ class WeightSource(Protocol):
         """Check that every tensor is there with its shape, reading no weights. Raises ModelError."""
 
     def fill(
-        self, target: torch.Tensor, source: CheckpointTensor, pause: Callable[[], object] = lambda: None
+        self,
+        targets: Sequence[torch.Tensor],
+        source: CheckpointTensor,
+        pause: Callable[[], object] = lambda: None,
     ) -> None:
-        """Write a tensor's values into `target`, in its dtype, and call `pause` after each PIECE_ELEMENTS.
+        """Write a tensor's values into `targets`, in their dtype, and call `pause` after each PIECE_ELEMENTS.
 
-        Raises ModelError, and what `pause` raises.
+        targets: its runs of rows (`CheckpointTensor.targets`). Raises ModelError, and what `pause` raises.
         """
 
 
@@ -104,9 +107,11 @@ class CheckpointWeights:
         yield source.tensor, source.shape[0]
 
     def fill(
-        self, target: torch.Tensor, source: CheckpointTensor, pause: Callable[[], object] = lambda: None
+        self,
+        targets: Sequence[torch.Tensor],
+        source: CheckpointTensor,
+        pause: Callable[[], object] = lambda: None,
     ) -> None:
-        as_stored = target.T if source.is_transposed else target
         expert, columns = source.expert, source.columns
         shape = source.shape if expert is None else source.shape[1:]
         kept = source.rows or range(shape[0])
@@ -120,10 +125,14 @@ class CheckpointWeights:
                 piece = piece[:: taken.step]
                 if columns:
                     piece = piece[:, columns.start : columns.stop : columns.step]
-                as_stored[rows].copy_(piece)
+                if source.is_transposed:
+                    write_columns(targets, rows, piece.T)
+                else:
+                    write_rows(targets, rows, piece)
                 pause()
         if source.offset:
-            target.add_(source.offset)
+            for target in targets:
+                target.add_(source.offset)
 
     def has(self, tensor: str) -> bool:
         return tensor in self._file_of
@@ -167,20 +176,43 @@ class RandomWeights:
         """Accept every tensor."""
 
     def fill(
-        self, target: torch.Tensor, source: CheckpointTensor, pause: Callable[[], object] = lambda: None
+        self,
+        targets: Sequence[torch.Tensor],
+        source: CheckpointTensor,
+        pause: Callable[[], object] = lambda: None,
     ) -> None:
+        first = targets[0]
         if source.is_norm:
-            target.fill_(1.0)
+            first.fill_(1.0)
             return
-        generator = torch.Generator(target.device)
+        generator = torch.Generator(first.device)
         part = f" {source.rows}" if source.rows else ""
         if source.expert is not None or source.columns:
             part += f" {source.expert} {source.columns}"
         name = f"{self.seed} {source.tensor}{part}"
         generator.manual_seed(zlib.crc32(name.encode()))  # a CPU's uses 32 bits
-        for rows in pieces(target.shape):
-            target[rows].normal_(0.0, DUMMY_STD, generator=generator)
+        shape = (sum(map(len, targets)), *first.shape[1:])
+        for rows in pieces(shape):  # the same values however they are divided
+            values = first.new_empty(rows.stop - rows.start, *shape[1:])
+            write_rows(targets, rows, values.normal_(0.0, DUMMY_STD, generator=generator))
             pause()
+
+
+def write_rows(targets: Sequence[torch.Tensor], rows: slice, piece: torch.Tensor) -> None:
+    """Write `piece` to these rows of the targets, whose rows follow each other."""
+    begin = 0
+    for target in targets:
+        end = begin + target.shape[0]
+        first, last = max(begin, rows.start), min(end, rows.stop)
+        if first < last:
+            target[first - begin : last - begin].copy_(piece[first - rows.start : last - rows.start])
+        begin = end
+
+
+def write_columns(targets: Sequence[torch.Tensor], columns: slice, piece: torch.Tensor) -> None:
+    """Write `piece`, which has the rows of all targets, to these columns of them."""
+    for target, part in zip(targets, piece.split([len(target) for target in targets]), strict=True):
+        target[:, columns].copy_(part)
 
 
 def pieces(shape: Sequence[int]) -> Iterator[slice]:

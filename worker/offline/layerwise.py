@@ -67,7 +67,7 @@ class LayerwiseModel:
         made = []
         for plan, full in zip(plans.values(), self.tensors(index), strict=True):
             made.append(tensors_in(torch.zeros(plan.nbytes, dtype=torch.uint8, device=self._device), plan))
-            write_half(made[-1], matrices, index, full)
+            write_half(self.config, made[-1], matrices, index, full)
         return build_layer(self.config, index, *made, precision=precision)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

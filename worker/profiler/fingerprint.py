@@ -166,7 +166,7 @@ class Fingerprint:
         say("loading")
         for loaded, part in self._full:
             for tensor in part.sources:
-                plan.source.fill(tensor.target(loaded.tensors), tensor, pause)
+                plan.source.fill(tensor.targets(loaded.tensors), tensor, pause)
         for variant in self._below_full():
             index, part_name, precision = variant
             say(f"making {precision}")
@@ -180,7 +180,7 @@ class Fingerprint:
                 of_full = plan.model.layers[index][PARTS.index(part_name)]
                 layout = plan.quantized[part_name, precision]
                 full = kept_tensors(of_full, layout, matrices, plan.source, self._device, pause)
-            write_half(tensors, matrices, index, full, pause)
+            write_half(plan.config, tensors, matrices, index, full, pause)
 
     def build(self) -> None:
         """Build the layers over their pages, once these are filled."""

@@ -365,5 +365,5 @@ def lay_out(
     laid_out = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device)
     tensors = tensors_in(laid_out, plan)
     for each in plan.sources:
-        source.fill(each.target(tensors), each, pause)
+        source.fill(each.targets(tensors), each, pause)
     return laid_out

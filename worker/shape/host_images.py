@@ -13,14 +13,13 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 
 from bus.messages import PARTS, Part
 from bus.precisions import BITS, ENTRIES, Precision
 from worker.model.config import ModelConfig, ModelError, read_config
 from worker.model.layout import ModelPlan, RangePlan
-from worker.model.quantized_layout import plan_quantized
+from worker.model.quantized_layout import plan_quantized, whole_tiles
 from worker.model.quantized_sets import (
     INPUTS,
     QuantizedMatrix,
@@ -33,6 +32,7 @@ from worker.model.quantized_sets import (
     set_path,
 )
 from worker.model.ready_weights import QuantizedCheckpoint
+from worker.model.row_units import RowUnits, full_units, quantized_units
 from worker.model.sources import CheckpointWeights, WeightSource, checkpoint_digest
 from worker.model.weights import Tensors, tensors_in
 from worker.shape.copier import Pause, lay_out
@@ -124,10 +124,15 @@ class RoundedMatrices:
 
 def dense_matrices(config: ModelConfig, product: str, full: Tensors) -> list[torch.Tensor]:
     """Return the matrices [N, K] of one of `INPUTS`, in its order, out of a half in full precision."""
-    if product == "gate_up":
-        return list(full["gate_up"][:, : config.intermediate_size])
-    if product == "down":
-        return [full["down"] if config.mixture else full["down"][: config.intermediate_size].T]
+    if product == "gate_up" and config.mixture:
+        return list(full["gate_up"])
+    if product == "down" and config.mixture:
+        return [full["down"]]
+    if product in ("gate_up", "down"):
+        units = full_units(config.intermediate_size, full["down"].shape[0])
+        if product == "down":
+            return [units.joined(full["down"]).T]
+        return [units.joined(matrix) for matrix in full["gate_up"].unbind(1)]
     if product == "qkv":
         return list(full["qkv"].split([config.q_size, config.kv_size, config.kv_size]))
     return [full["o"]]
@@ -188,10 +193,17 @@ def plan_variants(
 
 
 def write_half(
-    target: Tensors, matrices: MatrixSource, layer: int, full: Tensors, pause: Pause = lambda: None
+    config: ModelConfig,
+    target: Tensors,
+    matrices: MatrixSource,
+    layer: int,
+    full: Tensors,
+    pause: Pause = lambda: None,
 ) -> None:
     """Fill the views of a quantised half, which hold zeros."""
     products = [product for product in INPUTS if f"{product}.codes" in target]
+    count = 1 if config.mixture or "down.codes" not in target else target["down.codes"].shape[0]
+    units = quantized_units(config.intermediate_size, count, matrices.group)
     for part, whole in zip(_experts_of(target), _experts_of(full), strict=True):
         rows: torch.Tensor | None = None  # the order of down's inputs, which gate and up make
         for product in reversed(products):
@@ -200,12 +212,14 @@ def write_half(
                 rows = made[0].input_order
             elif product == "gate_up" and rows is not None:
                 made = [matrix.with_outputs(rows) for matrix in made]
-            _write_product(part, product, made)
+            _write_product(part, product, made, units)
             pause()
     for name, kept in target.items():
-        if name.partition(".")[0] not in products:
-            same = slice(min(kept.shape[-1], full[name].shape[-1]))  # the bias of an FFN is padded
-            kept[..., same].copy_(full[name][..., same])
+        if name == "up_bias" and not config.mixture:
+            of_full = full_units(config.intermediate_size, full[name].shape[0])
+            units.spread(of_full.joined(full[name]), kept)
+        elif name.partition(".")[0] not in products:
+            kept[..., : full[name].shape[-1]].copy_(full[name])  # the bias of experts is padded
 
 
 def _experts_of(half: Tensors) -> Iterator[Tensors]:
@@ -218,50 +232,56 @@ def _experts_of(half: Tensors) -> Iterator[Tensors]:
         yield dict(zip(experts, each, strict=True))
 
 
-def _write_product(target: Tensors, product: str, matrices: Sequence[QuantizedMatrix]) -> None:
+def _write_product(
+    target: Tensors, product: str, matrices: Sequence[QuantizedMatrix], ffn_units: RowUnits
+) -> None:
+    """Write the matrices of a product; the rows of an FFN, which are inputs of down, lie in `ffn_units`."""
     packed = target[f"{product}.codes"]
     unit_inputs = packed.shape[-1] * 8 // matrices[0].bits
     for ending in ("codes", "scales", "zeros"):
-        units = target[f"{product}.{ending}"]
-        units = units if units.dim() == 3 else units[None]
+        stored = target[f"{product}.{ending}"]
+        stored = stored if stored.dim() == 3 else stored[None]
         parts = [matrix.tensors()[ending] for matrix in matrices]
         if ending != "codes":
             parts = [
-                part.repeat_interleave(matrices[0].group * units.shape[2] // unit_inputs, 1) for part in parts
+                part.repeat_interleave(matrices[0].group * stored.shape[2] // unit_inputs, 1)
+                for part in parts
             ]
-        if product in ("o", "down"):
-            whole = _fit(parts[0], units.shape[1], units.shape[0] * units.shape[2])
-            units.copy_(whole.unflatten(1, (units.shape[0], -1)).transpose(0, 1))
+        if product == "down":
+            _write_inputs(stored, parts[0], ffn_units, unit_inputs)
+        elif product == "gate_up":
+            room = stored.shape[1] // len(parts)
+            for i, part in enumerate(parts):
+                columns = min(stored.shape[2], part.shape[1])
+                ffn_units.spread(part[:, :columns], stored[:, i * room : (i + 1) * room, :columns])
         else:
-            _write_outputs(units, parts)
+            whole = torch.cat(parts)[:, : stored.shape[2]]
+            stored[0, :, : whole.shape[1]].copy_(whole)
     order, scale = matrices[0].input_order, matrices[0].input_scale
     if f"{product}.input_scale" in target:
         in_order = scale if scale is None or order is None else scale[order.long()]
-        _write_input_scale(target[f"{product}.input_scale"], product, in_order)
+        _write_input_scale(target[f"{product}.input_scale"], product, in_order, ffn_units)
     if f"{product}.input_order" in target:
         _write_input_order(target[f"{product}.input_order"], order)
 
 
-def _write_outputs(units: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Give each unit of [U, Nu, columns] its run of rows of the first part, then of the second."""
-    first = 0
-    for part in parts:
-        # If there are several units, the parts have the same size and the same padding.
-        rows = part.shape[0] if len(parts) == 3 else units.shape[1] // len(parts)
-        whole = _fit(part, units.shape[0] * rows, units.shape[2])
-        units[:, first : first + rows].copy_(whole.unflatten(0, (-1, rows)))
-        first += rows
+def _write_inputs(stored: torch.Tensor, whole: torch.Tensor, units: RowUnits, unit_inputs: int) -> None:
+    """Write the columns of whole [N, codes or groups] that each unit of [U, N, room] has the inputs of."""
+    for unit, rows in zip(stored, units, strict=True):
+        begin, end = (-(-at * stored.shape[2] // unit_inputs) for at in (rows.start, whole_tiles(rows.stop)))
+        part = whole[:, begin : min(end, begin + stored.shape[2])]
+        unit[:, : part.shape[1]].copy_(part)
 
 
-def _write_input_scale(target: torch.Tensor, product: str, input_scale: torch.Tensor | None) -> None:
+def _write_input_scale(
+    target: torch.Tensor, product: str, input_scale: torch.Tensor | None, ffn_units: RowUnits
+) -> None:
     """Write [K], or [U, K] if each unit has the scales of its own inputs."""
     target.fill_(1.0)
     if input_scale is None:
         return
     if product == "down":
-        units, inputs = target.shape
-        whole = F.pad(input_scale, (0, units * inputs - len(input_scale)), value=1.0)
-        target.copy_(whole.view(units, inputs))
+        ffn_units.spread(input_scale, target if target.dim() == 2 else target[None])
     else:
         target[..., : len(input_scale)] = input_scale.to(target.device)
 
@@ -286,8 +306,3 @@ def kept_tensors(
         kept = [each for each in plan.sources if f"{each.param}.codes" not in quantized.params]
         plan = replace(plan, sources=kept)
     return tensors_in(lay_out(plan, source, device, pause), plan)
-
-
-def _fit(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Append zero rows and columns, or drop columns of padding."""
-    return F.pad(matrix[:, :columns], (0, max(0, columns - matrix.shape[1]), 0, rows - matrix.shape[0]))

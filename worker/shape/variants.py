@@ -213,7 +213,14 @@ class LayerVariants:
                 if precision == self.precisions[0]:
                     tensors = self._kept(layer, part, precision, pause)
                 made = torch.zeros(plan.nbytes, dtype=torch.uint8, device=self._device)
-                write_half(tensors_in(made, plan), self._matrices[precision], layer, tensors, pause)
+                write_half(
+                    self._model.config,
+                    tensors_in(made, plan),
+                    self._matrices[precision],
+                    layer,
+                    tensors,
+                    pause,
+                )
             put((*variant, "weights"), made)
             put((*variant, "sums"), row_sums(made).view(torch.uint8))
             outputs = expected_outputs(self._whole(variant, made), self._model.dtype)  # reference outputs

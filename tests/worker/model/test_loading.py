@@ -19,7 +19,7 @@ from bench.common.oracles import FAMILIES, TINY, make_oracle
 from tests.support.model_folders import Runner, make_pool
 from worker.memory import MappingFailed, PagePool
 from worker.model import ModelError, read_config
-from worker.model.layout import CheckpointTensor, Padded, degrees, pad_ffn, plan_model
+from worker.model.layout import CheckpointTensor, degrees, plan_model
 from worker.model.shard import Shard
 from worker.model.sources import DUMMY_STD, PIECE_ELEMENTS, CheckpointWeights, RandomWeights
 from worker.morph.run import NotApplied
@@ -77,7 +77,7 @@ def test_a_large_tensor_is_filled_in_pieces_and_can_be_stopped_after_each(
     tensor = CheckpointTensor("w", (3000, 900), "w", is_transposed=is_transposed)
     wanted = (stored.T if is_transposed else stored).float()
     target, pauses = torch.zeros(wanted.shape), list[int]()
-    source.fill(target, tensor, lambda: pauses.append(int(target.count_nonzero())))
+    source.fill([target], tensor, lambda: pauses.append(int(target.count_nonzero())))
     assert len(pauses) == 3 and pauses[0] <= PIECE_ELEMENTS and pauses[-1] > 0.99 * target.numel()
     if load_format == "safetensors":
         assert target.equal(wanted)
@@ -87,7 +87,7 @@ def test_a_large_tensor_is_filled_in_pieces_and_can_be_stopped_after_each(
 
     stopped = torch.zeros(wanted.shape)
     with pytest.raises(GivenUp):
-        source.fill(stopped, tensor, give_up)
+        source.fill([stopped], tensor, give_up)
     assert int(stopped.count_nonzero()) == pauses[0]
 
 
@@ -125,7 +125,7 @@ def test_the_dtype_is_the_checkpoints_unless_another_is_asked_for(copied: Path) 
     as_stored, widened = load_model(copied, pool), load_model(copied, pool, dtype=torch.float32)
     assert (as_stored.dtype, widened.dtype) == (torch.float16, torch.float32)
     name = "model.layers.1.mlp.down_proj.weight"
-    stored = widened._weights.layers[1].feed_forward.tensors["down"][: TINY["intermediate_size"]]
+    stored = widened._weights.layers[1].feed_forward.tensors["down"][0]
     assert stored.equal(tensors[name].float().T)
     pool.close()
 
@@ -146,27 +146,28 @@ def test_pages_of_a_model_are_weights_until_it_is_released(whole: Path) -> None:
 def test_padding_is_reported_and_is_zeros(whole: Path) -> None:
     pool = make_pool()
     model = load_model(whole, pool, max_tp=4)
-    width, padded = TINY["intermediate_size"], 192  # 16 rows of 256 bytes to a page, 4 shards: 64 rows
-    assert model.size.padding == TINY["num_hidden_layers"] * 3 * (padded - width) * TINY["hidden_size"] * 4
-    ffn = model._weights.layers[0].feed_forward.tensors
-    assert ffn["gate_up"].shape == (2, padded, TINY["hidden_size"])
-    assert not ffn["gate_up"][:, width:].any() and not ffn["down"][width:].any()
-    assert ffn["down"][:width].any(1).all()
+    rows, hidden = TINY["intermediate_size"] // 4, TINY["hidden_size"]
+    matrices = 3 * rows * hidden * 4  # of a unit: somewhat more than eight pages
+    assert model.size.padding == TINY["num_hidden_layers"] * 4 * (9 * 4096 - matrices)
+    loaded = model._weights.layers[0].feed_forward
+    assert loaded.tensors["gate_up"].shape == (4, 2, rows, hidden)
+    assert loaded.tensors["down"].any(2).all()
+    stored = loaded.memory.tensor(torch.uint8, (4, 9 * 4096))
+    assert stored[:, :matrices].any() and not stored[:, matrices:].any()
     pool.close()
 
 
 @pytest.mark.parametrize(
-    ("hidden", "intermediate", "max_tp", "rows", "row_size"),
+    ("hidden", "intermediate", "max_tp", "pages"),
     [
-        (4096, 11008, 4, 11264, 4096),  # Llama 2 7B: 256 rows to a page
-        (4096, 14336, 4, 14336, 4096),  # Llama 3 8B: needs none
-        (4096, 11008, 1, 11008, 4096),
-        (3584, 18944, 4, 19456, 4096),  # Qwen2 7B: longer rows cost less than the 24576 rows of 3584
-        (3584, 18944, 1, 18944, 3584),  # one rank needs none
+        (4096, 11008, 4, 33),  # Llama 2 7B: 32.25 pages of gate, up and down to each rank of four
+        (4096, 11008, 1, 0),
+        (4096, 14336, 4, 42),  # Llama 3 8B: needs no padding
+        (3584, 18944, 4, 49),  # Qwen2 7B: 48.56
     ],
 )
-def test_padding_is_the_least_that_every_shard_needs(
-    tmp_path: Path, hidden: int, intermediate: int, max_tp: int, rows: int, row_size: int
+def test_padding_is_less_than_a_page_to_each_shard(
+    tmp_path: Path, hidden: int, intermediate: int, max_tp: int, pages: int
 ) -> None:
     heads = hidden // 128
     folder = config_folder(
@@ -176,7 +177,10 @@ def test_padding_is_the_least_that_every_shard_needs(
         num_attention_heads=heads,
         num_key_value_heads=4,
     )
-    assert pad_ffn(read_config(folder), torch.bfloat16, 2 << 20, max_tp) == Padded(rows, row_size)
+    plan = plan_model(read_config(folder), torch.bfloat16, 2 << 20, max_tp)
+    ffn, weights = plan.layers[0][1], 3 * hidden * intermediate * 2
+    assert ffn.nbytes == (max_tp * pages * (2 << 20) if pages else weights)
+    assert ffn.padding_bytes == ffn.nbytes - weights
 
 
 def test_degrees_are_those_that_divide_the_kv_heads(tmp_path: Path) -> None:

@@ -65,8 +65,8 @@ def test_a_later_stage_reads_its_own_layers(saved: Folder) -> None:
         each for each in plan.layers[0][1].sources if each.param == "gate_up" and each.index[0] == 5
     )
     made = torch.empty(2, 96, 64)
-    source.fill(made[0], gate)
-    source.fill(made[1], up)
+    source.fill([made[0]], gate)
+    source.fill([made[1]], up)
     theirs = oracle.model.layers[1].mlp.experts.gate_up_proj[5]
     assert made[0].equal(theirs[:, ::2].T) and made[1].equal(theirs[:, 1::2].T)
 

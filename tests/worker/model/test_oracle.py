@@ -228,13 +228,12 @@ def test_every_shard_of_the_ffn_ends_on_a_page(saved: Folder) -> None:
     runner = Runner(folder, max_tp=4)
     model: Model = runner.model
     for layer in model._weights.layers if 4 in degrees(model.config, 4) else ():
-        gate_up, down = layer.feed_forward.tensors["gate_up"], layer.feed_forward.tensors["down"]
-        # The experts of a mixture begin with gate_up; the rows are experts.
-        for matrix in [gate_up] if model.config.mixture else [*gate_up, down]:
-            row_bytes = matrix.stride(0) * matrix.itemsize
-            for size in (1, 2, 4):
-                for rank in range(size):
-                    rows = Shard(rank, size).part(matrix.shape[0], "rows")
-                    begin = matrix.data_ptr() + rows.start * row_bytes
-                    assert begin % 4096 == 0 and (rows.stop - rows.start) * row_bytes % 4096 == 0
+        # Experts, and units of other FFNs, begin with gate_up.
+        gate_up = layer.feed_forward.tensors["gate_up"]
+        unit_bytes = gate_up.stride(0) * gate_up.itemsize
+        for size in (1, 2, 4):
+            for rank in range(size):
+                units = Shard(rank, size).part(gate_up.shape[0], "units")
+                begin = gate_up.data_ptr() + units.start * unit_bytes
+                assert begin % 4096 == 0 and (units.stop - units.start) * unit_bytes % 4096 == 0
     runner.close()

@@ -13,6 +13,7 @@ import pytest
 from tests.support.group_workers import GroupWorker, model_fixtures, transform, workers
 from tests.worker.tensor_parallel.test_workers import Load
 from worker.memory import MappingFailed
+from worker.model.linear import Linear
 from worker.model.shard import Shard
 
 LAYERS = 3
@@ -219,7 +220,9 @@ def test_a_group_whose_shape_computes_something_else_never_takes_a_new_request(
         def narrow_wrongly(layer: int, shard: Shard) -> int:
             freed = plain(layer, shard)
             if layer == 1:
-                each[rank].model.layers[1].feed_forward.down.weight.neg_()  # type: ignore[union-attr]
+                down: Linear = each[rank].model.layers[1].feed_forward.down  # type: ignore[assignment]
+                for _, matrix in down.dense():
+                    matrix.neg_()
             return freed
 
         weights.narrow = narrow_wrongly  # type: ignore[method-assign]
