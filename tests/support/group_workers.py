@@ -81,10 +81,11 @@ class GroupWorker(ThreadedWorker):
         host_dir: Path | None = None,
         prefix_cache: bool = False,
         kv_dtype: KVPrecision = "full",
+        context: int = 0,
     ) -> None:
         super().__init__(name)
         self.pool = PagePool(CpuBackend(page_bytes), int(megabytes * 1024 * 1024))
-        self.model = load_model(folder, self.pool, dtype=torch.float32, max_tp=max_tp)
+        self.model = load_model(folder, self.pool, dtype=torch.float32, max_tp=max_tp, context=context)
         limits: Limits = EngineShape(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -59,6 +59,7 @@ class Prepare(GroupMessage, frozen=True, kw_only=True, tag=True):
     peers: dict[str, Peer]  # all members
     shape: list[LayerShape]  # shape of the leader, and so of the group
     kv_precision: KVPrecision = "full"  # of the leader's KV cache
+    context: int = 0  # the longest sequence that the leader's rotary tables serve; 0: any
 
 
 class Vote(GroupMessage, frozen=True, kw_only=True, tag=True):

@@ -142,6 +142,7 @@ def vote_on(
         yield "" if now == wanted else f"it is at one with {', '.join(now)}, not with {', '.join(wanted)}"
         yield difference(local.instance.shape, prepare.shape, prepare.leader) if prepare.grows else ""
         yield kv_difference(local.cache.precision, prepare.kv_precision, prepare.leader)
+        yield context_difference(local.model.config.max_position_embeddings, prepare)
         yield not_laid_out
 
     reason = next(filter(None, reasons()), "")
@@ -155,6 +156,16 @@ def kv_difference(own: KVPrecision, leaders: KVPrecision, leader: str) -> str:
     if own == leaders:
         return ""
     return f"its KV cache is in {own} and in {leaders} at {leader}; convert one of them"
+
+
+def context_difference(own: int, prepare: Prepare) -> str:
+    """Return why the positions of one worker's sequences are no rows of the other's rotary tables, or ""."""
+    if prepare.context in (0, own):
+        return ""
+    return (
+        f"it serves sequences of up to {own} tokens, and {prepare.leader} of up to {prepare.context};"
+        " give both one worker.max_model_len"
+    )
 
 
 def difference(own: Sequence[LayerShape], leaders: Sequence[LayerShape], leader: str) -> str:

@@ -71,6 +71,7 @@ class TwoPhaseCommit:
             peers=members,
             shape=self.local.instance.shape,
             kv_precision=self.local.cache.precision,
+            context=self.local.model.config.max_position_embeddings,
         )
         self._pending = proposal = Proposal(prepare, formation, self.worker, PeerLinks(links))
         proposal.votes[self.worker] = self._vote(proposal)
