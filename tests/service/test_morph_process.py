@@ -18,7 +18,7 @@ from bench.common.oracles import RoundedCache
 from bus.client import Bus
 from bus.messages import SamplingParams, StepOutput, Submit, WorkerTelemetry
 from bus.morphs import ConvertCache, MorphReport, Resize, Swap
-from bus.precisions import PRECISIONS
+from bus.precisions import PRECISIONS, QUANTIZED
 from bus.settings import RedisSettings
 from tests.service.test_worker_process import DEMO, start
 from tests.worker.engine.test_oracle import generate
@@ -189,7 +189,7 @@ async def test_streams_run_through_swaps_and_resizes_to_their_ends(
             (card,) = live.card.instances
             assert card.variants == list(PRECISIONS) and sorted(card.order) == list(range(8))
             assert not card.losses.keys() & card.losses_assumed.keys()
-            assert card.losses.keys() | card.losses_assumed.keys() == {"int8", "int4", "int3"}
+            assert card.losses.keys() | card.losses_assumed.keys() == set(QUANTIZED)
             assert "measured with awq, and rtn is served" in card.losses_assumed["int4"]
             assert card.layer_pages["full"] > card.layer_pages["int8"] > card.layer_pages["int4"]
             expected = await hand.streams("before ", 60)

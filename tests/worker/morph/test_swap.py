@@ -11,7 +11,7 @@ import pytest
 from bus.logs import Text, extras
 from bus.messages import PARTS, LayerShape
 from bus.morphs import CancelMorph, HalfOrder, MorphReport, Swap
-from bus.precisions import Precision
+from bus.precisions import PRECISIONS, Precision
 from tests.support.engine_toys import Client, continuation, request, run
 from tests.support.morph_toys import PAGE, Rig
 from worker.engine.sequence import Sequence
@@ -464,7 +464,7 @@ def test_a_new_epoch_gives_up_what_the_old_one_began(rig: Rig) -> None:
         ({"instance": "other@w0", "count": 1}, "there is no instance other@w0; there are toy@w0"),
         ({"layers": [0, 2]}, "there is no layer 2; the layers are 0 to 1"),
         ({"layers": [-1]}, "there is no layer -1"),
-        ({"precision": "int2", "count": 1}, "no int2 variant; it has full, int8, int4, int3"),
+        ({"precision": "int2", "count": 1}, f"no int2 variant; it has {', '.join(PRECISIONS)}"),
         ({}, "a swap names layers, halves, or a count of 1 or more"),
         ({"layers": [0], "count": 1}, "this one has 1 layers, 0 halves and the count 1"),
         ({"count": -1}, "the count -1"),
