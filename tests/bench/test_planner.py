@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench.planner.compare import EQUAL, LONG, SECONDS, mix, run
+from bench.planner import compare
+from bench.planner.compare import EQUAL, LONG, POLICIES, SECONDS, mix, run
 from instar.replay.schemas import Arrival
 
 
@@ -21,6 +24,25 @@ def burst(begins_s: float, count: int, seed: int = 1) -> list[Arrival]:
 
 def in_order(*arrivals: Arrival) -> list[Arrival]:
     return sorted(arrivals, key=lambda one: one.at_s)
+
+
+def test_mixes_that_are_kept_are_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seeds = []
+
+    def compared(seed: int) -> dict[str, Any]:
+        seeds.append(seed)
+        each = {"cost_s": 1.0, "priced_s": 1.0, "late": 0, "loss": 0.0}
+        return {"seed": seed, "best": "queue", "ratio": 1.0, "priced_ratio": 1.0} | dict.fromkeys(
+            POLICIES, each
+        )
+
+    monkeypatch.setattr(compare, "compared", compared)
+    for first, mixes in ((3, 2), (2, 4)):
+        argv = ["compare", "--first", str(first), "--mixes", str(mixes), "--keep", str(tmp_path / "rows")]
+        monkeypatch.setattr("sys.argv", argv)
+        compare.main()
+    assert seeds == [3, 4, 2, 5]
+    assert len((tmp_path / "rows").read_text().splitlines()) == 4
 
 
 @pytest.mark.parametrize("seed", [0, 1, 107])

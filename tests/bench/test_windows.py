@@ -29,7 +29,7 @@ from bench.paper.page import BLOCKS, PAGE, regenerated
 from bench.paper.reflex import first_blocks, loss_tables
 from bench.paper.service import DEFAULT, FULL, INT4, PERFORMANCE
 from bench.paper.simulated import judge as judge_simulated
-from bench.paper.simulated import runs_of
+from bench.paper.simulated import runs_of, window_of, with_swaps
 from bench.paper.verdict import judge
 from bench.paper.windows import WindowRuns, poisson
 from bench.paper.windows_page import bursts
@@ -37,6 +37,9 @@ from bench.paper.windows_plot import draw
 from bus.messages import Event, Histogram, InstanceTelemetry
 from bus.morphs import MorphReport
 from instar.errors import InputError
+from instar.replay.files import RunFile
+from instar.replay.statistics import Slo
+from tests.support.simulations import SMALL
 
 
 def evenly(num: int, begin_s: float = 0.0, seconds: float = SECONDS) -> list[float]:
@@ -341,6 +344,27 @@ def test_a_simulation_is_held_against_the_mean_of_the_repeats() -> None:
     assert [is_met for _, _, is_met in judge_simulated(rows, FULL)] == [False, False], "there are no runs"
     calm = compared("c", 1.0, 0.0) | {"swaps": {"simulated": 0.0, "measured": 0.0}}
     assert [is_met for _, _, is_met in judge_simulated([calm], DEFAULT)] == [True, True]
+
+
+def test_the_cost_of_a_half_is_that_of_the_swaps_in_other_windows() -> None:
+    def swapped(window: str, way: str, copy_s: float) -> RunFile:
+        numbers = {
+            "halves_applied": 2,
+            "bytes_copied": 1000,
+            "copy_seconds": copy_s,
+            "boundary_seconds": 0.05,
+            "awaited_seconds": 0.01,
+        }
+        morphs = [{"kind": "swap", "state": "applied", "numbers": numbers}]
+        about = {"name": way, "source": f"{window} {way} 0"}
+        return RunFile(about, Slo(2.0, 0.1), [], {"morphs": morphs})
+
+    runs = [swapped("code:1", DEFAULT, 9.0), swapped("code:2", DEFAULT, 1.0), swapped("code:2", FULL, 5.0)]
+    assert window_of(runs[0]) == "code:1"
+    found = with_swaps(SMALL, runs, "code:1").morph
+    assert (found.byte_s, found.share) == (0.001, SMALL.morph.share)
+    assert found.half_s == pytest.approx(0.02)
+    assert with_swaps(SMALL, runs[:1], "code:1") == SMALL  # nothing was swapped elsewhere
 
 
 def test_runs_without_calibrations_are_refused(tmp_path: Path) -> None:
