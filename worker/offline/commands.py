@@ -7,23 +7,29 @@ import argparse
 import kernels  # noqa: F401 before torch: it settles how torch's threads wait
 
 # isort: split
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
+from bus.precisions import KV_PRECISIONS
 from worker.model.config import ModelConfig, ModelError, read_config
+from worker.model.layer import Layer
 from worker.model.quantized_sets import Method
 from worker.model.ready_weights import open_checkpoint
 from worker.model.sources import checkpoint_digest
 from worker.offline.bin_checkpoint import convert_bin
-from worker.offline.calibration import read_calibration
+from worker.offline.calibration import Calibration, read_calibration
 from worker.offline.importance import LayerRanking, Metric, ScoreWeights
+from worker.offline.kv_loss import measure_kv
 from worker.offline.layerwise import LayerwiseModel
 from worker.offline.progress import ProgressLine, say
 from worker.offline.quantizer import Quantizer
 from worker.offline.ready_checkpoint import convert_checkpoint
 from worker.shape.host_images import find_matrices
+from worker.shape.kv_profile import KVProfile, kv_profile_path, read_kv_profile, write_kv_profile
 from worker.shape.layer_order import OrderProfile, profile_path, read_profile, write_profile
 
 
@@ -104,11 +110,11 @@ def profile(args: argparse.Namespace) -> None:
     with torch.inference_mode():
         window_tokens = calibration.tokens.shape[1]
         model = LayerwiseModel(config, checkpoint, dtype=dtype, device=device, window_tokens=window_tokens)
-        layers = range(config.num_layers)
+        layers = [model.layer(i) for i in range(config.num_layers)]
         profiler = LayerRanking(
             model,
-            [model.layer(i) for i in layers],
-            [model.quantized_layer(i, args.precision, matrices) for i in layers],
+            layers,
+            [model.quantized_layer(i, args.precision, matrices) for i in range(config.num_layers)],
             calibration.tokens.to(device),
             metric,
         )
@@ -136,6 +142,42 @@ def profile(args: argparse.Namespace) -> None:
         f"{path}: swap layers in the order {', '.join(map(str, made.sequence))};"
         f" all of them in {made.precision} lose {made.loss or 0.0:.2%} of perplexity"
     )
+    with torch.inference_mode():
+        _profile_kv(config, checkpoint, calibration, model, layers)
+
+
+def _profile_kv(
+    config: ModelConfig,
+    checkpoint: CheckpointWeights,
+    calibration: Calibration,
+    model: LayerwiseModel,
+    layers: Sequence[Layer],
+) -> None:
+    """Measure what a KV cache in 8 bits loses, unless it was on this text. Raises ModelError, OSError."""
+    path, digest = kv_profile_path(config.folder), checkpoint_digest(config, checkpoint)
+    with suppress(ModelError):
+        if read_kv_profile(path, model=digest).calibration == calibration.digest:
+            return
+    windows, device = calibration.tokens.to(model.device), model.device
+    in_8_bits = LayerwiseModel(
+        config,
+        checkpoint,
+        dtype=model.dtype,
+        device=device,
+        window_tokens=windows.shape[1],
+        kv_precision="int8",
+    )
+    progress = ProgressLine("KV cache", len(KV_PRECISIONS) * len(windows), "windows")
+    perplexity, divergence = measure_kv({"full": model, "int8": in_8_bits}, layers, windows, progress.advance)
+    made = KVProfile(
+        model=digest,
+        calibration=calibration.digest,
+        windows=list(calibration.tokens.shape),
+        perplexity=[round(one, 4) for one in perplexity],
+        divergence=float(f"{divergence:.4g}"),
+    )
+    write_kv_profile(path, made)
+    say(f"{path}: the KV cache in 8 bits loses {made.loss:.3%} of perplexity")
 
 
 def _incomplete(path: Path, wished: OrderProfile, num_layers: int) -> OrderProfile | None:

@@ -41,7 +41,7 @@ class LayerwiseModel:
 
         window_tokens: the longest window to come.
         """
-        self.config, self._checkpoint, self._device = config, checkpoint, device
+        self.config, self._checkpoint, self.dtype, self.device = config, checkpoint, dtype, device
         self._plan = plan_model(config, dtype, _PAGE_BYTES, max_tp=1)
         checkpoint.check([tensor for part in self._plan.ranges() for tensor in part.sources])
         assert self._plan.embedding and self._plan.head, "an offline tool reads whole models"
@@ -66,13 +66,13 @@ class LayerwiseModel:
         plans = plan_variants(self.config, self._plan, _PAGE_BYTES, {precision: matrices})
         made = []
         for plan, full in zip(plans.values(), self.tensors(index), strict=True):
-            made.append(tensors_in(torch.zeros(plan.nbytes, dtype=torch.uint8, device=self._device), plan))
+            made.append(tensors_in(torch.zeros(plan.nbytes, dtype=torch.uint8, device=self.device), plan))
             write_half(self.config, made[-1], matrices, index, full)
         return build_layer(self.config, index, *made, precision=precision)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the residual [T, H] before the first layer of int64 [T]."""
-        return self._transformer.embed(token_ids.to(self._device))
+        return self._transformer.embed(token_ids.to(self.device))
 
     def run(self, layer: Layer, residual: torch.Tensor, first: int = 0) -> torch.Tensor:
         """Run tokens first, first + 1, ... of a window through a layer: residual [T, H] to another [T, H].
@@ -81,9 +81,9 @@ class LayerwiseModel:
         """
         num_tokens = residual.shape[0]
         end = first + num_tokens
-        positions = torch.arange(first, end, device=self._device)
-        counts = torch.tensor([0, num_tokens, end], dtype=torch.int32, device=self._device)
-        blocks = torch.arange(-(-end // _BLOCK_TOKENS), dtype=torch.int32, device=self._device)
+        positions = torch.arange(first, end, device=self.device)
+        counts = torch.tensor([0, num_tokens, end], dtype=torch.int32, device=self.device)
+        blocks = torch.arange(-(-end // _BLOCK_TOKENS), dtype=torch.int32, device=self.device)
         plan = AttentionPlan(
             cu_seqlens_q=counts[:2],
             context_lens=counts[2:],
@@ -101,4 +101,4 @@ class LayerwiseModel:
         return self._transformer.logits(residual)
 
     def _read(self, plan: RangePlan) -> Tensors:
-        return tensors_in(lay_out(plan, self._checkpoint, self._device), plan)
+        return tensors_in(lay_out(plan, self._checkpoint, self.device), plan)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +19,12 @@ from tests.support.dense_layers import build_dense, open_layerwise, read_named
 from tests.support.tiny_model import byte_level
 from worker.model import ModelError, read_config
 from worker.model.quantized_sets import MATRICES
-from worker.model.sources import CheckpointWeights
+from worker.model.sources import CheckpointWeights, checkpoint_digest
 from worker.offline.__main__ import main
 from worker.offline.calibration import read_calibration
 from worker.offline.importance import LayerRanking, Metric, ScoreWeights, similarity
 from worker.shape.host_images import find_matrices
+from worker.shape.kv_profile import KVProfile, kv_loss_or_why, kv_profile_path, write_kv_profile
 from worker.shape.layer_order import half_losses, half_losses_or_why, load_order, losses, profile_path
 
 CPU = torch.device("cpu")
@@ -350,3 +352,45 @@ def test_a_method_without_a_set_names_the_command(
 ) -> None:
     assert profile(folder, text, "--method", "awq") == 2
     assert "instar quantize" in capsys.readouterr().err
+
+
+def test_the_loss_of_a_kv_cache_in_8_bits_is_measured_once_with_the_first_order(
+    folder: Path, text: Path
+) -> None:
+    config, path = read_config(folder), kv_profile_path(folder)
+    loss, why = kv_loss_or_why(config)
+    assert loss is None and "make one with `instar profile" in why
+    assert profile(folder, text, "--precision", "int8") == 0
+    found = json.loads(path.read_text())
+    full, in_8_bits = found["perplexity"]
+    layers = json.loads(profile_path(folder, "int8").read_text())
+    assert full == layers["perplexity"][0] and abs(in_8_bits / full - 1) < 0.01
+    assert 0 < found["divergence"] < 0.01
+    loss, why = kv_loss_or_why(config)
+    assert loss is not None and loss >= max(0.0, in_8_bits / full - 1) and why == ""
+    written = path.stat().st_mtime_ns
+    assert profile(folder, text, "--precision", "int3") == 0 and path.stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"model": "another"}, "made for another model"),
+        ({"format": 9}, "a profile of format 9, not 1"),
+        ({"perplexity": [0.0, 1.0]}, "not a readable profile"),
+        ({"perplexity": [float("nan"), 1.0]}, "not numbers"),
+        ({"perplexity": []}, "not a readable profile"),
+        ({"more": 1}, "not a readable profile"),
+    ],
+)
+def test_a_profile_of_the_kv_cache_that_cannot_be_used_says_why(
+    folder: Path, change: dict[str, Any], why: str
+) -> None:
+    config, path = read_config(folder), kv_profile_path(folder)
+    model = checkpoint_digest(config, CheckpointWeights(folder))
+    made = KVProfile(model=model, calibration="c", windows=[1, 8], perplexity=[2.0, 2.002], divergence=1e-5)
+    write_kv_profile(path, made)
+    assert kv_loss_or_why(config)[0] == pytest.approx(0.001)
+    path.write_text(json.dumps(asdict(made) | change))
+    loss, found = kv_loss_or_why(config)
+    assert loss is None and why in found
