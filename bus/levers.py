@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from bus.precisions import Precision
 
-LeverName = Literal["queue", "resize", "swap", "move", "merge", "part", "more", "fewer"]
+LeverName = Literal["queue", "resize", "kv", "swap", "move", "merge", "part", "more", "fewer"]
 
 CostBasis = Literal["measured", "assumed"]
 
@@ -49,6 +49,8 @@ class LeverOption:
             return f"{self.lever}: not possible, {self.refusal}"
         between = " to " if self.lever == "move" else ", "
         words = f"{self.lever} {between.join(self.targets)}".rstrip()
+        if self.lever == "kv":
+            return f"{words}: KV cache to {self.precision}"
         if self.layers:
             return f"{words}: {self.layers} layers to {self.precision}"
         return f"{words} at tp {self.tp}" if self.tp else words

@@ -429,6 +429,9 @@ class InstanceCard:
     products: list[str] = field(default_factory=list)  # the kernels of its dense products on a CPU, as text
     losses: dict[Precision, float] = field(default_factory=dict)  # measured: of perplexity, all layers in it
     losses_assumed: dict[Precision, str] = field(default_factory=dict)  # why the others were not measured
+    kv_dtype: KVPrecision = "full"  # what its KV cache rests in
+    kv_loss: float | None = None  # share of perplexity that a KV cache in 8 bits costs; None: not measured
+    kv_gain: float = 1.0  # KV blocks in 8 bits in the pages of one in the model's dtype
 
     @property
     def best(self) -> Precision:

@@ -72,6 +72,7 @@ class ConvertCache:
     instance: str
     kv_dtype: KVPrecision
     wait_s: float = 0.0  # see `Swap.wait_s`
+    stands_s: float = 0.0  # see `Swap.stands_s`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +114,7 @@ class Deploy:
     blocks: int = 0  # KV blocks to have at least; the other free blocks are shared among the models
     max_model_len: int = 0
     digest: str = ""  # checkpoint of the plan; a worker refuses any other
+    kv_dtype: KVPrecision = "full"  # full: what the worker's settings say
     wait_s: float = 0.0  # see `Swap.wait_s`
 
 
@@ -328,7 +330,7 @@ MORPHS: Final = (
         words=lambda command: f"KV cache in {command.kv_dtype}",
         running="converting the KV cache: {layers_done} of {layers} layers",
         applied="{blocks_before} → {blocks_after} blocks",
-        causes=("order",),
+        causes=(*_PRESSURE, "ease", "precision_floor", "order"),
         target="instance",
         order=KVOrder,
         progress=("layers_done", "layers"),

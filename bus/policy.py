@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal
 
 from bus.fields import MAX_COUNT, Field, FieldType, declared, declared_fields
-from bus.precisions import DEFAULT_SWAP, QUANTIZED, Precision
+from bus.precisions import DEFAULT_SWAP, QUANTIZED, KVPrecision, Precision
 
 Mode = Literal["default", "accuracy", "performance", "manual"]
 
@@ -235,6 +235,7 @@ class Envelope:
     policy: Policy  # policy with its mode applied; mode manual: no morph
     resting: Precision = "full"  # precision that layers go back to
     precisions: list[Precision] = field(default_factory=list)  # below it, that layers may be held in
+    kv_precisions: list[KVPrecision] = field(default_factory=list)  # of fewer bits, for the KV cache
     floor: Precision | Literal[""] = ""  # floor of a request that waits at a gateway; "": none
     expected_blocks: int = 0  # KV blocks needed by the forecast; 0: no forecast
     moved_blocks: int = 0  # KV blocks of queued prompts that are being moved elsewhere

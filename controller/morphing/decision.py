@@ -8,9 +8,9 @@ from itertools import chain
 from bus.groups import parted
 from bus.levers import LeverOption, LeverPlan
 from bus.messages import Number
-from bus.morphs import STANDS_S, Cause, HalfOrder, Swap, Transform
+from bus.morphs import STANDS_S, Cause, ConvertCache, HalfOrder, Swap, Transform
 from bus.policy import Policy
-from bus.precisions import Precision
+from bus.precisions import KVPrecision, Precision
 from bus.shapes import CommonShape
 from controller.morphing.groups import Group
 from controller.morphing.parallelism import Merge
@@ -23,7 +23,7 @@ WAIT_S = 1.0  # wait for pages before `deferred`: a running step may free some
 class MorphDecision:
     """One morph, its reason and the numbers behind it. `worker` leads `instance`.
 
-    A swap has `halves`, or `count` layers that go to `precision`.
+    A swap has `halves`, or `count` layers that go to `precision`. kv_dtype: what the KV cache goes to.
     """
 
     instance: str
@@ -39,10 +39,20 @@ class MorphDecision:
     halves: tuple[HalfOrder, ...] = ()
     count: int = 0
     precision: Precision = "full"
+    kv_dtype: KVPrecision | None = None
     predicted_s: float = 0.0  # until it is applied
 
-    def command(self, morph_id: str) -> Transform | Swap:
+    def command(self, morph_id: str) -> Transform | Swap | ConvertCache:
         """Return the command for the worker."""
+        if self.kv_dtype:
+            return ConvertCache(
+                id=morph_id,
+                epoch=self.epoch,
+                instance=self.instance,
+                kv_dtype=self.kv_dtype,
+                wait_s=WAIT_S,
+                stands_s=STANDS_S,
+            )
         if self.halves or self.count:
             return Swap(
                 id=morph_id,
@@ -145,6 +155,19 @@ def levelling(merge: Merge, common: CommonShape, plan: LeverPlan) -> list[MorphD
         replace(_decision(group, "level", reason, numbers), halves=halves)
         for group, halves in zip(merge.groups, common.orders, strict=True)
         if halves
+    ]
+
+
+def levelling_kv(merge: Merge, precision: KVPrecision, plan: LeverPlan) -> list[MorphDecision]:
+    """Return the conversions after which the KV caches of a merge's members are alike."""
+    reason = (
+        f"the KV caches of {', '.join(merge.workers)} are alike in {precision} before these become one of "
+        f"degree {merge.tp}; {weighed(plan)}"
+    )
+    return [
+        replace(_decision(group, "level", reason, costs_of(plan)), kv_dtype=precision)
+        for group in merge.groups
+        if group.kv_precision != precision
     ]
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from bus.client import LiveWorker
 from bus.messages import Demand, InstanceCard, WorkerCard
 from bus.policy import NEWS_S, Envelope, Policy
-from bus.precisions import LOWEST, PRECISIONS, Precision
+from bus.precisions import LOWEST, PRECISIONS, Precision, is_below
 from controller.morphing.resting import Rest, Rests, rest_of
 
 RENEW_SHARE = 4  # an envelope is sent again after this part of the time that it is valid for
@@ -118,6 +118,7 @@ def _envelope(epoch: int, card: InstanceCard, policy: Policy, rest: Rest) -> Env
         policy=in_force,
         resting=rest.precision,
         precisions=_allowed(card, rest, policy.precision),
+        kv_precisions=["int8"] if card.kv_loss is not None and not is_below("int8", rest.coarsest) else [],
     )
 
 

@@ -12,7 +12,7 @@ from bus.client import LiveWorker
 from bus.groups import GroupMember, kv_tokens_at, members_of
 from bus.levers import CostBasis
 from bus.messages import InstanceCard, InstanceMetrics, LayerShape, Metrics, PageCounts
-from bus.precisions import Precision
+from bus.precisions import KVPrecision, Precision
 from controller.morphing.resting import Rest, Rests, rest_of
 
 
@@ -35,6 +35,10 @@ class Group:
     own_tokens: tuple[int, ...] = ()  # by member: its requests, and a spare block for each that runs
     layers: tuple[LayerShape, ...] = ()  # the same at all members
     losses: Mapping[Precision, float] = field(default_factory=dict)  # measured, of the whole model
+    kv_precision: KVPrecision = "full"
+    kv_rest: KVPrecision = "full"  # what its KV cache goes back to
+    kv_loss: float | None = None  # by a KV cache in 8 bits; None: not measured
+    kv_gain: float = 1.0  # KV blocks in 8 bits for each in full precision
     layer_blocks: Mapping[Precision, float] = field(default_factory=dict)  # that a layer below full frees
     layer_bytes: Mapping[Precision, int] = field(default_factory=dict)
     weight_bytes: int = 0  # of a worker alone, in the precision of its deployment; 0: unknown
@@ -133,6 +137,10 @@ def _group(members: list[GroupMember], seen: list[InstanceMetrics], age_s: float
         resting_tp=rest.tp,
         rest=rest,
         losses=card.losses,
+        kv_precision=last.kv_precision,
+        kv_rest=card.kv_dtype,
+        kv_loss=card.kv_loss,
+        kv_gain=card.kv_gain,
         block_tokens=card.block_tokens,
         queued_tokens=sum(one.last.waiting_tokens for one in seen),
         running=sum(one.running for one in seen),

@@ -117,7 +117,7 @@ def _kind(group: Group) -> tuple[object, ...]:
 
 
 def _kind_and_precisions(group: Group) -> tuple[object, ...]:
-    return *_kind(group), group.layers
+    return *_kind(group), group.layers, group.kv_precision
 
 
 def _alike(groups: Iterable[Group], kind_of: Callable[[Group], tuple[object, ...]]) -> Iterator[list[Group]]:

@@ -15,7 +15,7 @@ from bus.levers import LeverPlan
 from bus.messages import Demand
 from bus.policy import Policy
 from bus.shapes import CommonShape
-from controller.morphing.decision import MorphDecision, levelling, merging, parting, swapping
+from controller.morphing.decision import MorphDecision, levelling, levelling_kv, merging, parting, swapping
 from controller.morphing.groups import Group
 from controller.morphing.parallelism import degrees_below
 from controller.morphing.track import (
@@ -108,6 +108,9 @@ def _for_long(
             made += [parting(found.parting, plan, waiting.times, now.rules, waiting)] if is_sure else []
         elif found.merge.missing(waiting.tokens):
             continue
+        elif found.kv:
+            is_due = now.may_swap(found.merge.groups)
+            made += levelling_kv(found.merge, found.kv, plan) if is_due else []
         elif isinstance(found.common, CommonShape):
             is_due = now.may_swap(found.merge.groups)
             made += levelling(found.merge, found.common, plan) if is_due else []

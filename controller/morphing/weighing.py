@@ -10,7 +10,7 @@ from bus.levers import NEVER_S, LeverPlan
 from bus.messages import LayerShape
 from bus.morphs import HalfOrder
 from bus.policy import Policy
-from bus.precisions import PRECISIONS, Precision, is_below
+from bus.precisions import PRECISIONS, KVPrecision, Precision, is_below
 from bus.shapes import CommonShape, common_shape, loss_of, whole_loss
 from controller.morphing.copies import Copies
 from controller.morphing.groups import Group
@@ -29,18 +29,21 @@ from controller.planning.situation import (
 )
 
 NO_COSTS: Final = LeverCosts()
+RESERVE: Final = 1e-9  # of a budget, for rounding
 
 
 @dataclass(frozen=True, slots=True)
 class WeighedMerge:
     """A merge and the layers that its members get first; None: they are alike. Text: why there are none.
 
-    parting: the group that parts before, since it is too small and of another degree.
+    parting: the group that parts before, since it is too small and of another degree. kv: what the KV caches
+    of all members get first; None: they are alike.
     """
 
     merge: Merge
     common: CommonShape | str | None
     parting: Group | None = None
+    kv: KVPrecision | None = None
 
 
 def weigh_long(
@@ -61,8 +64,7 @@ def weigh_long(
     """
     is_overdue = waited_s >= policy.long_patience_s
     offers = [
-        WeighedMerge(merge, levelled(merge, policy.most_loss))
-        for merge in merges_for(free, waiting.tokens, policy.max_tp)
+        _weighed(merge, policy) for merge in merges_for(free, waiting.tokens, policy.max_tp)
     ] or _after_parting(free, partable, waiting.tokens, policy)
     names = {group.instance for group in swappable}
     situation = LeverSituation(
@@ -103,7 +105,7 @@ def _after_parting(
         parts = parts_of(group, lower[0])
         merges = merges_for([*(one for one in free if one is not group), *parts], num_tokens, policy.max_tp)
         with_parts = (one for one in merges if {*_names(one)} & {*group.instances})
-        found += [WeighedMerge(one, levelled(one, policy.most_loss), group) for one in [*with_parts][:1]]
+        found += [_weighed(one, policy, group) for one in [*with_parts][:1]]
     return found
 
 
@@ -166,13 +168,14 @@ def serving(group: Group, policy: Policy) -> ServingInstance:
     budget, rest = policy.most_loss, group.rest
     if rest.loss_left is not None:
         budget = min(budget, rest.loss_left)
-    at_rest = [LayerShape(attention=rest.precision, ffn=rest.precision)]
-    lost = max(0.0, loss_of(group.layers, group.losses) - loss_of(at_rest, group.losses))
+    lost = max(0.0, loss_of(group.layers, group.losses) - loss_of(_at_rest(group), group.losses))
+    blocks = (group.kv_tokens or group.max_tokens) // tokens
+    lost += _lost_by_kv(group)
     return ServingInstance(
         name=group.instance,
         tp=group.tp,
         block_tokens=tokens,
-        blocks=(group.kv_tokens or group.max_tokens) // tokens,
+        blocks=blocks,
         used=-(-group.used_tokens // tokens),
         needed=-(-(group.used_tokens + group.queued_tokens) // tokens),
         running=group.running or max(0.0, group.load - group.waiting),
@@ -182,11 +185,55 @@ def serving(group: Group, policy: Policy) -> ServingInstance:
         speed_basis=group.speed_basis,
         spare_blocks=group.spare_tokens // tokens,
         rungs=_rungs(group, policy.precision),
+        kv_blocks=int((group.kv_gain - 1) * blocks) if _may_convert(group) else 0,
+        kv_loss=group.kv_loss or 0.0,
         loss_left=max(0.0, budget - lost),
         max_model_len=group.max_model_len,
         is_movable=group.tp == 1,
         weight_bytes=group.weight_bytes,
     )
+
+
+def _may_convert(group: Group) -> bool:
+    """Return True if its KV cache may go to 8 bits, as far as the budget allows it."""
+    is_allowed = group.kv_loss is not None and not is_below("int8", group.rest.coarsest)
+    return is_allowed and group.kv_precision == "full"
+
+
+def _lost_by_kv(group: Group) -> float:
+    """Return the loss of its KV cache beyond that at rest."""
+    return 0.0 if group.kv_precision in ("full", group.kv_rest) else group.kv_loss or 0.0
+
+
+def _weighed(merge: Merge, policy: Policy, parting: Group | None = None) -> WeighedMerge:
+    """Return a merge and what its members get first, so that all are alike."""
+    common, (kv, refusal) = levelled(merge, policy.most_loss), levelled_kv(merge, policy.most_loss)
+    return WeighedMerge(merge, refusal or common, parting, kv)
+
+
+def levelled_kv(merge: Merge, budget: float) -> tuple[KVPrecision | None, str]:
+    """Return the precision that the KV caches of a merge's members get first, and why there is none.
+
+    None and "" if they are alike. 8 bits if the loss is within the budget, since a long request needs room.
+    """
+    full = [group for group in merge.groups if group.kv_precision == "full"]
+    others = [group for group in merge.groups if group.kv_precision != "full"]
+    if not full or not others:
+        return None, ""
+    lost = (
+        loss_of(group.layers, group.losses) - loss_of(_at_rest(group), group.losses) + (group.kv_loss or 0.0)
+        for group in full
+    )
+    if all(map(_may_convert, full)) and max(lost) <= budget + RESERVE:
+        return "int8", ""
+    if all(group.used_tokens * group.kv_gain <= (group.kv_tokens or group.max_tokens) for group in others):
+        return "full", ""
+    names = ", ".join(group.instance for group in others)
+    return None, f"KV is in int8 at {names}, which holds too much for full precision, and not at the others"
+
+
+def _at_rest(group: Group) -> list[LayerShape]:
+    return [LayerShape(attention=group.rest.precision, ffn=group.rest.precision)]
 
 
 def levelled(merge: Merge, budget: float) -> CommonShape | str | None:
@@ -266,9 +313,14 @@ def _offer(one: WeighedMerge, num_tokens: int) -> MergeOffer:
         room_s=missing / speed if missing and speed else 0.0,
         parted=one.parting.instances if one.parting else (),
         halves=max(map(len, change.orders)) if change else 0,
-        loss=change.loss if change else 0.0,
+        loss=(change.loss if change else 0.0) + (_added_by_kv(merge) if one.kv == "int8" else 0.0),
+        is_kv_converted=one.kv is not None,
         refusal=refusal,
     )
+
+
+def _added_by_kv(merge: Merge) -> float:
+    return max(group.kv_loss or 0.0 for group in merge.groups if group.kv_precision == "full")
 
 
 def _names(merge: Merge) -> list[str]:

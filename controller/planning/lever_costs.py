@@ -13,7 +13,7 @@ from typing import Final, Literal
 from bus.levers import CostBasis
 from bus.morphs import MorphReport
 
-Kind = Literal["resize", "swap", "merge", "part", "load"]
+Kind = Literal["resize", "kv", "swap", "merge", "part", "load"]
 
 WEIGHT: Final = 0.3  # of the newest morph
 HALVES: Final = 4  # a swap of so many weighs as much as a morph: one half at leisure says little of more
@@ -46,6 +46,7 @@ class KindCost:
 
 ASSUMED_COSTS: Final[Mapping[Kind, KindCost]] = {
     "resize": KindCost(duration_s=0.1, stalled_s=0.005),
+    "kv": KindCost(duration_s=0.2, stalled_s=0.1),
     "swap": KindCost(duration_s=0.01, stalled_s=0.002),
     "merge": KindCost(duration_s=1.0, stalled_s=0.3),
     "part": KindCost(duration_s=1.0, stalled_s=0.3),
@@ -113,7 +114,7 @@ def observe_cost(costs: LeverCosts, report: MorphReport) -> LeverCosts:
     numbers, units = report.numbers, 1.0
     if kind == "swap":
         units = float(numbers.get("halves_applied", 0))
-    elif kind in ("merge", "part") and numbers.get("layers_done") != numbers.get("layers"):
+    elif kind in ("kv", "merge", "part") and numbers.get("layers_done") != numbers.get("layers"):
         units = 0.0
     if units <= 0:
         return costs
@@ -164,7 +165,7 @@ def observe_speed(costs: LeverCosts, tp: int, tokens_per_s: float) -> LeverCosts
 
 
 def _kind_of(report: MorphReport) -> Kind | None:
-    if report.kind == "swap" or report.kind == "resize":
+    if report.kind == "swap" or report.kind == "resize" or report.kind == "kv":
         return report.kind
     if report.kind == "deploy":
         return "load"

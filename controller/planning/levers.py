@@ -14,7 +14,18 @@ from typing import Final
 
 from bus.levers import NEVER_S, LeverName, LeverOption, LeverPlan
 from bus.policy import RELIEF_SHARE, share_for
-from controller.planning.options import merge, more, move, part, resize, room, stay, swap, swap_for_long
+from controller.planning.options import (
+    convert_kv,
+    merge,
+    more,
+    move,
+    part,
+    resize,
+    room,
+    stay,
+    swap,
+    swap_for_long,
+)
 from controller.planning.situation import LeverSituation, LongNeed, PartOffer, ServingInstance
 
 MARGIN: Final = 0.25  # a lever must gain so much more than its price: predictions err
@@ -171,7 +182,7 @@ def _waits(count: int, servers: Sequence[_Server]) -> list[float]:
 
 
 def _for_pressure(situation: LeverSituation, one: ServingInstance, free: Mapping[str, int]) -> LeverPlan:
-    """Weigh resize, moves, a swap and an instance more for what is still missing, in all combinations."""
+    """Weigh resize, moves, KV in 8 bits, a swap and an instance more for what is missing, and their sets."""
     queue_s = one.queue_s(one.missing)
     queue = LeverOption(lever="queue", targets=[one.name], duration_s=queue_s, basis=one.speed_basis)
     queue = replace(queue, cost_s=one.waiting * queue_s / 2)
@@ -207,9 +218,10 @@ def _sets(
     situation: LeverSituation, one: ServingInstance, free: Mapping[str, int]
 ) -> Iterator[list[LeverOption]]:
     """Yield the sets of levers beside the queue: each is for what those before it leave missing."""
-    levers, added = (resize(situation, one), move(one, free)), more(situation, one)
-    for grown, moved in product(*([[], each] if each else [[]] for each in levers)):
-        chosen = [*grown, *moved]
+    levers = (resize(situation, one), move(one, free), convert_kv(situation, one))
+    added = more(situation, one)
+    for grown, moved, converted in product(*([[], each] if each else [[]] for each in levers)):
+        chosen = [*grown, *moved, *converted]
         left = one.missing - sum(option.blocks for option in chosen)
         if chosen:
             yield chosen
@@ -218,7 +230,9 @@ def _sets(
         wait_s = max(one.oldest_wait_s, one.queue_s(one.missing))
         wanted = share_for(wait_s, situation.objectives.ttft_slo_s)
         share = max(RELIEF_SHARE, wanted) if one.load else 1.0
-        if left > 0 and (swapped := swap(situation, one, left, share)):
+        spent = sum(option.loss for option in chosen)
+        rest = replace(one, loss_left=one.loss_left - spent)
+        if left > 0 and (swapped := swap(situation, rest, left, share)):
             yield [*chosen, swapped]
             if added and left > swapped.blocks:
                 yield [*chosen, swapped, *added]

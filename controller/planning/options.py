@@ -52,6 +52,7 @@ def merge(situation: LeverSituation, offer: MergeOffer) -> LeverOption:
     alone = costs.speed(offer.tp_before)[0] * len(offer.instances)
     connect_s = 0.0 if offer.are_neighbours else CONNECT_S
     stalled_s = kind.stalled_s + offer.halves * half.stalled_s + (undo.stalled_s if offer.parted else 0.0)
+    stalled_s += costs.kinds["kv"].stalled_s if offer.is_kv_converted else 0.0
     worker = costs.speeds.get(1, 0.0)
     price_s = (
         (stalled_s + undo.stalled_s) * offer.load
@@ -71,7 +72,8 @@ def merge(situation: LeverSituation, offer: MergeOffer) -> LeverOption:
         + costs.seconds("merge")
         + connect_s
         + (costs.seconds("part") if offer.parted else 0.0)
-        + costs.seconds("swap", offer.halves),
+        + costs.seconds("swap", offer.halves)
+        + (costs.seconds("kv") if offer.is_kv_converted else 0.0),
         price_s=price_s,
         basis=_weaker(kind.basis, basis),
     )
@@ -88,6 +90,26 @@ def resize(situation: LeverSituation, one: ServingInstance) -> list[LeverOption]
         stalled_s=kind.stalled_s,
         duration_s=situation.costs.seconds("resize"),
         price_s=kind.stalled_s * one.running,
+        basis=kind.basis,
+    )
+    return [option]
+
+
+def convert_kv(situation: LeverSituation, one: ServingInstance) -> list[LeverOption]:
+    """Return the option to hold the KV cache in 8 bits, if the budget of loss allows it."""
+    if one.kv_blocks <= 0 or one.kv_loss > one.loss_left + RESERVE:
+        return []
+    kind = situation.costs.kinds["kv"]
+    price_s = kind.stalled_s * one.running + _price_of_loss(one.kv_loss, one.load, situation.objectives)
+    option = LeverOption(
+        lever="kv",
+        targets=[one.name],
+        precision="int8",
+        blocks=one.kv_blocks,
+        loss=one.kv_loss,
+        stalled_s=kind.stalled_s,
+        duration_s=situation.costs.seconds("kv"),
+        price_s=price_s,
         basis=kind.basis,
     )
     return [option]

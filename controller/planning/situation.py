@@ -39,6 +39,8 @@ class ServingInstance:
     speed_basis: CostBasis = "measured"
     spare_blocks: int = 0  # free pages would make
     rungs: Sequence[SwapRung] = ()
+    kv_blocks: int = 0  # that a KV cache in 8 bits would bring; 0: it is, or its loss is unknown
+    kv_loss: float = 0.0  # by that
     loss_left: float = 0.0
     max_model_len: int = 0  # tokens of one sequence; 0: the KV alone limits it
     weight_bytes: int = 0  # of the model on one worker; 0: unknown
@@ -79,6 +81,7 @@ class MergeOffer:
     parted: tuple[str, ...] = ()  # members that are a group too small for it, and part first
     halves: int = 0  # that a member swaps before, at most, so that all layers are alike
     loss: float = 0.0  # by that
+    is_kv_converted: bool = False  # at some members before, so that all KV caches are alike
     refusal: str = ""
 
 

@@ -109,15 +109,18 @@ def floor_of(
 ) -> Precision | Literal[""]:
     """Return the precision that no layer may be below; "": any will do.
 
-    `max_loss` is kept by the fewest bits that all layers can be in without losing more. A precision whose
-    loss was not measured is not among them. Where both are asked for, more bits win. Raises ApiError 400 if
-    the model's checkpoint has fewer bits.
+    `max_loss` is kept by the fewest bits that all layers can be in, and the KV cache in 8 bits, without
+    losing more. A precision whose loss was not measured is not among them. Where both are asked for, more
+    bits win. Raises ApiError 400 if the model's checkpoint has fewer bits.
     """
     if min_precision and is_below(card.best, min_precision):
         raise never_so_precise(card.model, min_precision, card.best)
     if max_loss is None:
         return min_precision or ""
-    kept = lowest(one for one in card.variants if card.losses.get(one, inf) <= max_loss)
+    by_kv = card.kv_loss or 0.0
+    kept = lowest(
+        [one for one in card.variants if card.losses.get(one, inf) + by_kv <= max_loss] or [card.best]
+    )
     return min_precision if min_precision and is_below(kept, min_precision) else kept
 
 

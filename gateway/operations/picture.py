@@ -104,6 +104,7 @@ def _instance(gateway: Gateway, worker: WorkerCard, card: InstanceCard) -> dict[
             "used": used,
             "block_tokens": card.block_tokens,
             "precision": last.kv_precision if last else None,
+            "loss": card.kv_loss,
         },
         "layer_tp": layer_degrees(card, gateway.morphs.transform_of(worker.id)),
         "layers_below_full": layers_below_full(last.layers) if last else None,

@@ -46,6 +46,7 @@ class MorphCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     byte_s: FromZero  # seconds for each byte of the new variant
     share: Annotated[float, msgspec.Meta(gt=0, le=1)]
     disk_byte_s: FromZero = 0.0  # the same of a disk, which reads beside that, whatever the share
+    kv_layer_s: FromZero = 0.0  # seconds between two steps in which the KV of a layer is converted
 
 
 class Degree(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,7 +72,9 @@ class TransformCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CalibratedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker's pages and KV blocks while all layers are in full precision.
 
-    spare_pages: free ones beyond the reserve for swaps. layer_pages, attention_pages: of one layer.
+    spare_pages: free ones beyond the reserve for swaps. layer_pages, attention_pages: of one layer. kv_gain:
+    KV blocks in 8 bits for each in the model's dtype. kv_loss: the share of perplexity that they cost;
+    without it the KV cache is never converted. Steps are taken to be as fast in 8 bits.
     """
 
     page_bytes: Count
@@ -80,6 +83,8 @@ class CalibratedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spare_pages: Annotated[int, msgspec.Meta(ge=0)]
     layer_pages: dict[Precision, int]
     attention_pages: dict[Precision, int]
+    kv_gain: Annotated[float, msgspec.Meta(ge=1)] = 1.0
+    kv_loss: FromZero | None = None
 
     def half_pages(self, part: Part, precision: Precision) -> int:
         """Return the pages of the attention or the FFN of a layer."""

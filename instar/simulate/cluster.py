@@ -392,7 +392,8 @@ class SimulatedCluster:
             expected_blocks({"": one.forecast}).get("", 0)
         ):
             self._go_on(one)
-        if not instance.is_stepping and (instance.has_work or one.morphs.running or instance.shape.num_below):
+        is_moving = instance.has_work or one.morphs.running or not instance.shape.is_at_rest
+        if not instance.is_stepping and is_moving:
             self._boundary(one)  # an idle worker looks now and then whether layers can go back
         if one.is_idle and one.instance.is_as_made and one.seen.is_settled:
             self._rest(one)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from instar.simulate.calibration import CalibratedMemory, EngineCalibration
+from instar.simulate.calibration import EngineCalibration
 from instar.simulate.engine import SimulatedInstance
 from instar.simulate.shape import SimulatedShape
 from worker.engine.sequence import Sequence as EngineSequence
@@ -28,13 +28,11 @@ def calibration_at(calibration: EngineCalibration, tp: int) -> EngineCalibration
         for name, pages in memory.layer_pages.items()
     }
     pages_per_block = memory.kv_pages / memory.kv_blocks / tp
-    found = CalibratedMemory(
-        page_bytes=memory.page_bytes,
+    found = msgspec.structs.replace(
+        memory,
         kv_pages=max(1, round(blocks * pages_per_block)),
         kv_blocks=max(1, blocks),
-        spare_pages=memory.spare_pages,
         layer_pages=shard,
-        attention_pages=memory.attention_pages,
     )
     return msgspec.structs.replace(calibration, memory=found)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from bus.morphs import MorphOutcome, MorphReport, Resize, Swap
+from bus.morphs import KIND_OF, ConvertCache, MorphOutcome, MorphReport, Resize, Swap
 from bus.precisions import Precision
 from instar.simulate.calibration import MorphCosts
 from instar.simulate.engine import SimulatedInstance
@@ -26,7 +26,7 @@ from worker.morph.resizer import headroom
 from worker.morph.run import NotApplied
 from worker.shape.copier import Pace
 
-Command = Swap | Resize
+Command = Swap | Resize | ConvertCache
 MorphingInstance = SimulatedInstance | GroupInstance
 
 COPIED: Final = 1e-9  # seconds left of a copy that is done, but for rounding
@@ -75,6 +75,7 @@ class SimulatedMorph:
     pending: deque[Half] = field(default_factory=deque)
     towards: dict[Half, Precision] = field(default_factory=dict)
     num_halves: int = 0
+    layers_done: int = 0  # whose KV is converted
     due_s: float | None = None
     left_s: float | None = None
     since_s: float = 0.0
@@ -95,6 +96,8 @@ class SimulatedMorph:
         """Begin; returns the report if it ends at once."""
         if isinstance(self.command, Resize):
             return self._resize(instance, turn.now_s)
+        if isinstance(self.command, ConvertCache):
+            return self._convert(instance, turn)
         shape = instance.shape
         order = shape.order_towards(self.command.precision)
         try:
@@ -108,6 +111,8 @@ class SimulatedMorph:
 
     def advance(self, instance: MorphingInstance, turn: Turn) -> MorphReport | None:
         """Carry on between two steps; returns the report at the end."""
+        if isinstance(self.command, ConvertCache):
+            return self._convert(instance, turn)
         if not isinstance(self.command, Swap):
             return self._resize(instance, turn.now_s)
         if self.left_s:
@@ -197,6 +202,29 @@ class SimulatedMorph:
             instance.blocks.extend(blocks)
         return self._report(instance, now_s, "applied")
 
+    def _convert(self, instance: MorphingInstance, turn: Turn) -> MorphReport | None:
+        """Convert the KV of layers while there is time; to full precision it has fewer blocks first."""
+        assert isinstance(self.command, ConvertCache)
+        shape, goal = instance.shape, self.command.kv_dtype
+        if goal == "full" and shape.kv_form != goal:
+            blocks = shape.blocks_in(shape.kv_pages, goal)
+            kept = instance.blocks.num_used + headroom(instance.scheduler.running, instance.limits)
+            if blocks < max(shape.min_blocks, kept) or not _shrink(instance, blocks):
+                self.obstacle, self.due_s = f"{kept} KV blocks must stay, of {blocks} in full", None
+                return self._wait(instance, turn.now_s)
+            shape.convert(goal)
+        while self.layers_done < shape.num_layers:
+            if not turn.pace.has_time:
+                self.due_s = turn.now_s
+                return None
+            self._spend(turn, self.costs.kv_layer_s)
+            self.layers_done += 1
+        if goal != "full":
+            shape.convert(goal)
+            instance.blocks.extend(shape.kv_blocks)
+        instance.reshaped(turn.now_s)
+        return self._report(instance, turn.now_s, "applied")
+
     def cancel(self, instance: MorphingInstance, now_s: float) -> MorphReport:
         """End the morph as it is; the half in progress keeps its old variant, and the cache its blocks."""
         if pages := instance.shape.growth():
@@ -221,7 +249,7 @@ class SimulatedMorph:
         done = self.num_halves - len(self.pending)
         return MorphReport(
             id=self.command.id,
-            kind="swap" if isinstance(self.command, Swap) else "resize",
+            kind=KIND_OF[type(self.command)],
             target=instance.name,
             worker=instance.name.rpartition("@")[2],
             epoch=1,
@@ -230,6 +258,7 @@ class SimulatedMorph:
             numbers={
                 "halves": self.num_halves,
                 "halves_applied": done,
+                "layers_done": self.layers_done,
                 "copy_seconds": self.copy_s,
                 "boundary_seconds": self.boundary_s,
                 "awaited_seconds": self.awaited_s,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
-from bus.morphs import Morph, MorphReport, Resize, Swap
+from bus.morphs import ConvertCache, Morph, MorphReport, Resize, Swap
 from bus.policy import MOVES_S, Envelope, Policy
 from bus.precisions import LOWEST, PRECISIONS, Precision
 from instar.simulate.calibration import EngineCalibration
@@ -21,6 +21,7 @@ from worker.morph import reflex
 from worker.morph.plan import Half
 from worker.morph.reflex import Lever
 from worker.morph.reflex_loop import MemberRoom, Reflex, ReflexLoop
+from worker.morph.sizing import KVState
 
 Clock = Callable[[], float]
 
@@ -41,6 +42,14 @@ class SimulatedTarget:
     @property
     def halves(self) -> Mapping[Half, Precision]:
         return self._instance.shape.halves
+
+    @property
+    def kv(self) -> KVState:
+        return self._instance.shape.kv
+
+    @property
+    def is_kv_at_rest(self) -> bool:
+        return self._instance.shape.kv_form == "full"
 
     @property
     def kv_blocks(self) -> int:
@@ -126,7 +135,7 @@ class SimulatedMorphs:
         return self.running is not None or self._ordered is not None
 
     def begin(self, command: Morph, *, reason: str) -> None:
-        assert isinstance(command, Swap | Resize)
+        assert isinstance(command, Swap | Resize | ConvertCache)
         self._ordered = SimulatedMorph(command, reason, self._clock(), self._page_bytes, self._costs)
 
     def cancel(self, morph_id: str) -> None:
@@ -232,7 +241,12 @@ class SimulatedMorphs:
         instance.is_at_ease = not found or self._is_at_ease(found, num_used)
         if not self._loop or not found or instance.is_at_ease:
             return True
-        if self.running or instance.shape.num_below or instance.scheduler.waiting or found.state.pressure:
+        if (
+            self.running
+            or instance.scheduler.waiting
+            or found.state.pressure
+            or not instance.shape.is_at_rest
+        ):
             return False
         load = replace(self._loop.load(self._target, found), kv_used=num_used)
         state, _ = reflex.judge(found.state, load, found.envelope)
@@ -247,7 +261,7 @@ class SimulatedMorphs:
         return not (
             self.running
             or self._ordered
-            or instance.shape.num_below
+            or not instance.shape.is_at_rest
             or scheduler.waiting
             or state.pressure
             or found.envelope.expected_blocks
@@ -265,4 +279,5 @@ def _granted(instance: MorphingInstance, policy: Policy) -> Envelope:
         instance=instance.name,
         policy=policy,
         precisions=[precision for precision in below if precision in instance.shape.variants],
+        kv_precisions=["int8"],
     )

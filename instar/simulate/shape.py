@@ -12,10 +12,11 @@ from dataclasses import replace
 from functools import cache
 
 from bus.messages import PARTS, LayerShape, layers_below_full, lowest_half
-from bus.precisions import Precision
+from bus.precisions import KV_PRECISIONS, KVPrecision, Precision, lowest
 from instar.simulate.calibration import EngineCalibration
 from worker.morph.losses import Losses
 from worker.morph.plan import Half, order_towards
+from worker.morph.sizing import KVState
 
 
 @cache
@@ -38,13 +39,14 @@ class SimulatedShape:
         self.lowest: Precision = "full"
         self.loss = 0.0  # predicted share of perplexity
         self.kv_pages = memory.kv_pages // self.num_layers  # KV pages of each layer
-        self.pages_per_block = memory.kv_pages / memory.kv_blocks
+        self.kv_form: KVPrecision = "full"
         self.spare_pages = memory.spare_pages  # free ones beyond the reserve; below 0: so many are missing
         # Only what swaps set free goes to the cache by itself; the rest needs an order, as in `KVResizer`.
         self.own_pages = memory.spare_pages if memory.spare_pages < self.num_layers else 0
         self.longest_blocks = math.ceil(limits.max_model_len / limits.block_tokens)
         self.min_blocks = min(self.longest_blocks, memory.kv_blocks)
-        self.useful_pages = self._pages_for(limits.max_num_seqs * self.longest_blocks)
+        self._useful_blocks = limits.max_num_seqs * self.longest_blocks
+        self.useful_pages = self._pages_for(self._useful_blocks)
         self._swapped: list[int] = []  # layers below full precision, the last swapped last
 
     @property
@@ -57,18 +59,28 @@ class SimulatedShape:
 
     @property
     def is_at_rest(self) -> bool:
-        return not self.num_below
+        return not self.num_below and self.kv_form == "full"
+
+    @property
+    def kv(self) -> KVState:
+        """The KV cache, as the reflex sees it."""
+        blocks = {form: self.blocks_in(self.kv_pages, form) for form in KV_PRECISIONS}
+        return KVState(form=self.kv_form, blocks=blocks, loss=self._memory.kv_loss)
+
+    def _pages_per_block(self, form: KVPrecision) -> float:
+        pages = self._memory.kv_pages / self._memory.kv_blocks
+        return pages if form == "full" else pages / self._memory.kv_gain
 
     @property
     def kv_blocks(self) -> int:
         return self.blocks_in(self.kv_pages)
 
-    def blocks_in(self, pages: int) -> int:
-        """Return the KV blocks in so many pages of each layer."""
-        return int(max(0, pages) * self.num_layers / self.pages_per_block)
+    def blocks_in(self, pages: int, form: KVPrecision | None = None) -> int:
+        """Return the KV blocks in so many pages of each layer; form: None: that of now."""
+        return int(max(0, pages) * self.num_layers / self._pages_per_block(form or self.kv_form))
 
     def _pages_for(self, blocks: int) -> int:
-        return math.ceil(blocks * self.pages_per_block / self.num_layers)
+        return math.ceil(blocks * self._pages_per_block(self.kv_form) / self.num_layers)
 
     def pages_missing(self, blocks: int) -> int:
         """Return the pages by which each layer must grow to hold `blocks`; below 0: shrink."""
@@ -79,6 +91,12 @@ class SimulatedShape:
         return order_towards(precision, self.order, self._swapped)
 
     # ------------------------------------------------------------------------------------- changes
+
+    def convert(self, form: KVPrecision) -> None:
+        """Hold the KV cache in another form, in the same pages."""
+        self.kv_form = form
+        self.useful_pages = self._pages_for(self._useful_blocks)
+        self._sum_up()
 
     def pages_to_take(self, half: Half, precision: Precision) -> int:
         """Return the pages that each layer's KV must give so that the half can be swapped."""
@@ -110,6 +128,8 @@ class SimulatedShape:
 
     def follow(self, other: SimulatedShape) -> None:
         """Get the precisions of another shape of the model, in the order in which it got them."""
+        if self.kv_form != other.kv_form:
+            self.convert(other.kv_form)
         for layer in dict.fromkeys((*other._swapped, *self._swapped)):
             for half in (Half(layer, part) for part in PARTS):
                 if self.halves[half] != other.halves[half]:
@@ -135,9 +155,12 @@ class SimulatedShape:
             self._swapped.remove(half.layer)
         if self.layers[half.layer] != LayerShape():
             self._swapped.append(half.layer)
+        self._sum_up()
+
+    def _sum_up(self) -> None:
         self.num_below = layers_below_full(self.layers)
-        self.lowest = lowest_half(self.layers)
-        self.loss = self.losses.total(self.halves)
+        self.lowest = lowest([lowest_half(self.layers), self.kv_form])
+        self.loss = self.losses.total(self.halves) + self.kv.lost
 
     def half_pages(self, half: Half, precision: Precision) -> int:
         return self._pages(half, precision)

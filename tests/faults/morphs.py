@@ -72,6 +72,9 @@ class Hand:
     def resize(self, blocks: int, *, wait: bool = True, **more: Any) -> dict[str, Any]:
         return self.order("resize", {"blocks": blocks} | more, wait=wait)
 
+    def convert(self, kv_dtype: str, *, wait: bool = True, **more: Any) -> dict[str, Any]:
+        return self.order("kv", {"kv_dtype": kv_dtype} | more, wait=wait)
+
     def order(self, kind: str, body: dict[str, Any], *, wait: bool = False) -> dict[str, Any]:
         answer = httpx.post(self._url(f"instances/{self.instance}/{kind}"), json=body, timeout=20).json()
         return self.ended(answer["id"]) if wait and "id" in answer else dict(answer)

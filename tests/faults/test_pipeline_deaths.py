@@ -109,6 +109,10 @@ def test_a_pipeline_swaps_and_resizes_by_hand_and_keeps_no_page_of_a_stage_kille
         assert beside.resize(blocks // 2)["state"] == "applied"
         assert beside.resize(blocks)["state"] == "applied"
         assert beside.swap("full", count=LAYERS)["state"] == "applied"
+        there = beside.convert("int8")
+        assert there["state"] == "applied" and there["numbers"]["layers_done"] == LAYERS, there
+        assert there["numbers"]["blocks_after"] > 3.5 * there["numbers"]["blocks_before"]
+        assert beside.convert("full")["state"] == "applied"
         asking.join(60)
         assert texts and complete(service, "long") == wanted
         asking = threading.Thread(target=lambda: texts.append(ask(service, "long").text))

@@ -201,6 +201,13 @@ def test_a_limit_of_loss_is_the_fewest_bits_within_it(
     card = card_with(losses={"int8": 0.0005, "int3": 0.2})
     assert floor_of(min_precision, max_loss, card) == floor
     assert floor_of(None, 0.5, card_with(losses={})) == "full"
+    with_kv = replace(card, kv_loss=0.02)  # what it costs, too, when the KV cache is in 8 bits
+    assert [floor_of(None, most, with_kv) for most in (0.01, 0.0205, 0.21, 0.22)] == [
+        "full",
+        "int8",
+        "int8",
+        "int3",
+    ]
 
 
 def test_more_bits_than_a_quantised_checkpoint_has_are_refused_at_once() -> None:

@@ -185,3 +185,35 @@ def test_workers_whose_layers_differ_get_equal_ones_and_become_one(
         assert Stream(service, LONG, prompt=PROMPTS[0]).start().finished().text == oracle[0]
         transform(service, 1, "w0", "w1")
         wait_for("two instances", lambda: len(shape(service)) == 2)
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+def test_a_group_converts_its_kv_cache_while_streams_run_and_parts_in_8_bits(
+    service: Service, oracle: list[str]
+) -> None:
+    with service.explained():
+        transform(service, 2, "w0", "w1")
+        wait_for("one instance", lambda: len(shape(service)) == 1)
+        hand = Hand(service, "demo@w0")
+        blocks = wait_for("its blocks", lambda: hand.look()["kv"]["blocks"])
+        streams = [Stream(service, LONG, prompt=prompt).start().wait_chunks(5) for prompt in PROMPTS]
+        there = hand.convert("int8", wait_s=20)
+        assert there["state"] == "applied" and there["numbers"]["blocks_after"] > 3.5 * blocks, there
+        wait_for("8 bits to be told", lambda: hand.look()["kv"]["precision"] == "int8")
+        transform(service, 1, "w0", "w1")
+        wait_for("two instances", lambda: len(shape(service)) == 2)
+        assert [stream.finished().error for stream in streams] == [None] * len(PROMPTS)
+        assert Hand(service, "demo@w0").convert("full", wait_s=20)["state"] == "applied"
+        body = {"workers": ["w0", "w1"], "tp": 2}
+        url = service.url() + "/admin/instances/transform"
+        differing = httpx.post(url, params={"wait": "true"}, json=body, timeout=60).json()
+        assert differing["state"] == "conflict" and "convert one of them" in differing["reason"], differing
+        assert Hand(service, "demo@w1").convert("full", wait_s=20)["state"] == "applied"
+        transform(service, 2, "w0", "w1")
+        wait_for("one instance", lambda: len(shape(service)) == 1)
+        again = [Stream(service, LONG, prompt=prompt).start() for prompt in PROMPTS]
+        assert [stream.finished().text for stream in again] == oracle
+        assert service.metric("instar_recomputed_tokens_total") == 0
+        transform(service, 1, "w0", "w1")
+        wait_for("two instances", lambda: len(shape(service)) == 2)

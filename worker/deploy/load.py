@@ -108,6 +108,9 @@ class LoadRun(Run):
             products=loader.products,
             losses=whole_losses(loader.num_layers, loader.losses),
             losses_assumed=loader.losses_assumed,
+            kv_dtype=loader.limits.kv_dtype,
+            kv_loss=loader.kv_loss,
+            kv_gain=target.resizer.cache.gain_in_8_bits,
         )
 
     def _came(self) -> None:

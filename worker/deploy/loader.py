@@ -46,11 +46,12 @@ from worker.model.weights import LoadedRange, view_mapped
 from worker.morph.losses import Measured, losses_of
 from worker.morph.resizer import KVResizer
 from worker.morph.run import NotApplied
-from worker.morph.target import Target
+from worker.morph.target import MemberTarget, Target
 from worker.morph.variants import NoVariants, Variants, reserve_pages
 from worker.pipeline.split import check_degree, own_part, own_shard
 from worker.shape.copier import CopyJob, Pause, source_copy
 from worker.shape.host_images import MatrixSource, find_matrices
+from worker.shape.kv_profile import kv_loss_or_why
 from worker.shape.layer_order import half_losses_or_why, load_order
 from worker.shape.ranges import PageMask, build_half, products_of, spans_of
 from worker.shape.variants import LayerVariants
@@ -135,6 +136,9 @@ class ModelLoader:
             self.losses, self.losses_assumed = found
             for name, why in self.losses_assumed.items():
                 log.warning("the loss of %s is assumed: %s", name, why)
+        self.kv_loss, why = (None, "the weights are random") if is_dummy else kv_loss_or_why(whole)
+        if self.kv_loss is None:
+            log.info("the loss of a KV cache in 8 bits is unknown: %s", why)
         self.digest = command.digest or _digest(self.folder)
         self.check_unchanged(pause)
 
@@ -210,6 +214,13 @@ class ModelLoader:
         self._model = reserve_model(self.config, self.plan, self.source, self.pool, self.shard)
         longest = self.command.max_model_len or settings.max_model_len
         self.limits = Limits.of(settings, **served_limits(self.model, longest))
+        if self.command.kv_dtype != "full":
+            if settings.block_tokens % 2:
+                tokens = settings.block_tokens
+                raise ModelError(
+                    f"KV in {self.command.kv_dtype} needs an even worker.block_tokens, not {tokens}"
+                )
+            self.limits = replace(self.limits, kv_dtype=self.command.kv_dtype)
 
     def reserve_rest(self) -> None:
         """Reserve addresses for the variants and the KV cache; from here on the needs are known."""
@@ -254,9 +265,14 @@ class ModelLoader:
         precisions = self.variants.precisions
         losses = losses_of(self.config.num_layers, precisions, self.losses, precisions[0])
         target = Target(instance, self.variants, resizer, self.order, losses)
+        target.kv_loss = self.kv_loss
+        self.let_convert(target)
+        return target
+
+    def let_convert(self, target: MemberTarget) -> None:
+        """Let morphs of the target compile what KV in 8 bits needs."""
         in_8_bits, device = replace(self.limits, kv_dtype="int8"), self.pool.backend.device
         target.compile_kv = partial(compile_kernels, self.model, in_8_bits, device)
-        return target
 
     def release(self) -> None:
         """Release every page and address; nothing runs on them and nothing is copied any more."""

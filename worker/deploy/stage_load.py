@@ -52,6 +52,7 @@ class StageLoadRun(LoadRun):
             reserve_pages=self._host.reserve_pages,
         )
         self._host.morphs.equip(target)
+        loader.let_convert(target)
         part = LoadedStage(
             pipeline_of(command),
             command.stage,
@@ -132,7 +133,7 @@ class PipelineLoadRun(LoadRun):
         instance.executor.on_going = partial(host.retire, command.instance, wait_s=GOING_WAIT_S)
         precisions = loader.variants.precisions
         losses = losses_of(loader.num_layers, precisions, over_layers(loader.losses), precisions[0])
-        return leader_target(
+        target = leader_target(
             instance,
             cache,
             loader.variants,
@@ -142,6 +143,9 @@ class PipelineLoadRun(LoadRun):
             own_pages=(pages - cache.pages_per_layer) * cache.num_layers,
             reserve_pages=host.reserve_pages,
         )
+        target.kv_loss = loader.kv_loss
+        loader.let_convert(target)
+        return target
 
     def _card(self, target: Target) -> InstanceCard:
         stages = self._command.stages

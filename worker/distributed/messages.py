@@ -58,7 +58,7 @@ class Prepare(GroupMessage, frozen=True, kw_only=True, tag=True):
     grows: bool
     peers: dict[str, Peer]  # all members
     shape: list[LayerShape]  # shape of the leader, and so of the group
-    kv_precision: KVPrecision = "full"  # of the leader's KV cache
+    kv_form: KVPrecision | None = "full"  # of the leader's KV cache; None: half-way to another
     context: int = 0  # the longest sequence that the leader's rotary tables serve; 0: any
 
 
@@ -143,7 +143,12 @@ class Announce(Action, frozen=True, kw_only=True, tag=True):
 
 
 class CountBlocks(Action, frozen=True, kw_only=True, tag=True):
-    """Tell which blocks are in use with the next Ready."""
+    """Tell which blocks are in use with the next Ready, or also those `with_found`.
+
+    These are free, and the prefix cache finds what they hold.
+    """
+
+    with_found: bool = False
 
 
 class BeginSplit(Action, frozen=True, kw_only=True, tag=True):
@@ -222,18 +227,24 @@ class MoveBlocks(Action, frozen=True, kw_only=True, tag=True):
     moves: dict[int, int]
 
 
+class CompileKV(Action, frozen=True, kw_only=True, tag=True):
+    """Compile what reads and writes KV in 8 bits, beside the steps."""
+
+
 class CountKV(Action, frozen=True, kw_only=True, tag=True):
-    """Move live blocks (from -> to), then count KV blocks as `precision` has them."""
+    """Move live blocks (from -> to), then count KV blocks as `precision` has them: `blocks` in all."""
 
     precision: KVPrecision
+    blocks: int
     moves: dict[int, int]
 
 
 class ConvertKV(Action, frozen=True, kw_only=True, tag=True):
-    """Hold the KV of a layer in `precision` from the next step on."""
+    """Hold the KV of a layer in `precision` from the next step on; `blocks` of it hold something."""
 
     layer: int
     precision: KVPrecision
+    blocks: list[int]
 
 
 class EnterGroup(Action, frozen=True, kw_only=True, tag=True):
@@ -243,7 +254,8 @@ class EnterGroup(Action, frozen=True, kw_only=True, tag=True):
 
 
 HalfActions = PrepareHalf | InstallHalf | DropHalf
-MorphActions = HalfActions | GrowKV | ShrinkKV | MoveBlocks | CountKV | ConvertKV
+KVActions = CompileKV | CountKV | ConvertKV
+MorphActions = HalfActions | GrowKV | ShrinkKV | MoveBlocks | KVActions
 GroupActions = (
     EnterGroup | MoveBoundary | FinishMerge | Announce | CountBlocks | BeginSplit | EndSplit | LendBlocks
 )
@@ -286,6 +298,9 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     useful_pages: int  # pages of each KV layer; more would lie idle
     copied: list[tuple[int, Part]]  # prepared halves whose copy has ended
     copy_error: str = ""  # error of a prepared half
+    kv_form: KVPrecision | None = "full"  # of its KV cache; None: half-way to another
+    is_kv_compiled: bool = False  # all that its KV in 8 bits needs
+    kv_error: str = ""  # of compiling that
     num_used: int = 0  # blocks in use by the member's sequences
     load: MemberLoad = MemberLoad()
     headroom: int = 0  # blocks that these may fill soon
@@ -306,7 +321,7 @@ class Ready(GroupMessage, frozen=True, kw_only=True, tag=True):
     spare: int  # blocks that nothing here needs soon
     wanted: int  # blocks that its next sequence misses
     wanting_s: float  # how long the oldest that misses some has been there
-    used: list[int]  # blocks in use, while layers change their degree or after a CountBlocks
+    used: list[int]  # blocks in use, while layers change their degree or as a CountBlocks says
     num_used: int
     filled: int  # layers from here on have their wider weights in memory, or pages for what peers send
     status: MemberStatus

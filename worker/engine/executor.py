@@ -43,10 +43,11 @@ class Executor(ABC):
     num_members = 1  # members that share each layer
     has_peers = False  # other members call steps: `collect` is due whenever something was heard of them
 
-    # One action of a morph at this member, its status, its KV blocks in use: set by `worker.morph.target`.
+    # One action of a morph at this member, its status, its KV blocks in use (True: or to be found): set by
+    # `worker.morph.target`.
     carry_out: Callable[[Any], None]
     status: Callable[[], Any]
-    used_blocks: Callable[[], list[int]]
+    counted_blocks: Callable[[bool], list[int]]
 
     @abstractmethod
     def execute(self, batch: ScheduledBatch) -> None:
@@ -106,15 +107,16 @@ class Executor(ABC):
         return [self.status()]
 
     @contextmanager
-    def counting_blocks(self) -> Iterator[BlockCounter]:
+    def counting_blocks(self, *, with_found: bool = False) -> Iterator[BlockCounter]:
         """Hold all schedulers until the context ends or the next `collective`, so that none takes a block.
 
-        Yields a generator function whose result is the blocks in use, by rank.
+        Yields a generator function whose result is the blocks in use, by rank. with_found: also the free ones
+        whose contents the prefix cache finds.
         """
 
         def count() -> Generator[bool, None, list[list[int]]]:
             yield from ()
-            return [self.used_blocks()]
+            return [self.counted_blocks(with_found)]
 
         yield count
 

@@ -50,6 +50,11 @@ class BlockAllocator:
         """Blocks in use, ascending."""
         return sorted(self._used)
 
+    @property
+    def held(self) -> list[int]:
+        """Blocks in use, and free ones whose contents can be found, ascending."""
+        return sorted(self._used | self.index.blocks)
+
     def allocate(self, n: int) -> list[int]:
         """Take n blocks, in ascending order. Raises OutOfBlocks, and takes none, if fewer are free."""
         if n > len(self._free):

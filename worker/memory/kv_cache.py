@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import torch
@@ -121,30 +121,31 @@ class KVCache:
         room = min(self._ranges[0].num_pages, self.pages_for(self._most_blocks)) - self.pages_per_layer
         return max(0, min(room, self.pool.num_free // len(self._ranges)))
 
+    @property
+    def form(self) -> KVPrecision | None:
+        """The precision of all layers, in which blocks are counted too; None on the way to another one."""
+        return self.precision if self.counts_as(self.precision) and len(set(self._precisions)) == 1 else None
+
     def layers_at(self, degree: int) -> list[torch.Tensor]:
         """Return the layers as a tensor-parallel group of `degree` sees them, at the same addresses.
 
         The shape is [max_blocks * degree, Hkv // degree, 2, block_tokens, D]; block c becomes blocks c *
         degree to c * degree + degree - 1. Raises ValueError if the heads cannot be split.
         """
-        num_kv_heads = self._num_kv_heads
-        if degree < 1 or num_kv_heads % degree:
-            raise ValueError(
-                f"{self.owner}: {num_kv_heads} KV heads cannot be split over {degree} ranks; take a divisor"
-            )
-        return [
-            layer.view(layer.shape[0] * degree, num_kv_heads // degree, *layer.shape[2:])
-            for layer in self.layers
-        ]
+        return [self._at(layer, degree) for layer in self.layers]
 
     def pages_for(self, num_blocks: int, degree: int = 1) -> int:
         """Return the pages per layer that hold `num_blocks` blocks of a group of `degree` workers."""
         return self.pool.pages_for(-(-num_blocks * self.block_bytes // degree))
 
-    def blocks_in(self, pages_per_layer: int, degree: int = 1) -> int:
-        """Return the whole blocks, of a group of `degree` workers, that so many pages per layer hold."""
+    def blocks_in(self, pages_per_layer: int, degree: int = 1, precision: KVPrecision | None = None) -> int:
+        """Return the whole blocks, of a group of `degree` workers, that so many pages per layer hold.
+
+        precision: of the blocks; None: as they are counted now.
+        """
+        block_bytes = self._block_bytes(precision) if precision else self.block_bytes
         nbytes = pages_per_layer * self.pool.page_bytes * degree
-        return min(nbytes // self.block_bytes, self._most_blocks * degree)
+        return min(nbytes // block_bytes, self._most_bytes // block_bytes * degree)
 
     def limit(self, num_blocks: int) -> None:
         """Set the most blocks that the cache may ever have. Raises as `shrink` does.
@@ -209,10 +210,19 @@ class KVCache:
                 else:
                     layer[targets] = layer[sources]
 
+    @property
+    def can_convert(self) -> bool:
+        """True if blocks can be in 8 bits: the scales of a block take whole words."""
+        return self.block_tokens % 2 == 0
+
+    @property
+    def gain_in_8_bits(self) -> float:
+        """The blocks in 8 bits in the bytes of one in the model's dtype; 1.0 where they cannot be."""
+        return self._block_bytes("full") / self._block_bytes("int8") if self.can_convert else 1.0
+
     def blocks_as(self, precision: KVPrecision) -> int:
         """Return the blocks that the present pages hold in a precision, up to the limit."""
-        nbytes = min(self.pages_per_layer * self.pool.page_bytes, self._most_bytes)
-        return nbytes // self._block_bytes(precision)
+        return self.blocks_in(self.pages_per_layer, precision=precision)
 
     def count_as(self, precision: KVPrecision) -> None:
         """Count blocks as a precision has them, from now on.
@@ -235,25 +245,34 @@ class KVCache:
         """Return the layers that have another precision."""
         return [i for i, each in enumerate(self._precisions) if each != precision]
 
-    def convert(self, index: int, precision: KVPrecision) -> None:
-        """Hold a layer in another precision from now on, with what its blocks hold.
+    def convert(
+        self, index: int, precision: KVPrecision, blocks: Iterable[int] | None = None, degree: int = 1
+    ) -> None:
+        """Hold a layer in another precision from now on, with what `blocks` hold.
+
+        blocks: of a group of `degree` workers; None: those in use here, and those that can be found. A layer
+        that is in this precision stays as it is.
 
         In place: the first block goes first to fewer bits, the last one first to more, so that none is
         overwritten before it was read. Raises BrokenInvariant where it fails once blocks are rewritten: the
         layer can be read in neither precision. What fails before has changed nothing.
         """
-        blocks = sorted({*self.allocator.used, *self.allocator.index.blocks}, reverse=precision == "full")
-        source, target = self.layers[index], self._view(index, precision)
-        at_once = max(1, CONVERTED_BYTES // self._block_bytes("full"))
-        for first in range(0, len(blocks), at_once):
+        if self._precisions[index] == precision:
+            return
+        held = sorted(self.allocator.held if blocks is None else blocks, reverse=precision == "full")
+        target = self._view(index, precision)
+        before, after = self._at(self.layers[index], degree), self._at(target, degree)
+        at_once = max(1, CONVERTED_BYTES * degree // self._block_bytes("full"))
+        for first in range(0, len(held), at_once):
             try:
-                some = torch.tensor(blocks[first : first + at_once], device=source.device)
-                rewrite_blocks(source, target, some)
+                rewrite_blocks(
+                    before, after, torch.tensor(held[first : first + at_once], device=target.device)
+                )
             except Exception as error:
                 if not first:
                     raise
                 raise BrokenInvariant(
-                    f"{self._ranges[index].owner}: {first} of {len(blocks)} blocks are in {precision}, the"
+                    f"{self._ranges[index].owner}: {first} of {len(held)} blocks are in {precision}, the"
                     " others are not; the worker must start anew"
                 ) from error
         # A new list: a recorded step keeps the old one to compare with.
@@ -298,6 +317,15 @@ class KVCache:
         for layer in self._ranges:
             layer.discard(self.pages_for(kept), self.pages_for(touched))
         self.allocator.num_touched = kept
+
+    def _at(self, layer: torch.Tensor, degree: int) -> torch.Tensor:
+        """Return a view of a layer as `layers_at` says. Raises ValueError if the heads cannot be split."""
+        if degree < 1 or self._num_kv_heads % degree:
+            raise ValueError(
+                f"{self.owner}: {self._num_kv_heads} KV heads cannot be split over {degree} ranks; take a"
+                " divisor"
+            )
+        return layer.view(layer.shape[0] * degree, self._num_kv_heads // degree, *layer.shape[2:])
 
     def _format(self, precision: KVPrecision) -> tuple[torch.dtype, tuple[int, ...]]:
         """Return the dtype and the shape of a block."""

@@ -5,10 +5,19 @@ Morphs are written once against this: `do` has all members carry out an action b
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
-from bus.precisions import Precision, is_below
-from worker.distributed.messages import Actions, GrowKV, KVPurpose, MemberStatus, ShrinkKV
+from bus.precisions import KVPrecision, Precision, is_below
+from worker.distributed.messages import (
+    Actions,
+    CompileKV,
+    ConvertKV,
+    CountKV,
+    GrowKV,
+    KVPurpose,
+    MemberStatus,
+    ShrinkKV,
+)
 from worker.memory import OutOfBlocks, plan_moves_below
 from worker.morph.plan import Half
 from worker.morph.run import NotApplied, Steps
@@ -133,16 +142,57 @@ class Members:
         then: an action that needs the pages, between the same two steps. Raises NotApplied where the blocks
         in use do not fit into the rest.
         """
+        yield from self._after_count(lambda used: self.plan_shrink(pages, used, purpose), then)
+
+    def blocks_as(self, precision: KVPrecision) -> int:
+        """Return the blocks that the present pages hold in a precision of the KV cache."""
+        least = min(each.kv_pages for each in self.statuses())
+        return self.target.resizer.blocks_in(least, self.size, precision)
+
+    def compile_kv(self) -> Steps:
+        """Have all members compile what KV in 8 bits needs, beside the steps. Raises NotApplied."""
+        yield from self.do(CompileKV())
+        while not all(each.is_kv_compiled for each in self.statuses()):
+            yield False
+        if error := next((each.kv_error for each in self.statuses() if each.kv_error), ""):
+            raise NotApplied("failed", error)
+
+    def convert_kv(self, layer: int, precision: KVPrecision) -> Steps:
+        """Hold the KV of a layer in a precision, with all that any member has in it."""
+        yield from self._after_count(
+            lambda held: ConvertKV(layer=layer, precision=precision, blocks=sorted(set(held))),
+            with_found=True,
+        )
+
+    def count_kv(self, precision: KVPrecision) -> Steps:
+        """Count KV blocks as a precision has them, moving live blocks that would be beyond."""
+        yield from self._after_count(lambda used: self._plan_count(precision, used))
+
+    def _plan_count(self, precision: KVPrecision, used: Sequence[int]) -> CountKV:
+        blocks = self.blocks_as(precision)
+        return CountKV(precision=precision, blocks=blocks, moves=self._plan_moves(used, blocks))
+
+    def _after_count(
+        self, plan: Callable[[list[int]], Actions], then: Actions | None = None, *, with_found: bool = False
+    ) -> Steps:
+        """Carry out what `plan` makes of the blocks of all members, before any of them takes another."""
         self._is_counting = True
         try:
-            with self._executor.counting_blocks() as count:
-                used = [block for each in (yield from count()) for block in each]
-                self.begin(self.plan_shrink(pages, used, purpose))
+            with self._executor.counting_blocks(with_found=with_found) as count:
+                counted = [block for each in (yield from count()) for block in each]
+                self.begin(plan(counted))
                 if then:
                     self.begin(then)
         finally:
             self._is_counting = False
         yield from self.settle()
+
+    def _plan_moves(self, used: Sequence[int], blocks: int) -> dict[int, int]:
+        """Return the moves of blocks in use below `blocks`. Raises NotApplied where they do not fit."""
+        try:
+            return plan_moves_below(used, blocks, self.target.instance.scheduler.blocks.index.oldest_first)
+        except OutOfBlocks as error:
+            raise self.in_use(len(used), blocks) from error
 
     def plan_shrink(self, pages: int, used: Sequence[int], purpose: KVPurpose) -> ShrinkKV:
         """Return the action that takes pages from each layer; raises as `shrink` does. used: blocks.
@@ -150,11 +200,7 @@ class Members:
         Moves spare what the prefix cache of the leader holds; it does not know the others'.
         """
         blocks = self.blocks_after(-pages)
-        try:
-            moves = plan_moves_below(used, blocks, self.target.instance.scheduler.blocks.index.oldest_first)
-        except OutOfBlocks as error:
-            raise self.in_use(len(used), blocks) from error
-        return ShrinkKV(pages=pages, blocks=blocks, moves=moves, purpose=purpose)
+        return ShrinkKV(pages=pages, blocks=blocks, moves=self._plan_moves(used, blocks), purpose=purpose)
 
     def grow_own(self) -> None:
         """Give the KV cache the free pages that are its own, as far as they make a page of every layer.

@@ -19,7 +19,9 @@ from bus.morphs import Cause
 from bus.policy import RELIEF_SHARE, Envelope, Policy, share_for
 from bus.precisions import LOWEST, Precision, is_below
 
-Lever = Literal["resize", "swap_down", "swap_up"]
+Lever = Literal["resize", "kv_down", "kv_up", "swap_down", "swap_up"]
+DOWN: Final[frozenset[Lever]] = frozenset({"kv_down", "swap_down"})  # to fewer bits
+UP: Final[frozenset[Lever]] = frozenset({"kv_up", "swap_up"})
 
 REGRET_S: Final = 30.0  # layers that are swapped again within this time went back too early
 FIRST_PAUSE_S, FIRST_REGRET_S, LONGEST_PAUSE_S = 0.1, 1.0, 8.0  # after a refusal, a regret; doubled each time
@@ -109,9 +111,10 @@ class LeverPause:
 class ReflexState:
     """The memory of the reflex about an instance.
 
-    `pressure`, `ease`: steps in a row. `pauses`: by lever, after refusals and regrets. `is_by_hand`: layers
-    were swapped by hand, and nothing has run since. `stands_until_s`: no layer goes back before, as another's
-    order says. `withheld`: by code, when relief was withheld last.
+    `pressure`, `ease`: steps in a row. `pauses`: by lever, after refusals and regrets; that of `swap_up`
+    holds back every return. `is_by_hand`: layers or the KV cache changed by hand, and nothing has run since.
+    `stands_until_s`: no layer goes back before, as another's order says. `withheld`: by code, when relief was
+    withheld last.
     """
 
     pressure: int = 0
@@ -289,11 +292,11 @@ def urgency(load: Load, policy: Policy, *, is_relieving: bool = False) -> float:
 
 
 def decided(state: ReflexState, lever: Lever, at_s: float) -> ReflexState:
-    """Note that a morph was ordered. Layers that are swapped soon after they went back did so too early."""
+    """Note that a morph was ordered. What loses bits soon after it went back did so too early."""
     state = replace(state, pressure=0, ease=0)
-    if lever == "swap_up":
+    if lever in UP:
         return replace(state, returned_s=at_s)
-    if lever == "swap_down" and at_s < state.returned_s + REGRET_S:
+    if lever in DOWN and at_s < state.returned_s + REGRET_S:
         state = replace(state, returned_s=float("-inf")).paused("swap_up", at_s, FIRST_REGRET_S)
     return replace(state, relieved_s=at_s)
 
@@ -306,7 +309,7 @@ def ended(
     Pressure that was counted meanwhile stays: if it is there at the next step too, more relief is due.
     """
     state = replace(state, ease=0)
-    if lever == "swap_down":
+    if lever in DOWN:
         half_s = seconds / halves if halves else state.relief_half_s
         state = replace(state, relieved_s=at_s, relief_took_s=seconds, relief_half_s=half_s)
     # An applied resize took what it could: the same pages would be asked for again at once.

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from bus.clock import now_ms
 from bus.messages import Event, Number
-from bus.morphs import Cause, HalfOrder, Morph, MorphReport, Resize, Swap
+from bus.morphs import Cause, ConvertCache, HalfOrder, Morph, MorphReport, Resize, Swap
 from bus.policy import MOVES_S, NEWS_S, Envelope, Policy
 from bus.precisions import LOWEST, PRECISIONS, Precision
 from worker.distributed.messages import MemberLoad
@@ -24,7 +24,7 @@ from worker.morph import reflex, sizing
 from worker.morph.losses import Losses
 from worker.morph.plan import Half
 from worker.morph.reflex import Lever, Load, Need, Withheld
-from worker.morph.sizing import Decision, Shape
+from worker.morph.sizing import Decision, KVState, Shape
 
 WAIT_S = 1.0  # wait for pages before a swap is deferred: a running step may free some
 NO_ENVELOPE = Policy()  # policy without an envelope: only its objective is used
@@ -51,6 +51,13 @@ class ReflexTarget(Protocol):
 
     @property
     def halves(self) -> Mapping[Half, Precision]: ...
+
+    @property
+    def kv(self) -> KVState:
+        """The KV cache of all members, which are known."""
+
+    @property
+    def is_kv_at_rest(self) -> bool: ...
 
     @property
     def kv_blocks(self) -> int: ...
@@ -110,7 +117,7 @@ class Reflex:
     @property
     def is_relieving(self) -> bool:
         """True while layers lose bits for what runs and waits now."""
-        return bool(self.morph_id) and self.lever == "swap_down" and self.cause != "forecast"
+        return bool(self.morph_id) and self.lever in reflex.DOWN and self.cause != "forecast"
 
 
 class ReflexLoop:
@@ -168,7 +175,7 @@ class ReflexLoop:
                 halves = int(report.numbers.get("halves_applied", 0))
                 found.state = reflex.ended(found.state, found.lever, is_applied, took_s, now_s, halves)
                 found.morph_id = ""
-            elif report.kind == "swap" and report.numbers.get("halves_applied"):
+            elif report.numbers.get({"swap": "halves_applied", "kv": "layers_done"}.get(report.kind, "")):
                 found.state = reflex.ordered(found.state, report.numbers.get("stands_seconds", 0), now_s)
 
     def of(self, instance: str) -> Reflex | None:
@@ -179,6 +186,7 @@ class ReflexLoop:
         """Return the seconds until a return may be due on an idle engine."""
         envelope = found.envelope
         at_rest = all(reflex.is_at_rest(one, envelope.resting) for one in target.halves.values())
+        at_rest = at_rest and target.is_kv_at_rest
         if envelope.policy.mode == "manual" or found.morph_id or at_rest or found.state.is_by_hand:
             return None
         return max(LOOK_S, found.state.return_due_s(envelope.policy) - self._clock())
@@ -253,6 +261,8 @@ class ReflexLoop:
         epoch = self._morphs.epoch
         if decision.lever == "resize":
             return Resize(id=morph_id, epoch=epoch, instance=name, blocks=decision.blocks, wait_s=WAIT_S)
+        if decision.kv:
+            return ConvertCache(id=morph_id, epoch=epoch, instance=name, kv_dtype=decision.kv, wait_s=WAIT_S)
         halves = [
             HalfOrder(layer=half.layer, part=half.part, precision=precision)
             for half, precision in decision.halves.items()
@@ -294,6 +304,7 @@ class ReflexLoop:
             losses=target.losses,
             pages=target.pages,
             order=target.order,
+            kv=target.kv,
             pages_spare=max(0, room.growable_pages) * num_layers,
             pages_per_block=kv_pages / load.kv_blocks if load.kv_blocks else 0.0,
             min_blocks=target.min_blocks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+from bus.precisions import KVPrecision
 from worker.distributed.messages import ConvertKV, CountKV, GrowKV, MoveBlocks, ShrinkKV
 from worker.engine.core import EngineCore
 from worker.engine.sequence import Limits, Sequence
@@ -56,6 +57,11 @@ class KVResizer:
         return self._instance
 
     @property
+    def _degree(self) -> int:
+        """The number of members whose blocks these are."""
+        return self._instance.executor.num_members if self._instance else 1
+
+    @property
     def useful_pages_per_layer(self) -> int:
         """Pages per layer above which more would lie idle, in the precision of the cache."""
         return self.pages_for(self._useful_blocks)
@@ -70,9 +76,9 @@ class KVResizer:
         """Return the pages per layer for `num_blocks` of a group of `degree`, up to the addresses."""
         return self.cache.pages_for(min(num_blocks, self.cache.max_blocks * degree), degree)
 
-    def blocks_in(self, pages_per_layer: int, degree: int = 1) -> int:
+    def blocks_in(self, pages_per_layer: int, degree: int = 1, precision: KVPrecision | None = None) -> int:
         """Return the blocks, of a group of `degree`, in so many pages per layer."""
-        return self.cache.blocks_in(max(0, pages_per_layer), degree)
+        return self.cache.blocks_in(max(0, pages_per_layer), degree, precision)
 
     def blocks_without(self, num_pages: int) -> int:
         """Return the blocks that are left when the cache gives up to so many pages."""
@@ -167,9 +173,10 @@ class KVResizer:
         if isinstance(action, CountKV):
             self._move(action.moves)
             self.cache.count_as(action.precision)
-        else:
-            self.cache.convert(action.layer, action.precision)
-            self._led.kv_converted()
+            return
+        self.cache.convert(action.layer, action.precision, action.blocks, self._degree)
+        if self._instance:
+            self._instance.kv_converted()
 
     def vacate(self, capacity: int) -> None:
         """Move live blocks below `capacity`. Raises OutOfBlocks if they do not find room."""
@@ -181,7 +188,7 @@ class KVResizer:
     def _move(self, moves: Mapping[int, int]) -> None:
         """Move blocks (from -> to) on this device, and rename them in the books and in the sequences."""
         instance = self._instance
-        self.cache.copy_blocks(moves, instance.executor.num_members if instance else 1)
+        self.cache.copy_blocks(moves, self._degree)
         if instance:
             instance.scheduler.blocks.relocate(moves)
             instance.renumber_blocks(moves)

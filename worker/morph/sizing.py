@@ -11,14 +11,39 @@ from typing import Any, Final
 from bus.messages import Number
 from bus.morphs import Cause
 from bus.policy import Envelope
-from bus.precisions import LOWEST, PRECISIONS, Precision, is_below, lowest
+from bus.precisions import LOWEST, PRECISIONS, KVPrecision, Precision, is_below, lowest
 from worker.morph.losses import Choice, Halves, Losses, MayTouch, Pages, choose_relief, choose_return
 from worker.morph.plan import Half
-from worker.morph.reflex import Lever, Load, Need, ReflexState, Withheld
+from worker.morph.reflex import DOWN, Lever, Load, Need, ReflexState, Withheld
 
 RETURN_MARGIN: Final = 4  # this part of the dead zone stays free after a return, or noise would undo it
 FORECAST_SHARE: Final = 0.25  # of the budget of loss may be taken for what is only expected
 RESERVE: Final[float] = 1e-9  # of a budget, for rounding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVState:
+    """The KV cache of an instance: its form, and what it would be in others.
+
+    form: None on the way between two. rest: what it goes back to. blocks: that its pages hold, by form;
+    empty: it cannot be converted. loss: the share of the perplexity that 8 bits cost; None: not measured, and
+    so not taken.
+    """
+
+    form: KVPrecision | None = "full"
+    rest: KVPrecision = "full"
+    blocks: Mapping[KVPrecision, int] = field(default_factory=dict)
+    loss: float | None = None
+
+    @property
+    def is_at_rest(self) -> bool:
+        """True unless it has fewer bits than at rest."""
+        return self.form == "full" or self.form == self.rest
+
+    @property
+    def lost(self) -> float:
+        """The loss beyond that at rest."""
+        return 0.0 if self.is_at_rest else self.loss or 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +54,7 @@ class Shape:
     losses: Losses
     pages: Pages
     order: Sequence[int]  # order of layers: of equal losses the first goes first
+    kv: KVState = field(default_factory=KVState)
     pages_spare: int = 0  # free beyond the reserve for swaps
     pages_per_block: float = 0.0
     min_blocks: int = 0
@@ -37,6 +63,10 @@ class Shape:
     @property
     def num_layers(self) -> int:
         return len(self.order)
+
+    def lost(self, envelope: Envelope) -> float:
+        """Return the predicted loss of the whole shape beyond that at rest."""
+        return self.losses.total(self.halves, envelope.resting) + self.kv.lost
 
     def blocks_of(self, pages: float) -> int:
         """Return the KV blocks that so many free pages make; the cache grows by a page in every layer."""
@@ -53,7 +83,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One morph, its reason, and the numbers behind it. blocks: of a resize, the new total."""
+    """One morph, its reason, and the numbers behind it.
+
+    blocks: of a resize, the new total. kv: what the KV cache is to be held in.
+    """
 
     lever: Lever
     cause: Cause
@@ -61,12 +94,15 @@ class Decision:
     numbers: Mapping[str, Number]
     halves: Mapping[Half, Precision] = field(default_factory=dict)
     blocks: int = 0
+    kv: KVPrecision | None = None
 
 
 def relieve(
     state: ReflexState, load: Load, shape: Shape, envelope: Envelope, need: Need, *, may_lose: bool
 ) -> Decision | None:
-    """Return the cheapest morph that brings blocks: free pages first, then halves by loss for each page.
+    """Return the cheapest morph that brings blocks: free pages first, then what loses least for each block.
+
+    That is the KV cache as a whole, or halves by loss for each page.
 
     may_lose: False under a stale envelope.
     """
@@ -77,40 +113,67 @@ def relieve(
         reason = f"{shape.pages_spare} pages are free, for {gained} more KV blocks"
         spare: dict[str, Number] = {"blocks_after": blocks, "pages_spare": shape.pages_spare}
         return _decide("resize", need, reason, state, load, envelope, spare, blocks=blocks)
-    if not may_lose or state.is_paused("swap_down", load.at_s):
+    if not may_lose:
         return None
     coming = load.kv_coming(state.ahead_s)
     needed = max(max(load.kv_needed, load.kv_used) + coming, load.kv_expected)
     missing = max(1, math.ceil(needed / policy.kv_usage_high) - load.kv_blocks)
-    lost = shape.losses.total(shape.halves, envelope.resting)
+    lost = shape.lost(envelope)
     budget = policy.most_loss * (FORECAST_SHARE if need.cause == "forecast" else 1.0)
-    choice = choose_relief(
-        shape.halves,
-        shape.losses,
-        shape.pages,
-        allowed=_allowed(shape, envelope),
-        order=shape.order,
-        wanted_pages=shape.pages_of(missing),
-        budget=budget - lost + RESERVE,
-        may_touch=_within(policy.max_layers, envelope.resting),
-    )
-    if not choice.halves:
+    left = budget - lost + RESERVE
+    choice = Choice({}, 0, 0.0)
+    if not state.is_paused("swap_down", load.at_s):
+        choice = choose_relief(
+            shape.halves,
+            shape.losses,
+            shape.pages,
+            allowed=_allowed(shape, envelope),
+            order=shape.order,
+            wanted_pages=shape.pages_of(missing),
+            budget=left,
+            may_touch=_within(policy.max_layers, envelope.resting),
+        )
+    gained = shape.blocks_of(choice.pages) if choice.halves else 0
+    converted = 0 if state.is_paused("kv_down", load.at_s) else _blocks_by_kv(load, shape, envelope, left)
+    if not choice.halves and not converted:
         return None
-    blocks = load.kv_blocks + shape.blocks_of(choice.pages)
+    lever: Lever = "swap_down"
+    if converted and _price(shape.kv.loss or 0.0, converted, missing) < _price(choice.loss, gained, missing):
+        lever = "kv_down"
+    is_kv = lever == "kv_down"
+    loss = lost + ((shape.kv.loss or 0.0) if is_kv else choice.loss)
+    blocks = load.kv_blocks + (converted if is_kv else gained)
+    what = "the KV cache to int8" if is_kv else _count(choice)
     reason = (
-        f"{_count(choice)} for about {blocks - load.kv_blocks} KV blocks, of {missing} that are missing"
+        f"{what} for about {blocks - load.kv_blocks} KV blocks, of {missing} that are missing"
         f"{f' ({coming} of them for what comes next)' if coming else ''}; the loss by the profile is "
-        f"{lost + choice.loss:.2%} of at most {budget:.2%}"
+        f"{loss:.2%} of at most {budget:.2%}"
     )
     numbers: dict[str, Number] = {
-        "halves": len(choice.halves),
+        "halves": 0 if is_kv else len(choice.halves),
         "blocks_missing": missing,
         "blocks_coming": coming,
         "blocks_after": blocks,
-        "loss": round(lost + choice.loss, 6),
+        "loss": round(loss, 6),
         "loss_budget": budget,
     }
-    return _decide("swap_down", need, reason, state, load, envelope, numbers, halves=choice.halves)
+    if is_kv:
+        return _decide(lever, need, reason, state, load, envelope, numbers, kv="int8")
+    return _decide(lever, need, reason, state, load, envelope, numbers, halves=choice.halves)
+
+
+def _blocks_by_kv(load: Load, shape: Shape, envelope: Envelope, budget: float) -> int:
+    """Return the blocks that a KV cache in 8 bits brings; 0 where it may not lose them, or is in them."""
+    kv = shape.kv
+    may = "int8" in envelope.kv_precisions and not is_below("int8", shape.floor)
+    if not may or kv.form == "int8" or kv.loss is None or kv.loss > budget:
+        return 0
+    return max(0, kv.blocks.get("int8", 0) - load.kv_blocks)
+
+
+def _price(loss: float, blocks: int, missing: int) -> float:
+    """Return the loss for each block of use."""
+    return loss / min(blocks, missing) if blocks else math.inf
 
 
 def why_nothing(
@@ -118,7 +181,7 @@ def why_nothing(
 ) -> Withheld | None:
     """Return why `relieve` found no morph; None where it only pauses after a refusal."""
     policy, allowed = envelope.policy, _allowed(shape, envelope)
-    if state.is_paused("swap_down", load.at_s):
+    if any(state.is_paused(lever, load.at_s) for lever in DOWN):
         return None
     if not may_lose:
         return Withheld("stale", f"the controller has been silent for {envelope.valid_s:g} s: no more loss")
@@ -132,7 +195,7 @@ def why_nothing(
     below = {half.layer for half, one in shape.halves.items() if is_below(one, envelope.resting)}
     if policy.max_layers and len(below) >= policy.max_layers:
         return Withheld("max_layers", f"{len(below)} layers are below {envelope.resting}: max_layers")
-    lost = shape.losses.total(shape.halves, envelope.resting)
+    lost = shape.lost(envelope)
     return Withheld(
         "loss_budget",
         f"the loss by the profile is {lost:.3%} of at most {policy.most_loss:.3%}, and no half is left that "
@@ -141,12 +204,17 @@ def why_nothing(
 
 
 def restore(state: ReflexState, load: Load, shape: Shape, envelope: Envelope, need: Need) -> Decision | None:
-    """Return the swap that gives layers back as far as the KV use stays low enough; None if none can go."""
+    """Return the morph that gives bits back as far as the KV use stays low enough; None if none can go.
+
+    The KV cache or layers, whichever regains more for each block that they take.
+    """
     policy, is_for_floor = envelope.policy, need.cause == "precision_floor"
     wanted = load.floor_refused if is_for_floor else envelope.resting
     goal = lowest((wanted, shape.losses.best))  # a quantised checkpoint has no more bits to go back to
     halves = {half: one for half, one in shape.halves.items() if is_below(one, goal)}
-    if not halves:
+    goes_to_full = shape.kv.rest == "full" and (not is_for_floor or is_below("int8", wanted))
+    is_kv_due = goes_to_full and shape.kv.form != "full" and bool(shape.kv.blocks)
+    if not halves and not is_kv_due:
         return None
     dead_zone = policy.kv_usage_high - policy.kv_usage_low
     usage_after = policy.kv_usage_high - dead_zone / RETURN_MARGIN
@@ -157,6 +225,8 @@ def restore(state: ReflexState, load: Load, shape: Shape, envelope: Envelope, ne
     kept = max(shape.min_blocks, math.ceil(needed / (1.0 if is_for_floor else usage_after)))
     if load.running and not is_for_floor:  # one more request like those that run would be no pressure
         kept = max(kept, math.ceil((needed + load.kv_used / load.running) / policy.kv_usage_high))
+    kv_after = shape.kv.blocks.get("full", 0)
+    can_convert = is_kv_due and kv_after >= kept and not state.is_paused("kv_up", load.at_s)
     spare = max(0.0, load.kv_blocks - kept) * shape.pages_per_block
     choice = choose_return(
         halves,
@@ -166,10 +236,22 @@ def restore(state: ReflexState, load: Load, shape: Shape, envelope: Envelope, ne
         order=shape.order,
         spare_pages=spare // shape.num_layers * shape.num_layers + shape.pages_spare,
     )
+    taken = math.ceil(shape.blocks_in(-choice.pages - shape.pages_spare))
+    kv_loss = shape.kv.loss or 0.0
+    if can_convert and (
+        not choice.halves or kv_loss * max(1, taken) >= -choice.loss * max(1, load.kv_blocks - kv_after)
+    ):
+        lost = max(0.0, shape.lost(envelope) - kv_loss)
+        reason = (
+            f"the KV cache to full, which leaves {kv_after} KV blocks, of which {needed} are needed; the "
+            f"loss by the profile falls to {lost:.2%}"
+        )
+        about: dict[str, Number] = {"blocks_after": kv_after, "loss": round(lost, 6)}
+        return _decide("kv_up", need, reason, state, load, envelope, about, kv="full")
     if not choice.halves:
         return None
-    blocks = load.kv_blocks - math.ceil(shape.blocks_in(-choice.pages - shape.pages_spare))
-    lost = shape.losses.total(shape.halves, envelope.resting) + choice.loss
+    blocks = load.kv_blocks - taken
+    lost = shape.lost(envelope) + choice.loss
     reason = (
         f"{_count(choice)}, which leaves about {blocks} KV blocks, of which {needed} are needed; the loss by "
         f"the profile falls to {max(0.0, lost):.2%}"

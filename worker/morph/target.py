@@ -8,9 +8,10 @@ from typing import NamedTuple
 from msgspec import structs
 
 from bus.messages import PARTS, LayerShape
-from bus.precisions import LOWEST, PRECISIONS, Precision
+from bus.precisions import KV_PRECISIONS, LOWEST, PRECISIONS, Precision
 from worker.distributed.messages import (
     Actions,
+    CompileKV,
     ConvertKV,
     CountKV,
     DropHalf,
@@ -30,8 +31,9 @@ from worker.morph.losses import Losses, losses_of
 from worker.morph.plan import Half, order_towards
 from worker.morph.reflex_loop import MemberRoom
 from worker.morph.resizer import KVResizer
+from worker.morph.sizing import KVState
 from worker.morph.variants import Variants
-from worker.shape.copier import Copier, Copy
+from worker.shape.copier import Copier, Copy, CopyJob
 from worker.shape.ranges import VariantKey
 
 
@@ -57,6 +59,7 @@ class MemberTarget:
         self.copier: Copier | None = None  # set when a morph manager takes the target
         self.compile_kv: Callable[[], None] = lambda: None  # compiles what reads and writes KV in 8 bits
         self.on_kv_converted: Callable[[], None] = lambda: None  # called when all layers are in one precision
+        self._kv_compiling: Copy | None = None
         self.prepared: dict[Half, PreparedHalf] = {}
         self._shape = shape
         self._no_room: dict[Half, str] = {}  # why a variant could not be mapped
@@ -71,9 +74,10 @@ class MemberTarget:
         return self.variants.pages(min(half.layer, self.resizer.num_layers - 1), half.part, precision)
 
     @property
-    def num_copied(self) -> int:
-        """Prepared variants whose copy has ended."""
-        return sum(each.copy.is_done for each in self.prepared.values())
+    def num_prepared(self) -> int:
+        """What has ended beside the steps: copies of prepared variants, the compiling for KV in 8 bits."""
+        copied = sum(each.copy.is_done for each in self.prepared.values())
+        return copied + (self._kv_compiling is not None and self._kv_compiling.is_done)
 
     @property
     def waits_for_disk(self) -> bool:
@@ -86,6 +90,7 @@ class MemberTarget:
         resizer = self.resizer
         ended = {half: each.copy for half, each in self.prepared.items() if each.copy.is_done}
         errors = [*self._no_room.values(), *(copy.error_text for copy in ended.values())]
+        compiling = self._kv_compiling
         return MemberStatus(
             first=self.first,
             end=self.first + resizer.num_layers,
@@ -98,6 +103,9 @@ class MemberTarget:
             useful_pages=resizer.useful_pages_per_layer,
             copied=[(self.first + half.layer, half.part) for half in ended],
             copy_error=next(filter(None, errors), ""),
+            kv_form=resizer.cache.form,
+            is_kv_compiled=compiling is not None and compiling.is_done,
+            kv_error=compiling.error_text if compiling else "",
         )
 
     # ----------------------------------------------------------------------------- actions
@@ -114,8 +122,12 @@ class MemberTarget:
                 self._drop(Half(action.layer, action.part))
             case GrowKV() | ShrinkKV() | MoveBlocks():
                 self.resizer.carry_out(action)
+            case CompileKV():
+                self._compile_kv()
             case CountKV() | ConvertKV():
                 self.resizer.carry_out_conversion(action)
+                if self.resizer.cache.form:
+                    self.on_kv_converted()
             case _:
                 raise TypeError(f"{type(action).__name__} is nothing that a member can do by itself")
 
@@ -124,7 +136,7 @@ class MemberTarget:
 
         For a variant that finds no room the stage need not end: the leader hears of it by the status.
         """
-        if isinstance(action, HalfActions):
+        if isinstance(action, HalfActions | ConvertKV):
             is_here = 0 <= action.layer - self.first < self.resizer.num_layers
             action = structs.replace(action, layer=action.layer - self.first)
             if isinstance(action, PrepareHalf) and action.ahead:
@@ -171,6 +183,12 @@ class MemberTarget:
         waiting = [(*half, each.precision) for half, each in self.prepared.items() if not each.copy.has_begun]
         is_here = ahead is not None and 0 <= ahead[0] < self.resizer.num_layers
         self.variants.expect([*waiting, ahead] if ahead and is_here else waiting)
+
+    def _compile_kv(self) -> None:
+        """Compile the kernels of KV in 8 bits in the thread that copies; again only after an error."""
+        assert self.copier
+        if self._kv_compiling is None or (self._kv_compiling.is_done and self._kv_compiling.error_text):
+            self._kv_compiling = self.copier.start(CopyJob(0, 0, lambda pause: self.compile_kv()))
 
     def _install(self, half: Half) -> None:
         """Run on the prepared variant and unmap the old one. Raises what its copy or the check raises."""
@@ -219,11 +237,17 @@ class Target(MemberTarget):
         self.instance = instance
         self.order = list(order) or list(range(len(instance.shape)))
         self.losses = losses or losses_of(len(self.order), variants.precisions, {}, variants.precisions[0])
+        self.kv_loss: float | None = None  # share of the perplexity that KV in 8 bits costs; None: unknown
         self._best = variants.precisions[0]
         # Layers below the best, the last swapped last.
         self._swapped = [layer for layer in self.order if self._is_swapped(layer)]
         instance.executor.carry_out, instance.executor.status = self.carry_out, self.status
-        instance.executor.used_blocks = lambda: resizer.cache.allocator.used
+
+        def counted_blocks(with_found: bool) -> list[int]:
+            blocks = resizer.cache.allocator
+            return blocks.held if with_found else blocks.used
+
+        instance.executor.counted_blocks = counted_blocks
 
     @property
     def halves(self) -> dict[Half, Precision]:
@@ -263,6 +287,27 @@ class Target(MemberTarget):
         if executor.num_members == 1 or not self.knows_members:
             return [self.load()]  # a status has more: made at each step, it took 5 % of a small model's token
         return [each.load for each in executor.statuses()]
+
+    @property
+    def kv(self) -> KVState:
+        """The KV cache of all members, which are known; they are alike."""
+        resizer, executor = self.resizer, self.instance.executor
+        pages = min(each.kv_pages for each in executor.statuses())
+        return KVState(
+            form=resizer.cache.form,
+            rest=self.instance.limits.kv_dtype,
+            blocks={
+                one: resizer.blocks_in(pages, executor.num_members, one)
+                for one in KV_PRECISIONS
+                if resizer.cache.can_convert
+            },
+            loss=self.kv_loss,
+        )
+
+    @property
+    def is_kv_at_rest(self) -> bool:
+        """True unless the KV cache has fewer bits than at rest, by this member."""
+        return self.resizer.cache.form in ("full", self.instance.limits.kv_dtype)
 
     def room(self) -> MemberRoom:
         """Return the least memory of the members, which are known."""
@@ -304,7 +349,7 @@ class Target(MemberTarget):
 
     def carry_out(self, action: Actions) -> None:
         """Carry out one action here; a half of a later stage of a pipeline only changes the shape."""
-        if isinstance(action, HalfActions) and action.layer >= self.resizer.num_layers:
+        if isinstance(action, HalfActions | ConvertKV) and action.layer >= self.resizer.num_layers:
             if isinstance(action, InstallHalf):
                 self.installed(Half(action.layer, action.part))
             elif isinstance(action, PrepareHalf):

@@ -69,6 +69,7 @@ class TensorParallelExecutor(Executor):
         self._canary: Canary | None = None
         self._given: dict[int, list[int]] = {}
         self._is_counted = False
+        self._counts_found = False
         self._max_tokens = member.local.instance.limits.max_num_batched_tokens
         self._allowed = even_share(self._max_tokens, member.formation.size)  # tokens of its next batch
         member.use(member.share)
@@ -139,11 +140,11 @@ class TensorParallelExecutor(Executor):
         return [ready.status for ready in self.coordinator.reports]
 
     @contextmanager
-    def counting_blocks(self) -> Iterator[BlockCounter]:
+    def counting_blocks(self, *, with_found: bool = False) -> Iterator[BlockCounter]:
         """Count the blocks in use at every member; no step is called after the count until it is decided."""
         coordinator = self.coordinator
         assert coordinator
-        coordinator.add(messages.CountBlocks())
+        coordinator.add(messages.CountBlocks(with_found=with_found))
         counted_in = coordinator.step + 1
 
         def count() -> Generator[bool, None, list[list[int]]]:
@@ -248,7 +249,7 @@ class TensorParallelExecutor(Executor):
         # While layers run at two degrees a number means another block in each subgroup: nothing is lent.
         wanted = scheduler.num_blocks_wanted if self.formation.is_uniform else 0
         inputs = [each.input for each in (self._proposed, self._canary) if each]
-        status = (self.num_steps, len(inputs), wanted, member.filled, self.local.target.num_copied)
+        status = (self.num_steps, len(inputs), wanted, member.filled, self.local.target.num_prepared)
         if status == self._reported:
             return False
         self._reported = status
@@ -263,6 +264,7 @@ class TensorParallelExecutor(Executor):
     def _ready(self, inputs: list[ModelInput], wanted: int) -> messages.Ready:
         member, local, instance = self.member, self.local, self.local.instance
         must_count = self._is_counted or not self.formation.is_uniform
+        share = member.share
         return messages.Ready(
             group=self.group,
             rank=self.member.rank,
@@ -271,7 +273,7 @@ class TensorParallelExecutor(Executor):
             spare=instance.scheduler.num_blocks_spare,
             wanted=wanted,
             wanting_s=instance.wanting_seconds(),
-            used=member.share.used if must_count else [],
+            used=(share.held if self._counts_found else share.used) if must_count else [],
             num_used=member.share.num_used,
             filled=member.filled,
             status=local.target.status(),
@@ -288,7 +290,7 @@ class TensorParallelExecutor(Executor):
         began = time.monotonic()
         self.num_steps += 1
         self._allowed = step.allowed[rank]
-        self._is_counted = False
+        self._is_counted = self._counts_found = False
         member.share.take(step.grants.get(rank, []))
         others = set(self.formation.ranks_of(self.formation.subgroup(rank))) - {rank}
         member.share.num_used_by_others = sum(step.num_used[other] for other in others)
@@ -316,7 +318,7 @@ class TensorParallelExecutor(Executor):
             case messages.Announce():
                 self._on_settled()
             case messages.CountBlocks():
-                self._is_counted = True
+                self._is_counted, self._counts_found = True, action.with_found
             case messages.LendBlocks():
                 if action.giver == self.member.rank:
                     self._given = {action.taker: member.share.give(action.blocks)}
@@ -335,3 +337,5 @@ class TensorParallelExecutor(Executor):
                 self.local.target.carry_out(action)
                 if isinstance(action, messages.GrowKV | messages.ShrinkKV):
                     member.resized(action)
+                elif isinstance(action, messages.CountKV):
+                    member.have_blocks(action.blocks)

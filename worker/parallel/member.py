@@ -101,13 +101,17 @@ class Member:
         yield
         self.costs.moving_s += time.monotonic() - began
 
+    def have_blocks(self, blocks: int) -> None:
+        """Note that there are so many blocks in all. Raises BlocksInUse where one beyond is in use."""
+        if blocks > self.share.capacity:
+            self.take_new_blocks(self.share.capacity, blocks)
+        else:
+            self.share.truncate(blocks)
+
     def resized(self, action: GrowKV | ShrinkKV) -> None:
         """Divide the blocks anew; an operator's size holds when the group splits, too."""
         pages = action.pages if isinstance(action, GrowKV) else -action.pages
-        if pages > 0:
-            self.take_new_blocks(self.share.capacity, action.blocks)
-        else:
-            self.share.truncate(action.blocks)
+        self.have_blocks(action.blocks)
         if action.purpose == "order":
             self.pages_alone = max(self.pages_alone + pages, self.local.cache.pages_for(1))
 

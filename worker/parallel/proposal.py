@@ -141,7 +141,7 @@ def vote_on(
         yield "" if prepare.model == local.name else f"it serves {local.name}, not {prepare.model}"
         yield "" if now == wanted else f"it is at one with {', '.join(now)}, not with {', '.join(wanted)}"
         yield difference(local.instance.shape, prepare.shape, prepare.leader) if prepare.grows else ""
-        yield kv_difference(local.cache.precision, prepare.kv_precision, prepare.leader)
+        yield kv_difference(local.cache.form, prepare.kv_form, prepare.leader) if prepare.grows else ""
         yield context_difference(local.model.config.max_position_embeddings, prepare)
         yield not_laid_out
 
@@ -151,11 +151,17 @@ def vote_on(
     )
 
 
-def kv_difference(own: KVPrecision, leaders: KVPrecision, leader: str) -> str:
-    """Return why two KV caches cannot exchange blocks, or ""."""
-    if own == leaders:
-        return ""
-    return f"its KV cache is in {own} and in {leaders} at {leader}; convert one of them"
+def kv_difference(own: KVPrecision | None, leaders: KVPrecision | None, leader: str) -> str:
+    """Return why two KV caches cannot exchange blocks, or "". None: a conversion ended half-way."""
+    if own is None:
+        return "its KV cache is half-way between two precisions; convert it"
+    if leaders is None:
+        return f"the KV cache of {leader} is half-way between two precisions; convert it"
+    return (
+        ""
+        if own == leaders
+        else f"its KV cache is in {own} and in {leaders} at {leader}; convert one of them"
+    )
 
 
 def context_difference(own: int, prepare: Prepare) -> str:

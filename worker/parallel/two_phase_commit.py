@@ -70,7 +70,7 @@ class TwoPhaseCommit:
             grows=formation.grows,
             peers=members,
             shape=self.local.instance.shape,
-            kv_precision=self.local.cache.precision,
+            kv_form=self.local.cache.form,
             context=self.local.model.config.max_position_embeddings,
         )
         self._pending = proposal = Proposal(prepare, formation, self.worker, PeerLinks(links))

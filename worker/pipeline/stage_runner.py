@@ -245,7 +245,7 @@ class RemoteStageRunner:
         """The numbers that the status follows from: it is not made in each step, which costs more."""
         target = self.stage.target
         resizer = target.resizer
-        return self._ticket, resizer.cache.pool.num_free, resizer.reserve_pages, target.num_copied
+        return self._ticket, resizer.cache.pool.num_free, resizer.reserve_pages, target.num_prepared
 
     @property
     def _has_news(self) -> bool:

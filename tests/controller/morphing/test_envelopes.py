@@ -55,6 +55,14 @@ def test_an_envelope_has_the_policy_in_force_and_the_precisions_down_to_the_wish
     assert only(worker("w0", instance(variants=["full", "int4"]))).precisions == ["int4"]
 
 
+def test_the_kv_cache_may_go_to_8_bits_where_its_loss_was_measured_and_the_intent_allows_it() -> None:
+    assert only(worker("w0", instance())).kv_precisions == []
+    assert only(worker("w0", instance(kv_loss=0.0002))).kv_precisions == ["int8"]
+    deployed = worker("w0", instance(kv_loss=0.0002, deployed="d"))
+    assert only(deployed, rests={"m@w0": Rest(coarsest="full")}).kv_precisions == []
+    assert only(deployed, rests={"m@w0": Rest(coarsest="int8")}).kv_precisions == ["int8"]
+
+
 def test_in_mode_manual_the_envelope_says_so() -> None:
     assert only(worker("w0", instance()), Policy(mode="manual")).policy.mode == "manual"
 

@@ -10,8 +10,18 @@ import pytest
 
 from bus.levers import LeverOption, LeverPlan
 from bus.messages import PARTS, Demand, LayerShape
-from bus.morphs import STANDS_S, HalfOrder, MorphKind, MorphOutcome, MorphReport, Swap, Transform
+from bus.morphs import (
+    STANDS_S,
+    ConvertCache,
+    HalfOrder,
+    MorphKind,
+    MorphOutcome,
+    MorphReport,
+    Swap,
+    Transform,
+)
 from bus.policy import Policy
+from bus.precisions import KVPrecision
 from controller.morphing.decision import MorphDecision, parting
 from controller.morphing.groups import Group
 from controller.morphing.scaling import hear, scale_down, scale_up
@@ -381,6 +391,37 @@ def test_a_member_without_room_for_more_bits_keeps_them_and_the_others_lose_thei
         "int8",
     )
     assert down.numbers["loss"] == 0.001
+
+
+def kv_group(number: int, kv_precision: KVPrecision, **fields: Any) -> Group:
+    known: dict[str, Any] = {"kv_loss": 0.001, "kv_gain": 2.0, "kv_precision": kv_precision}
+    return kv_of(number, FULL, **(known | fields))
+
+
+def test_members_whose_kv_differs_are_made_alike_and_then_become_one() -> None:
+    hand = Hand(kv_group(0, "full"), kv_group(1, "int8"), loss_budget=0.001)
+    down = hand.demand(350, times=3)
+    assert down is not None and (down.lever, down.instance) == ("level", "m@w0")
+    assert down.command("k1") == ConvertCache(
+        id="k1", epoch=1, instance="m@w0", kv_dtype="int8", wait_s=1.0, stands_s=STANDS_S
+    )
+    assert "the KV caches of w0, w1 are alike in int8" in down.reason
+    assert hand.state.reshaping(hand.at_s) == {"m@w0", "m@w1"}
+    hand.answer("applied", kind="kv")
+    hand.groups = [kv_group(0, "int8"), kv_group(1, "int8")]
+    hand.pass_s(1.0)
+    up = hand.demand(350, times=3)
+    assert up is not None and (up.lever, list(up.epochs)) == ("scale_up", ["w0", "w1"])
+
+
+@pytest.mark.parametrize("fields", [{"kv_loss": None}, {"kv_loss": 0.003}])
+def test_without_a_budget_for_8_bits_kv_goes_back_where_there_is_room(fields: dict[str, Any]) -> None:
+    hand = Hand(kv_group(0, "full", **fields), kv_group(1, "int8", **fields))
+    back = hand.demand(350, times=3)
+    assert back is not None and (back.instance, back.kv_dtype) == ("m@w1", "full")
+    held = {"used_tokens": 60, "kv_tokens": 100}
+    full = Hand(kv_group(0, "full", **fields), kv_group(1, "int8", **(fields | held)))
+    assert full.demand(300, times=9) is None, "not in full precision, and no group"
 
 
 def test_members_that_would_lose_more_than_the_budget_are_not_made_alike() -> None:

@@ -77,6 +77,17 @@ def test_a_swap_is_taken_where_no_instance_has_room() -> None:
     assert "move: not possible" in both[0].reason
 
 
+def test_kv_in_8_bits_is_weighed_by_its_loss_and_its_blocks() -> None:
+    found = plan(pressed(kv_blocks=90, kv_loss=0.00005))
+    assert taken(found) == [("kv", ["m@w0"], 90)] and found.taken[0].loss == 0.00005
+    assert "kv m@w0: KV cache to int8" in found.reason
+    assert taken(plan(pressed(kv_blocks=90, kv_loss=0.003)))[0][0] == "swap", "above what is left to lose"
+    both = plan(pressed(needed=190, kv_blocks=60, kv_loss=0.0024))
+    assert [one.lever for one in both.taken] in (["swap"], ["kv"]), "together they would lose too much"
+    costs = LeverCosts(kinds={**LeverCosts().kinds, "kv": KindCost(duration_s=0.2, stalled_s=0.0)})
+    assert taken(plan(pressed(kv_blocks=90, kv_loss=0.0), costs=costs))[0][0] == "kv"
+
+
 def test_free_pages_go_before_loss() -> None:
     assert taken(plan(pressed(spare_blocks=40))) == [("resize", ["m@w0"], 40)]
     assert [one[0] for one in taken(plan(pressed(spare_blocks=5)))] == ["resize", "swap"]

@@ -5,6 +5,7 @@ The oracle is transformers' generate, whose cache is rounded at the same tokens 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch
 from bench.common.engines import fill_cache, make_instance
 from bench.common.loading import load_model
 from bench.common.oracles import RoundedCache
+from bus.messages import Event
 from bus.morphs import ConvertCache
+from bus.policy import Envelope, Policy
 from bus.precisions import KVPrecision
 from tests.support.engine_toys import Client, expect_no_growth, request
 from tests.support.paths import DEMO_MODEL
@@ -24,6 +27,7 @@ from worker.engine.engine import Engine
 from worker.engine.sequence import Limits
 from worker.morph.convert_kv import ConvertKVRun
 from worker.morph.manager import MorphManager
+from worker.morph.reflex_loop import ReflexLoop
 from worker.morph.resizer import KVResizer
 from worker.morph.run import NotApplied
 from worker.morph.target import Target
@@ -94,7 +98,7 @@ class Converting:
                 self.spans[name] = [(first, float("inf")) for first in at]
             else:
                 self.spans[name] = [
-                    (first, end) for (first, _), end in zip(self.spans[name], at, strict=True)
+                    (first, end) for (first, _), end in zip(self.spans[name], reversed(at), strict=True)
                 ]
         return run
 
@@ -252,10 +256,10 @@ def test_after_one_that_failed_between_layers_the_rest_is_converted_and_counted(
 ) -> None:
     convert, blocks = converting.cache.convert, converting.cache.num_blocks
 
-    def failing(index: int, precision: KVPrecision) -> None:
+    def failing(index: int, *args: Any) -> None:
         if index == 3:
             raise RuntimeError("no memory left")
-        convert(index, precision)
+        convert(index, *args)
 
     goals: list[tuple[KVPrecision, int]] = [("int8", 3 * blocks), ("full", blocks)]
     for kv_dtype, least in goals:
@@ -287,3 +291,36 @@ def test_the_manager_runs_it_beside_no_other_morph_and_tells_how_far_it_is(
     assert ends["one"].state == "applied" and ends["one"].numbers["layers_done"] == 8
     assert ends["one"].numbers["blocks_after"] > 3 * ends["one"].numbers["blocks_before"]
     assert (compiled, converted) == (["once"], ["int8"])
+
+
+def test_under_pressure_the_reflex_takes_8_bits_and_gives_them_back() -> None:
+    case = Converting(pages=20, max_model_len=1024)
+    expect_no_growth(case.instance.scheduler)
+    case.target.kv_loss, case.target.resizer.reserve_pages = 0.0001, case.pool.num_free
+    loop, events, blocks = ReflexLoop(case.manager), list[Event](), case.cache.num_blocks
+    policy = Policy(cooldown_s=0.0).in_force()
+    assert policy
+    loop.grant(Envelope(id="e", epoch=0, instance="m@w0", policy=policy, kv_precisions=["int8"]))
+
+    def boundary() -> None:
+        events.extend(loop.act())
+        loop.hear(case.manager.advance(case.engine.has_work))
+        case.check()
+
+    tokens = 16 * (blocks // 2) - NUM_NEW - 20
+    for i in range(3):
+        case.submit(str(i), [(i * 13 + j * 7) % 4000 for j in range(tokens)])
+    forms = set()
+    deadline = time.monotonic() + 60
+    while (case.engine.has_work or case.cache.form != "full") and time.monotonic() < deadline:
+        boundary()
+        case.steps()
+        forms.add(case.cache.form)
+    assert "int8" in forms and case.cache.form == "full" and case.cache.num_blocks == blocks
+    assert set(case.client.ends.values()) == {"length"} and len(case.client.ends) == 3
+    there, *_, back = (event for event in events if event.kind == "morph_decided")
+    assert "the KV cache to int8" in there.reason and there.numbers["loss"] == 0.0001
+    assert (back.cause, back.numbers["blocks_after"]) == ("ease", blocks)
+    scheduler = case.instance.scheduler
+    assert (scheduler.num_preemptions, scheduler.num_recomputed) == (0, 0)
+    case.close()

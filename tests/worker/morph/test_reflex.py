@@ -14,7 +14,7 @@ from worker.morph import reflex, sizing
 from worker.morph.losses import losses_of
 from worker.morph.plan import Half
 from worker.morph.reflex import Load, Need, ReflexState
-from worker.morph.sizing import Decision, Shape
+from worker.morph.sizing import Decision, KVState, Shape
 
 LAYERS = 8
 PAGES = {"full": 32, "int8": 8, "int4": 4, "int3": 3}
@@ -35,7 +35,19 @@ def policy(mode: Mode = "default", **fields: Any) -> Policy:
 
 def envelope(mode: Mode = "default", **fields: Any) -> Envelope:
     precisions: list[Precision] = ["int8", "int4"]
-    return Envelope(id="e", epoch=1, instance="m@w0", policy=policy(mode, **fields), precisions=precisions)
+    return Envelope(
+        id="e",
+        epoch=1,
+        instance="m@w0",
+        policy=policy(mode, **fields),
+        precisions=precisions,
+        kv_precisions=["int8"],
+    )
+
+
+def kv(**fields: Any) -> KVState:
+    """Return a KV cache of 100 blocks that can be one of 190."""
+    return KVState(**{"blocks": {"full": 100, "int8": 190}, "loss": 0.0002, **fields})
 
 
 def shape(halves: dict[Half, Precision] | None = None, **fields: Any) -> Shape:
@@ -444,3 +456,77 @@ def test_a_decision_says_what_was_seen() -> None:
         "words: 15 halves to int8, 1 halves to int4 for about 48 KV blocks, of 112"
     )
     assert decision.numbers["kv_needed"] == 180 and decision.numbers["policy_revision"] == 0
+
+
+# ------------------------------------------------------------------------------------- the KV cache
+
+
+def test_the_kv_cache_loses_bits_where_that_costs_less_for_each_block_than_halves() -> None:
+    decision = relief(of=shape(kv=kv()))
+    assert decision and (decision.lever, decision.kv, decision.halves) == ("kv_down", "int8", {})
+    assert decision.numbers["blocks_after"] == 190 and decision.numbers["loss"] == 0.0002
+    assert "the KV cache to int8 for about 90 KV blocks, of 112 that are missing" in decision.reason
+    dear = relief(replace(BURST, kv_needed=110), shape(kv=kv(loss=0.002)))  # ten halves in int8 cost 0.0003
+    assert dear and dear.lever == "swap_down"
+
+
+def test_the_loss_of_the_kv_cache_and_of_halves_share_one_budget() -> None:
+    of = shape(kv=kv(form="int8", loss=0.0023))
+    decision = relief(replace(BURST, kv_needed=400), of)
+    assert decision and decision.lever == "swap_down"
+    assert 0.0023 < decision.numbers["loss"] <= 0.0025 and len(decision.halves) < len(HALVES)
+    every = relief(replace(BURST, kv_needed=400), shape())
+    assert every and len(every.halves) == len(HALVES)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"loss": None}, {"loss": 0.003}, {"blocks": {}}, {"form": "int8"}],
+    ids=["never measured", "above the budget", "cannot be converted", "is already"],
+)
+def test_otherwise_layers_are_what_is_left(fields: dict[str, Any]) -> None:
+    decision = relief(of=shape(kv=kv(**fields)))
+    assert decision and decision.lever == "swap_down"
+
+
+def test_a_request_that_insists_on_full_precision_keeps_the_kv_cache_in_it() -> None:
+    assert relief(of=shape(kv=kv(), floor="full")) is None
+    decision = relief(of=shape(kv=kv(), floor="int8"))
+    assert decision and decision.lever == "kv_down"
+    no_word = replace(envelope(), kv_precisions=[])
+    need = Need("relief", "queue_delay", "words")
+    decision = sizing.relieve(ReflexState(), BURST, shape(kv=kv()), no_word, need, may_lose=True)
+    assert decision and decision.lever == "swap_down", "the controller allows no other"
+
+
+def test_it_goes_back_once_what_is_needed_fits_into_fewer_blocks() -> None:
+    of = shape(kv=kv(form="int8"))
+    load = replace(EASE, kv_blocks=190)
+    decision = back(load, of)
+    assert decision and (decision.lever, decision.kv) == ("kv_up", "full")
+    assert (decision.numbers["blocks_after"], decision.numbers["loss"]) == (100, 0.0)
+    assert back(replace(load, kv_used=80, kv_needed=80), of) is None
+    assert back(load, shape(kv=kv(form=None))), "half-way after a fault"
+    assert back(load, shape(kv=kv(form="int8", rest="int8"))) is None
+    exact = replace(load, floor_refused="full")
+    decision = back(exact, of, "precision_floor")
+    assert decision and decision.kv == "full"
+    assert back(exact, shape(kv=kv(form="int8", rest="int8")), "precision_floor") is None
+    assert back(replace(load, floor_refused="int8"), of, "precision_floor") is None
+
+
+def test_what_regains_more_for_each_block_goes_back_first() -> None:
+    halves: dict[Half, Precision] = dict.fromkeys(HALVES, "int8")  # 0.0005 for 48 blocks
+    load = replace(IDLE, kv_blocks=238)
+    first = back(load, shape(halves, kv=kv(form="int8", loss=0.002)))
+    assert first and first.lever == "kv_up" and first.numbers["loss"] == 0.0005
+    first = back(load, shape(halves, kv=kv(form="int8", loss=0.0002)))
+    assert first and first.lever == "swap_up" and first.numbers["loss"] == 0.0002
+
+
+def test_a_kv_cache_that_went_back_too_early_stays_longer_next_time() -> None:
+    state = reflex.decided(ReflexState(), "kv_up", 100.0)
+    state = reflex.decided(state, "kv_down", 110.0)
+    assert state.return_due_s(policy()) > 110.0
+    state = reflex.ended(state, "kv_down", True, 0.5, 111.0)
+    assert (state.relieved_s, state.relief_took_s) == (111.0, 0.5)

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from bench.common.oracles import make_oracle
+from bench.common.oracles import RoundedCache, make_oracle
 from bus.messages import LayerShape, Stage
-from bus.morphs import Morph, MorphReport, Resize, Swap
+from bus.morphs import ConvertCache, Morph, MorphReport, Resize, Swap
 from bus.policy import Envelope, Policy
+from bus.precisions import KVPrecision
+from tests.support.kv_spans import KVSpans
 from tests.support.pipeline_workers import LIMITS, Line, StageWorker, load, sampling_of
 from worker.distributed.messages import RunStage
 from worker.engine.build import instance_of, useful_blocks
@@ -58,13 +60,14 @@ def prompt(n: int) -> list[int]:
     return drawn
 
 
-def generate(oracle: Any, text: list[int], n: int = NUM_NEW) -> list[int]:
+def generate(oracle: Any, text: list[int], n: int = NUM_NEW, cache: Any = None) -> list[int]:
     ids = torch.tensor([text])
     made = oracle.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,
         max_new_tokens=n,
+        past_key_values=cache,
         eos_token_id=None,
         pad_token_id=0,
     )
@@ -98,6 +101,7 @@ def check_stages(line: Line) -> None:
         worker.pool.check_integrity()
         (target,) = worker.stages.targets or [line.target]
         target.resizer.cache.check_integrity()
+        assert target.resizer.cache.form == line.cache.form
         return target.resizer.cache.pages_per_layer
 
     assert len({worker.call(partial(pages, worker)) for worker in line.workers}) == 1
@@ -267,6 +271,48 @@ def test_the_kv_of_all_stages_grows_and_shrinks_under_requests_whose_tokens_stay
             assert line.leader.tokens[name] == generate(oracle, prompt(5 + 9 * int(name)), 60)
         most = order(line, resize(line.id, 100_000))
         assert most.state == "deferred" and "at most" in most.reason, most
+
+
+def convert(instance: str, kv_dtype: KVPrecision) -> ConvertCache:
+    return ConvertCache(id=f"k{next(_ids)}", epoch=1, instance=instance, kv_dtype=kv_dtype, wait_s=20.0)
+
+
+@pytest.mark.parametrize(("bounds", "tp"), [([0, 2, 5], 1), ([0, 1, 4, 5], 1), ([0, 2, 5], 2)])
+def test_the_kv_of_all_stages_is_converted_between_the_same_two_batches(
+    folder: Path, oracle: Any, bounds: list[int], tp: int
+) -> None:
+    through, long = [str(i) for i in range(3)], 200
+    with Line(folder, bounds, tp=tp) as line:
+        leader, before = line.leader, line.cache.num_blocks
+        spans: KVSpans = leader.call(lambda: KVSpans(line.target))
+        for name in through:
+            line.submit(name, prompt(5 + 9 * int(name)), long)
+        leader.wait(lambda: all(leader.tokens[name] for name in through), "their first tokens")
+        there = order(line, convert(line.id, "int8"))
+        assert there.state == "applied" and there.numbers["layers_done"] == LAYERS, there
+        assert there.numbers["blocks_after"] == line.cache.num_blocks > 2 * before
+        assert line.instance.shape_id.endswith("-kv8")
+        check_stages(line)
+        line.submit("late", prompt(20), 2 * NUM_NEW)
+        leader.wait(lambda: leader.tokens["late"] != [], "a token of the late one")
+        back = order(line, convert(line.id, "full"))
+        assert back.state == "applied" and back.numbers["blocks_after"] == before, back
+        assert line.instance.shape_id == f"tp{tp}-full"
+        check_stages(line)
+        line.submit("after", prompt(21), NUM_NEW)
+        leader.wait_ends(*through, "late", "after")
+        assert all(spans.was_there(name) for name in through), "they are to outlast both conversions"
+        for name in through:
+            cache = RoundedCache(oracle.config, spans.of(name))
+            assert leader.tokens[name] == generate(oracle, prompt(5 + 9 * int(name)), long, cache), name
+        late = RoundedCache(oracle.config, spans.of("late"))
+        assert leader.tokens["late"] == generate(oracle, prompt(20), 2 * NUM_NEW, late)
+        assert leader.tokens["after"] == generate(oracle, prompt(21))
+        assert line.instance.scheduler.num_recomputed == 0
+        line.end()
+        for worker in line.workers[1:]:
+            worker.wait(partial(worker.ended.__contains__, line.id), "the end of its stage")
+        assert all(worker.is_empty() for worker in line.workers)
 
 
 def test_freed_pages_become_kv_after_each_layer_as_many_as_the_fewest_give(

@@ -153,10 +153,8 @@ def test_workers_whose_kv_differs_form_no_group_until_it_is_alike(folder: Path) 
         assert "w1: its KV cache is in int8 and in full at w0; convert one of them" in report.reason
         assert converted(each[0]).state == "applied"
         assert transformed(each, 2).state == "applied"
-        report = converted(each[0], "full")
-        assert report.state == "failed" and "2 workers serve this instance" in report.reason
-        assert transformed(each, 1).state == "applied"
         assert converted(each[0], "full").state == "applied"
+        assert transformed(each, 1).state == "applied"
         each[0].submit("a", prompt(1, 9), 20)
         each[0].wait_ends("a")
         each[0].check()
