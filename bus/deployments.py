@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, get_args
 from bus.fields import Field, declared_fields, optional
 from bus.levers import LeverPlan
 from bus.messages import Stage
-from bus.precisions import Precision
+from bus.precisions import KVPrecision, Precision
 
 Objective = Literal["latency", "cost", "memory", "gpu_hours"]
 CostModel = Literal["memory_seconds", "memory", "gpu_hours"]
@@ -41,7 +41,7 @@ class Intent:
     With `max_latency_s` or `max_cost`, at most one of them, the other quantity is minimised; without them,
     `minimise` is. Latency is that of one request of `prompt_tokens` and `output_tokens` in batches of
     `batch_size`. Cost is in byte seconds, bytes or device hours of a request. A loss of 0.01 is 1 % more
-    perplexity. `tp`, `pp` and `precision` are chosen unless they are given.
+    perplexity. `tp`, `pp`, `precision` and `kv_dtype` are chosen unless they are given.
     """
 
     minimise: Objective = _choice("Minimise", "goal", "cost", get_args(Objective))
@@ -61,19 +61,29 @@ class Intent:
     tp: int | None = _count("tp", "workers that share each layer", maximum=64)
     pp: int | None = _count("pp", "stages, of --tp workers each", maximum=64)
     precision: Precision | None = optional("Precision", "precision of all layers", "precision")
+    kv_dtype: KVPrecision | None = optional(
+        "KV cache",
+        "what the KV cache is held in",
+        "choice",
+        choices={"full": "in the model's dtype", "int8": "in 8 bits"},
+    )
 
 
 INTENT_FIELDS: Final = declared_fields(Intent, Field)
-FIXABLE: Final = ("tp", "pp", "precision")
+FIXABLE: Final = ("tp", "pp", "precision", "kv_dtype")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """One way to serve a model: pp stages of tp workers each, all layers in one precision."""
+    """One way to serve a model: pp stages of tp workers each, all layers in one precision.
+
+    kv_dtype: full: what the settings of the workers say.
+    """
 
     tp: int = 1
     pp: int = 1
     precision: Precision = "full"
+    kv_dtype: KVPrecision = "full"
 
     @property
     def num_devices(self) -> int:
@@ -135,6 +145,8 @@ class Profile:
     memory: list[MemorySample]
     degrees: list[int] = field(default_factory=list)  # tensor-parallel degrees of its weights; empty: unknown
     loss: dict[Precision, float] = field(default_factory=dict)  # share of perplexity added; absent: unknown
+    kv_gain: float = 1.0  # KV blocks in 8 bits in the bytes of one that was measured; 1: not to be had
+    kv_loss: float | None = None  # share of perplexity that these cost; None: unknown
     device_seconds: float = 0.0  # spent on measuring
     peak_bytes: int = 0  # most pages in use at once
     ended_ms: int = 0

@@ -81,11 +81,12 @@ def _deployment_of(card: InstanceCard, stages: list[Stage], seen: Observation) -
         return None
     match = _DEPLOY.fullmatch(card.deployed)
     assert match
-    shape = Configuration(tp=len(stages[0].workers), pp=card.pp, precision=card.precision)
+    tp = len(stages[0].workers)
+    shape = Configuration(tp=tp, pp=card.pp, precision=card.precision, kv_dtype=card.kv_dtype)
     return Deployment(
         id=deployment_of(card.deployed),
         model=card.model,
-        intent=Intent(tp=shape.tp, pp=shape.pp, precision=shape.precision),
+        intent=Intent(tp=shape.tp, pp=shape.pp, precision=shape.precision, kv_dtype=shape.kv_dtype),
         state="serving",
         reason=f"{card.workers[0]} serves it; its record was lost, and its intent: it keeps its shape",
         configuration=shape,

@@ -98,7 +98,7 @@ def deployment_of(command_id: str) -> str:
 def deploys(deployment: Deployment, card: ModelCard, blocks: int) -> tuple[tuple[str, Command], ...]:
     """Return a command for every worker: the whole model, or in a pipeline its share of a stage."""
     assert deployment.configuration is not None
-    precision, epochs = deployment.configuration.precision, deployment.epochs
+    shape, epochs = deployment.configuration, deployment.epochs
     alone = not deployment.is_pipeline
 
     def command(worker: str, number: int, stage: Stage) -> Deploy:
@@ -111,7 +111,8 @@ def deploys(deployment: Deployment, card: ModelCard, blocks: int) -> tuple[tuple
             stages=[replace(stage, workers=[worker])] if alone else deployment.stages,
             stage=0 if alone else number,
             epochs={worker: epochs[worker]} if alone else epochs,
-            precision=precision,
+            precision=shape.precision,
+            kv_dtype=shape.kv_dtype,
             blocks=blocks,
             digest=card.digest,
         )

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from bus.deployments import Configuration, Estimate, Intent, Profile
+from bus.precisions import KV_PRECISIONS
 from controller.planning.latency import LatencyModel
 from controller.planning.memory import MemoryModel
 from controller.planning.uncertainty import Uncertain, exactly, weakest
@@ -16,15 +17,23 @@ SECONDS_PER_HOUR = 3600.0
 def estimate_all(
     profile: Profile, intent: Intent, *, degrees: Iterable[int] = (1,), max_stages: int = 1
 ) -> list[Estimate]:
-    """Return every degree x stages x measured precision: fewest devices first, then most bits."""
+    """Return every degree x stages x measured precision x form of KV: fewest devices, then most bits."""
     latency, memory = LatencyModel(profile), MemoryModel(profile)
     most = min(max_stages, profile.num_layers)
     shapes = [(tp, pp) for tp in {1, *degrees} for pp in range(1, most + 1)]
     return [
-        _estimate(Configuration(tp=tp, pp=pp, precision=precision), profile, intent, latency, memory)
+        _estimate(
+            Configuration(tp=tp, pp=pp, precision=precision, kv_dtype=kv_dtype),
+            profile,
+            intent,
+            latency,
+            memory,
+        )
         for tp, pp in sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
         for precision in latency.precisions()
         if precision in memory.precisions()
+        for kv_dtype in KV_PRECISIONS
+        if kv_dtype == "full" or profile.kv_gain > 1
     ]
 
 
@@ -36,8 +45,8 @@ def _estimate(
     size = memory.total(configuration, intent)
     device_hours = configuration.num_devices / SECONDS_PER_HOUR * seconds
     costs = {"memory": size, "gpu_hours": device_hours, "memory_seconds": _product(size, seconds)}
-    is_full = configuration.precision == "full"
-    loss = 0.0 if is_full else profile.loss.get(configuration.precision)
+    is_full = configuration.precision == "full" and configuration.kv_dtype == "full"
+    loss = _loss(configuration, profile)
     return Estimate(
         configuration=configuration,
         memory_bytes=size.quantity(),
@@ -49,6 +58,13 @@ def _estimate(
         # The loss of a quantised model was measured on another text: it is an extrapolation here.
         loss=None if loss is None else exactly(loss, "measured" if is_full else "extrapolated").quantity(),
     )
+
+
+def _loss(configuration: Configuration, profile: Profile) -> float | None:
+    """Return the share of perplexity that layers and KV cache cost together; None: unknown of one of them."""
+    layers = 0.0 if configuration.precision == "full" else profile.loss.get(configuration.precision)
+    kv = 0.0 if configuration.kv_dtype == "full" else profile.kv_loss
+    return None if layers is None or kv is None else layers + kv
 
 
 def _product(one: Uncertain, other: Uncertain) -> Uncertain:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from bus.deployments import FIXABLE, INTENT_FIELDS, CostModel, Estimate, Intent, Objective
 from bus.fields import Field
 from bus.messages import Number
-from bus.precisions import PRECISIONS
+from bus.precisions import BITS, KV_PRECISIONS, PRECISIONS
 
 DEFAULT_MAX_LOSS = 0.01  # share of perplexity, if an intent fixes neither loss nor precision
 MARGIN = 0.1  # least gain of a change: estimates are wrong by some per cent
@@ -144,11 +144,18 @@ def ruled_out(estimate: Estimate, intent: Intent) -> str:
 
 
 def _too_lossy(estimate: Estimate, intent: Intent) -> str:
-    limit = loss_limit(intent)
+    limit, shape = loss_limit(intent), estimate.configuration
     if limit is None:
-        return ""
+        if shape.kv_dtype == "full" or intent.kv_dtype is not None:
+            return ""
+        return "the intent fixes the precision: fix kv_dtype int8 as well, or give max_loss"
     if estimate.loss is None:
-        lost = estimate.configuration.precision
+        lost = shape.precision
+        if shape.kv_dtype != "full":
+            return (
+                f"what {lost} and a KV cache in {shape.kv_dtype} lose is not known: run `instar profile` on "
+                "the model's folder and register it again, or fix precision and kv_dtype"
+            )
         return (
             f"what {lost} loses is not known: run `instar profile --precision {lost}` on the model's "
             f"folder and register it again, or fix precision {lost}"
@@ -177,16 +184,21 @@ def nearest(estimates: Iterable[Estimate], intent: Intent, num_devices: float) -
 
 
 def name_of(estimate: Estimate) -> str:
-    """Return `tp2 pp1 int4`."""
+    """Return `tp2 pp1 int4`, or `tp2 pp1 int4 kv8`."""
     one = estimate.configuration
-    return f"tp{one.tp} pp{one.pp} {one.precision}"
+    kv = "" if one.kv_dtype == "full" else f" kv{BITS[one.kv_dtype]}"
+    return f"tp{one.tp} pp{one.pp} {one.precision}{kv}"
 
 
 def preference(one: Estimate, intent: Intent) -> tuple[float, ...]:
-    """Return the sort key: assumed speed last, what is minimised, fewer devices and stages, more bits."""
+    """Return the sort key: assumed speed last, what is minimised, fewer devices and stages, more bits.
+
+    For a latency that was measured with KV in full precision alone, that goes first.
+    """
     shape = one.configuration
     ties = (shape.num_devices, shape.pp, PRECISIONS.index(shape.precision))
-    return (is_guess(one), minimised(one, intent), one.latency_s.value, one.memory_bytes.value, *ties)
+    latency = one.latency_s.value, KV_PRECISIONS.index(shape.kv_dtype)
+    return (is_guess(one), minimised(one, intent), *latency, one.memory_bytes.value, *ties)
 
 
 def minimised(one: Estimate, intent: Intent) -> float:

@@ -45,7 +45,15 @@ class LatencyModel:
         return self._works.setdefault(num_layers, RankModel(self._cells, num_layers))
 
     def timing(self, configuration: Configuration, intent: Intent) -> Timing:
-        """Return TTFT and TPOT. Raises KeyError for a precision that is not one of `precisions`."""
+        """Return TTFT and TPOT. Raises KeyError for a precision that is not one of `precisions`.
+
+        Those of another form of KV than was measured are taken to be the same.
+        """
+        if configuration.kv_dtype != "full":
+            same = self.timing(replace(configuration, kv_dtype="full"), intent)
+            return Timing(
+                same.ttft.weakened("extrapolated"), same.tpot.weakened("extrapolated"), same.context
+            )
         if configuration.pp > 1:
             return self._staged(configuration, intent)
         return self._stage(configuration, intent, self._profile.num_layers)

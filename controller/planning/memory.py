@@ -101,7 +101,7 @@ class MemoryModel:
         """Return the memory of all devices together, the KV of the intent's batch included."""
         weights, activations = self._parts[configuration.precision]
         num_layers = self._profile.num_layers
-        kv_bytes = kv_blocks(self._profile, intent) * self._profile.block_bytes_per_layer * num_layers
+        kv_bytes = kv_blocks(self._profile, intent) * self._block_bytes(configuration) * num_layers
         found = weights.at(configuration, num_layers) + activations.at(configuration, num_layers)
         is_whole = any(
             one.num_layers == num_layers and one.configuration == configuration
@@ -123,10 +123,15 @@ class MemoryModel:
         ends = 1 / tp * weights.base.other + (tp - 1) / tp * weights.per_rank.other
         lead = ends if is_one_stage else weights.base.other
         return Footprint(
-            layer_bytes=math.ceil(ranks.value + blocks * self._profile.block_bytes_per_layer / tp),
+            layer_bytes=math.ceil(ranks.value + blocks * self._block_bytes(configuration) / tp),
             lead_bytes=math.ceil(lead.value),
             every_rank_leads=is_one_stage,
         )
+
+    def _block_bytes(self, configuration: Configuration) -> float:
+        """Return the bytes of a KV block in one layer."""
+        nbytes = self._profile.block_bytes_per_layer
+        return nbytes if configuration.kv_dtype == "full" else nbytes / self._profile.kv_gain
 
 
 def kv_blocks(profile: Profile, intent: Intent) -> int:

@@ -107,7 +107,7 @@ const inWords = (error) => error instanceof Refused ? error.message : "the gatew
 // ---------------------------------------------------------------------------- texts
 
 function wanted(intent) {
-  const fixed = [["tp", "tp"], ["pp", "pp"], ["precision", ""]]
+  const fixed = [["tp", "tp"], ["pp", "pp"], ["precision", ""], ["kv_dtype", "KV "]]
     .filter(([name]) => intent[name]).map(([name, words]) => `${words}${intent[name]}`);
   const limits = [
     intent.max_latency_s && `at most ${seconds(intent.max_latency_s)}`,
@@ -120,8 +120,8 @@ function wanted(intent) {
 
 function where({ configuration, stages }) {
   if (!configuration || !stages.length) return "";
-  const { tp, pp, precision } = configuration;
-  const shape = `tp${tp} pp${pp} ${precision}`;
+  const { tp, pp, precision, kv_dtype: kv } = configuration;
+  const shape = `tp${tp} pp${pp} ${precision}${kv === "int8" ? " kv8" : ""}`;
   const places = stages.map(({ workers, first, end }) =>
     stages.length > 1 ? `${workers.join(" + ")} (layers ${first} to ${end - 1})` : workers.join(" + "));
   return `${shape} on ${places.join(" → ")}`;

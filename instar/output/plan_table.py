@@ -9,6 +9,8 @@ from typing import Any, Final
 from rich.console import RenderableType
 from rich.table import Table
 
+from bus.deployments import FIXABLE
+from bus.precisions import BITS
 from instar.output.tables import ABSENT, MIB, make_table, plural, short
 
 MARKS: Final = {"measured": "", "extrapolated": "~", "assumed": "?"}
@@ -22,8 +24,10 @@ Estimate = Mapping[str, Any]  # a row of /admin/models/{model}/plan
 
 
 def shape_of(configuration: Mapping[str, Any]) -> str:
-    """Return `tp2 pp1 int4`."""
-    return f"tp{configuration['tp']} pp{configuration['pp']} {configuration['precision']}"
+    """Return `tp2 pp1 int4`, or `tp2 pp1 int4 kv8`."""
+    kv = configuration.get("kv_dtype", "full")
+    words = f"tp{configuration['tp']} pp{configuration['pp']} {configuration['precision']}"
+    return words if kv == "full" else f"{words} kv{BITS[kv]}"
 
 
 def render(plan: Mapping[str, Any], card: Mapping[str, Any], *, shows_all: bool) -> Iterator[RenderableType]:
@@ -74,7 +78,7 @@ def batch_of(intent: Mapping[str, Any]) -> str:
 
 def _is_as_fixed(estimate: Estimate, intent: Mapping[str, Any]) -> bool:
     shape = estimate["configuration"]
-    return all(intent.get(name) in (None, shape[name]) for name in ("tp", "pp", "precision"))
+    return all(intent.get(name) in (None, shape.get(name)) for name in FIXABLE)
 
 
 def reasons_of(estimates: Sequence[Estimate]) -> dict[str, int]:

@@ -19,7 +19,7 @@ import torch
 
 from bus.checkpoints import BadCheckpoint, folder_digest
 from bus.deployments import Configuration, LinkSample, Measure, MemorySample, Profile
-from bus.precisions import Precision
+from bus.precisions import KV_PRECISIONS, Precision
 from bus.settings import WorkerSettings
 from bus.version import program_version
 from worker.deploy.loader import dtype_of
@@ -33,6 +33,7 @@ from worker.profiler.grid import MAX_ROUNDS, ROUNDS, Grid, Point
 from worker.profiler.links import kinds_with, measure_links
 from worker.profiler.profiler import LentPages, Profiler, block_bytes
 from worker.shape.copier import Copier
+from worker.shape.kv_profile import kv_loss_or_why
 from worker.shape.layer_order import losses
 
 log = logging.getLogger("worker")
@@ -88,7 +89,7 @@ class Measurer:
         if set(grid.points) - measured or found.block_bytes_per_layer != block_bytes(plan, grid):
             return None
         known = replace(found, model=command.model, loss=self._losses(command, config))
-        return self._with_links(command, with_shapes(known, plan), plan)
+        return self._with_links(command, self._with_kv(with_shapes(known, plan), plan, config), plan)
 
     @_refusing()
     def prepare(self, command: Measure) -> Profiler:
@@ -142,8 +143,9 @@ class Measurer:
         measured = profiler.profile(
             model=command.model, digest=command.digest, device=self.device, version=program_version()
         )
-        loss = self._losses(command, profiler.plan.whole)
-        profile = with_shapes(replace(measured, loss=loss), profiler.plan)
+        plan, whole = profiler.plan, profiler.plan.whole
+        loss = self._losses(command, whole)
+        profile = self._with_kv(with_shapes(replace(measured, loss=loss), plan), plan, whole)
         self._write(command, profile)
         return profile
 
@@ -152,6 +154,19 @@ class Measurer:
             write_stored(self._path(command), profile)
         except OSError as error:
             log.warning("the profile of %s is kept only in Redis: %s", command.model, error)
+
+    def _with_kv(self, profile: Profile, plan: CutPlan, config: ModelConfig) -> Profile:
+        """Add what a KV cache in 8 bits would gain and lose, where it was measured in the model's dtype."""
+        tokens, dtype = self.settings.block_tokens, plan.model.dtype
+        if self.settings.kv_dtype != "full" or tokens % 2:
+            return replace(profile, kv_gain=1.0, kv_loss=None)
+        full, in_8_bits = (plan.config.kv_block_bytes(tokens, dtype, one) for one in KV_PRECISIONS)
+        loss = None
+        if self.settings.load_format != "dummy":
+            loss, why = kv_loss_or_why(config)
+            if loss is None:
+                log.info("the loss of KV in 8 bits of %s is unknown: %s", profile.model, why)
+        return replace(profile, kv_gain=full / in_8_bits, kv_loss=loss)
 
     def _losses(self, command: Measure, config: ModelConfig) -> dict[Precision, float]:
         """Return what `instar profile` stored beside the model; read each time, as it may come later."""

@@ -434,3 +434,26 @@ def test_between_points_is_extrapolated_and_at_a_point_it_is_what_was_measured()
     assert between(points, 5.0, is_convex=True).value == 25.0
     assert between(points, 0.0).value == -2.0
     assert between(points[:1], 2.0).basis == "assumed"
+
+
+# --------------------------------------------------------------------------- the form of the KV cache
+
+
+def test_kv_in_8_bits_is_one_more_choice_with_its_memory_and_its_loss() -> None:
+    intent = Intent(prompt_tokens=256, output_tokens=64, batch_size=8)
+    profile = replace(profile_of(Truth()), kv_gain=2.0, kv_loss=0.001, loss={"int4": 0.03})
+    rows = {one.configuration: one for one in estimate_all(profile, intent)}
+    for full, one in rows.items():
+        if full.kv_dtype != "full":
+            continue
+        other = rows[replace(full, kv_dtype="int8")]
+        kv_bytes = kv_blocks(profile, intent) * BLOCK_BYTES * profile.num_layers
+        assert other.memory_bytes.value == pytest.approx(one.memory_bytes.value - kv_bytes / 2)
+        assert other.latency_s.value == one.latency_s.value and other.latency_s.basis != "measured"
+        assert one.loss and other.loss and other.loss.value == pytest.approx(one.loss.value + 0.001)
+        memory = MemoryModel(profile)
+        saved = memory.need(full, intent).layer_bytes - memory.need(other.configuration, intent).layer_bytes
+        assert saved == pytest.approx(kv_bytes / 2 / profile.num_layers, abs=1)
+    unknown = estimate_all(replace(profile, kv_loss=None), intent)
+    assert all((one.loss is None) == (one.configuration.kv_dtype == "int8") for one in unknown)
+    assert {one.configuration.kv_dtype for one in estimate_all(profile_of(Truth()), intent)} == {"full"}

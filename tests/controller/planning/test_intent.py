@@ -245,3 +245,28 @@ def test_the_order_does_not_depend_on_the_order_of_what_came_in(
     }
     minimised = values_of["latency" if objective(intent) == "latency" else "cost"]
     assert minimised == sorted(minimised)
+
+
+def with_kv(one: Estimate, loss: float | None, memory: float) -> Estimate:
+    shape = replace(one.configuration, kv_dtype="int8")
+    known = None if loss is None else quantity(loss)
+    return replace(one, configuration=shape, loss=known, memory_bytes=quantity(memory))
+
+
+def test_kv_in_8_bits_is_taken_for_its_memory_where_its_loss_is_known_and_allowed() -> None:
+    cheap = with_kv(PLAIN, 0.001, 3.0)
+    assert rank([PLAIN, cheap], Intent(minimise="memory"))[0] == cheap
+    assert rank([PLAIN, cheap], Intent(minimise="memory", max_loss=0.0005)) == [PLAIN]
+    assert rank([PLAIN, with_kv(PLAIN, None, 3.0)], Intent(minimise="memory")) == [PLAIN]
+    assert rank([cheap, PLAIN], Intent(minimise="latency"))[0] == PLAIN, "it is not known to be as fast"
+
+
+def test_an_intent_that_fixes_the_precision_gets_kv_in_8_bits_only_if_it_says_so() -> None:
+    rows = [PLAIN, with_kv(PLAIN, None, 3.0)]
+    assert rank(rows, Intent(minimise="memory", precision="full")) == [PLAIN]
+    fixed = rank(rows, Intent(minimise="memory", precision="full", kv_dtype="int8"))
+    assert [one.configuration.kv_dtype for one in fixed] == ["int8"]
+    with pytest.raises(UnmetError, match="a KV cache in int8 lose is not known"):
+        rank(rows, Intent(kv_dtype="int8"))
+    with pytest.raises(IntentError, match="kv_dtype is 'int4': it may be full, int8"):
+        validate(Intent(kv_dtype="int4"))  # type: ignore[arg-type]

@@ -110,6 +110,17 @@ def test_a_model_whose_variants_are_on_a_disk_serves_and_swaps_as_one_in_memory(
     assert not list(disk.glob("*.images"))
 
 
+def test_a_model_can_come_with_its_kv_cache_in_8_bits(
+    place: Place, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    assert place.end_of(place.deploy("second", folders["second"], kv_dtype="int8")).state == "applied"
+    assert place.engine.instances["second@w0"].shape_id == "tp1-full-kv8"
+    for name, prompt in PROMPTS.items():
+        place.submit(name, "second", prompt, 20)
+    place.run()
+    assert place.client.tokens == alone(folders["second"], tmp_path, kv_dtype="int8")
+
+
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_a_model_can_come_in_fewer_bits_and_go_back_to_full(
     place: Place, folders: dict[str, Path], tmp_path: Path, precision: Any
