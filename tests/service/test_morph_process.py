@@ -18,10 +18,15 @@ from bench.common.oracles import RoundedCache
 from bus.client import Bus
 from bus.messages import SamplingParams, StepOutput, Submit, WorkerTelemetry
 from bus.morphs import ConvertCache, MorphReport, Resize, Swap
+from bus.policy import Envelope, Policy
 from bus.precisions import PRECISIONS, QUANTIZED
 from bus.settings import RedisSettings
 from tests.service.test_worker_process import DEMO, start
 from tests.worker.engine.test_oracle import generate
+from worker.model import read_config
+from worker.model.ready_weights import open_checkpoint
+from worker.model.sources import checkpoint_digest
+from worker.shape.kv_profile import KVProfile, kv_profile_path, write_kv_profile
 
 pytestmark = pytest.mark.skipif(not (DEMO / "config.json").is_file(), reason="models/demo is not built")
 
@@ -161,6 +166,61 @@ async def test_streams_run_through_conversions_of_the_kv_cache_to_their_ends(
                 await asyncio.sleep(0.05)
         process.terminate()
         assert await asyncio.to_thread(process.wait, 30) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def demo_with_kv_profile(folder: Path) -> Path:
+    """Return a folder of the demo model, the loss of whose KV cache in 8 bits is known."""
+    (folder / "instar").mkdir(parents=True)
+    for path in DEMO.iterdir():
+        if path.is_file():
+            (folder / path.name).symlink_to(path)
+    config = read_config(folder)
+    made = KVProfile(
+        model=checkpoint_digest(config, open_checkpoint(config)),
+        calibration="of a test",
+        windows=[1, 8],
+        perplexity=[30.0, 30.003],
+        divergence=1e-5,
+    )
+    write_kv_profile(kv_profile_path(folder), made)
+    return folder
+
+
+async def test_an_envelope_lets_a_worker_take_8_bits_under_pressure_and_go_back(
+    bus: Bus, redis_settings: RedisSettings, tmp_path: Path
+) -> None:
+    log, folder = tmp_path / "log", demo_with_kv_profile(tmp_path / "demo")
+    process = start(
+        redis_settings,
+        log,
+        f'["demo={folder}"]',
+        memory_mb="64",
+        host_dir=str(tmp_path),
+        prefix_cache="false",
+    )
+    policy = Policy(kv_usage_high=0.01, kv_usage_low=0.005, cooldown_s=0.0).in_force()  # a few blocks in use
+    assert policy
+    try:
+        async with asyncio.timeout(100), hands(bus, process, log) as hand:
+            (live,) = await bus.workers()
+            assert live.card.instances[0].kv_loss == pytest.approx(0.0001)
+            envelope = Envelope(
+                id="e", epoch=hand.epoch, instance=INSTANCE, policy=policy, kv_precisions=["int8"]
+            )
+            await bus.publish(bus.names.control("w0"), envelope)
+            await hand.streams("policy ", 200)
+            while len(done := [one for one in hand.morphs.values() if one.kind == "kv"]) < 2:
+                await asyncio.sleep(0.01)
+            there, *_, back = done
+            assert there.state == back.state == "applied", done
+            assert there.numbers["blocks_after"] > 3.7 * there.numbers["blocks_before"]
+            assert back.numbers["blocks_after"] == there.numbers["blocks_before"]
+            assert set(hand.ended.values()) == {"length"}
+            assert {"tp1-full", "tp1-full-kv8"} == {shape for shape, _ in hand.shapes}
+            assert hand.last and hand.last.instances[0].recomputed_tokens == 0
     finally:
         process.kill()
         process.wait(10)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from bus.morphs import MorphReport, Swap
+from bus.morphs import ConvertCache, MorphReport, Swap
+from bus.precisions import KVPrecision
 from instar.replay.outcomes import RequestOutcome
+from instar.replay.schemas import Arrival
 from instar.simulate.engine import SimulatedInstance, Tally
 from instar.simulate.morphs import SimulatedMorph, Turn
-from tests.support.simulations import SMALL
+from tests.support.simulations import SMALL, cluster, evenly
 from worker.morph.losses import losses_of
 
 HALF_S = SMALL.morph.half_s
@@ -79,3 +82,37 @@ def test_an_idle_worker_swaps_without_a_pause() -> None:
         swap.now_s = swap.morph.due_s or 0.0
     assert report.ended_ms == pytest.approx(1e3 * (10.0 + 4 * HALF_S + 2 * sum(COPY_S)), abs=1)
     assert swap.instance.shape.num_below == 2
+
+
+WITH_KV = msgspec.structs.replace(
+    SMALL,
+    memory=msgspec.structs.replace(SMALL.memory, kv_gain=2.0, kv_loss=0.0001),
+    morph=msgspec.structs.replace(SMALL.morph, kv_layer_s=0.002),
+)
+
+
+def test_the_kv_cache_is_converted_layer_by_layer_there_and_back() -> None:
+    losses = losses_of(SMALL.num_layers, SMALL.variants, {})
+    instance = SimulatedInstance(0, "small@w0", WITH_KV, Tally(), losses)
+    blocks, now_s = instance.blocks.capacity, 10.0
+    turn = Turn(WITH_KV.morph.share, lambda: now_s)
+    goals: list[tuple[KVPrecision, int, float]] = [("int8", 2 * blocks, 0.0001), ("full", blocks, 0.0)]
+    for goal, after, loss in goals:
+        command = ConvertCache(id=goal, epoch=1, instance="small@w0", kv_dtype=goal)
+        morph = SimulatedMorph(command, "", now_s, SMALL.memory.page_bytes, WITH_KV.morph)
+        turn.begin(is_busy=False, urgency=0.0)
+        report = morph.begin(instance, turn)
+        assert report and (report.kind, report.state) == ("kv", "applied")
+        assert turn.spent_s == pytest.approx(SMALL.num_layers * 0.002)
+        assert instance.blocks.capacity == after and instance.shape.loss == loss
+        assert instance.shape.is_at_rest == (goal == "full")
+
+
+def test_a_simulated_reflex_takes_8_bits_in_a_burst_and_gives_them_back() -> None:
+    arrivals = [*evenly(3.0, 10.0), *(Arrival(10.0 + n / 25, 200, 100) for n in range(100))]
+    arrivals += [Arrival(60.0 + n, 50, 5) for n in range(40)]
+    record = cluster(calibration=WITH_KV).run(arrivals, drain_s=60.0)
+    kv = [one for one in record.morphs if one.kind == "kv" and one.state == "applied"]
+    assert "the KV cache to int8" in kv[0].reason and "the KV cache to full" in kv[-1].reason
+    assert kv[0].numbers["blocks_after"] == 2 * SMALL.memory.kv_blocks
+    assert kv[-1].numbers["blocks_after"] == SMALL.memory.kv_blocks
