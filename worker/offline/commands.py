@@ -19,7 +19,7 @@ from worker.model.config import ModelConfig, ModelError, read_config
 from worker.model.layer import Layer
 from worker.model.quantized_sets import Method
 from worker.model.ready_weights import open_checkpoint
-from worker.model.sources import checkpoint_digest
+from worker.model.sources import CheckpointWeights, checkpoint_digest
 from worker.offline.bin_checkpoint import convert_bin
 from worker.offline.calibration import Calibration, read_calibration
 from worker.offline.importance import LayerRanking, Metric, ScoreWeights
