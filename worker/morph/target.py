@@ -75,7 +75,7 @@ class MemberTarget:
 
     @property
     def num_prepared(self) -> int:
-        """What has ended beside the steps: copies of prepared variants, the compiling for KV in 8 bits."""
+        """The work that has ended beside the steps: copies of variants, and compiling for KV in 8 bits."""
         copied = sum(each.copy.is_done for each in self.prepared.values())
         return copied + (self._kv_compiling is not None and self._kv_compiling.is_done)
 

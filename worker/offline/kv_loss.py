@@ -1,4 +1,4 @@
-"""What keys and values in 8 bits change in the outputs of a model."""
+"""The change of a model's outputs by keys and values in 8 bits."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _REMEDY = "make it again with `instar profile`, or remove it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVProfile:
-    """What keys and values in 8 bits change in the outputs of a model.
+    """The change of a model's outputs by keys and values in 8 bits.
 
     perplexity: of the calibration text with the KV cache in full precision, and in 8 bits. divergence: of the
     logits from those in full precision, the mean in nats per token.
