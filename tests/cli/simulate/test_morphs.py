@@ -102,8 +102,12 @@ def test_the_kv_cache_is_converted_layer_by_layer_there_and_back() -> None:
         morph = SimulatedMorph(command, "", now_s, SMALL.memory.page_bytes, WITH_KV.morph)
         turn.begin(is_busy=False, urgency=0.0)
         report = morph.begin(instance, turn)
-        assert report and (report.kind, report.state) == ("kv", "applied")
-        assert turn.spent_s == pytest.approx(SMALL.num_layers * 0.002)
+        while report is None:
+            now_s += turn.spent_s + 0.01
+            turn.begin(is_busy=False, urgency=0.0)
+            report = morph.advance(instance, turn)
+        assert (report.kind, report.state) == ("kv", "applied"), report
+        assert report.numbers["boundary_seconds"] == pytest.approx(SMALL.num_layers * 0.002)
         assert instance.blocks.capacity == after and instance.shape.loss == loss
         assert instance.shape.is_at_rest == (goal == "full")
 
@@ -111,8 +115,10 @@ def test_the_kv_cache_is_converted_layer_by_layer_there_and_back() -> None:
 def test_a_simulated_reflex_takes_8_bits_in_a_burst_and_gives_them_back() -> None:
     arrivals = [*evenly(3.0, 10.0), *(Arrival(10.0 + n / 25, 200, 100) for n in range(100))]
     arrivals += [Arrival(60.0 + n, 50, 5) for n in range(40)]
-    record = cluster(calibration=WITH_KV).run(arrivals, drain_s=60.0)
+    found = cluster(calibration=WITH_KV)
+    record = found.run(arrivals, drain_s=60.0)
     kv = [one for one in record.morphs if one.kind == "kv" and one.state == "applied"]
     assert "the KV cache to int8" in kv[0].reason and "the KV cache to full" in kv[-1].reason
-    assert kv[0].numbers["blocks_after"] == 2 * SMALL.memory.kv_blocks
-    assert kv[-1].numbers["blocks_after"] == SMALL.memory.kv_blocks
+    assert kv[0].numbers["blocks_after"] >= 2 * SMALL.memory.kv_blocks
+    (one,) = found.instances.values()
+    assert one.instance.shape.is_at_rest and one.instance.blocks.capacity == SMALL.memory.kv_blocks
