@@ -44,7 +44,7 @@ def conversation() -> list[dict[int, list[int]]]:
     "family",
     [
         *("llama", "qwen3 with biases", "mistral with a sliding window", "gemma2", "gemma3"),
-        *("mixtral", "qwen3 moe"),
+        *("mixtral", "qwen2 moe", "qwen3 moe"),
     ],
 )
 def test_a_recorded_decode_equals_one_that_runs_call_by_call(
