@@ -397,9 +397,9 @@ class InstanceCard:
     """A model that a worker serves.
 
     Each member of a tensor-parallel group has a card of its own, with the same `tp` and `workers`. The card
-    of the first member stands for the group; each member takes requests on the stream of its own card. A
-    pipeline (`pp` above 1) has only the card of its leader: `workers` lists the workers of all stages, and
-    `tp` is the degree of each stage.
+    of the first member stands for the group; each member takes requests on the stream of its own card. What
+    is divided for good, into `pp` stages of `tp` ranks, has only the card of its leader: `workers` lists the
+    workers of all stages.
     """
 
     id: str
@@ -425,13 +425,23 @@ class InstanceCard:
     tokens_at: dict[int, int] = field(default_factory=dict)  # tokens of KV it would hold, by degree
     deployed: str = ""  # id of the Deploy that loaded it; "": the worker's settings named it
     precision: Precision = "full"  # precision at deployment
-    stages: list[Stage] = field(default_factory=list)  # stages of a pipeline
+    stages: list[Stage] = field(default_factory=list)  # what is divided for good
     products: list[str] = field(default_factory=list)  # the kernels of its dense products on a CPU, as text
     losses: dict[Precision, float] = field(default_factory=dict)  # measured: of perplexity, all layers in it
     losses_assumed: dict[Precision, str] = field(default_factory=dict)  # why the others were not measured
     kv_dtype: KVPrecision = "full"  # what its KV cache rests in
     kv_loss: float | None = None  # share of perplexity that a KV cache in 8 bits costs; None: not measured
     kv_gain: float = 1.0  # KV blocks in 8 bits in the pages of one in the model's dtype
+
+    @property
+    def is_divided(self) -> bool:
+        """True if its workers have parts of the model for good: no group that may part again."""
+        return self.pp > 1 or bool(self.stages)
+
+    @property
+    def most_blocks(self) -> int:
+        """The most KV blocks of the instance; 0: unknown. What is divided has the same on each worker."""
+        return self.max_blocks * (1 if self.is_divided else self.tp)
 
     @property
     def best(self) -> Precision:

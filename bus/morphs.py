@@ -98,8 +98,9 @@ class Transform:
 class Deploy:
     """Load layers of a model and serve them; sent to the worker of every stage.
 
-    The worker of the first stage leads and gets requests. With one stage it serves alone. The idle KV blocks
-    of other models on the worker make room.
+    The first worker of the first stage leads and gets requests. With one worker in all it serves alone.
+    Several workers of one stage are ranks of a degree that stays. The idle KV blocks of other models on the
+    worker make room.
     """
 
     id: str
@@ -116,6 +117,11 @@ class Deploy:
     digest: str = ""  # checkpoint of the plan; a worker refuses any other
     kv_dtype: KVPrecision = "full"  # full: what the worker's settings say
     wait_s: float = 0.0  # see `Swap.wait_s`
+
+    @property
+    def is_divided(self) -> bool:
+        """True if several workers have parts of the model for good."""
+        return len(self.stages) > 1 or any(len(stage.workers) > 1 for stage in self.stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,10 @@ import torch
 
 from worker.memory import PagePool
 from worker.model.config import ModelConfig, ModelError, read_config
-from worker.model.layout import ModelPlan, plan_model
+from worker.model.layout import ModelPlan, plan_model, whole_sources
 from worker.model.model import DTYPES, Model
 from worker.model.ready_weights import open_checkpoint
+from worker.model.shard import ALONE, Shard
 from worker.model.sources import RandomWeights, WeightSource
 from worker.model.weights import ModelWeights, OnProgress, check_budget, reserve_weights, view_mapped
 from worker.profiler.fingerprint import CutPlan, Fingerprint
@@ -29,6 +30,7 @@ def load_model(
     seed: int = 0,
     progress: OnProgress | None = None,
     layers: tuple[int, int] | None = None,
+    rank: Shard = ALONE,
     context: int = 0,
 ) -> Model:
     """Load a Hugging Face folder into the pool, on the pool's device.
@@ -36,13 +38,15 @@ def load_model(
     dtype: to serve in; None: the checkpoint's. load_format "dummy" needs only a config.json and draws the
     weights from `seed`. max_tp: the largest tensor-parallel degree to lay the weights out for. progress is
     called with the bytes done and the bytes in all after every tensor. layers: [first, end) of a stage; the
-    first stage also has embedding and head. context: the tokens of the longest sequence; 0: the config's.
+    first stage also has embedding and head. rank: of a fixed degree, whose part is loaded. context: the
+    tokens of the longest sequence; 0: the config's.
 
     Raises ModelError, before a page is mapped if possible. A load that fails frees all its pages.
     """
     config = read_config(Path(path)).up_to(context)
     if layers is not None:
         config = config.part(*layers)
+    config = config.of_rank(rank)
     dtype = dtype or config.dtype
     if dtype not in DTYPES:
         raise ModelError(
@@ -79,7 +83,7 @@ def _load_weights(
     Everything that can be known is checked before a page is mapped. Raises ModelError, and MappingFailed from
     the system; then nothing stays mapped.
     """
-    source.check([tensor for part in plan.ranges() for tensor in part.sources])
+    source.check(whole_sources(config))
     weights = reserve_weights(config.folder.name, plan, pool)
     done = 0
     try:

@@ -99,7 +99,7 @@ def _away(
     card: InstanceCard, worker: WorkerCard, base: str, seen: Observation
 ) -> Iterator[tuple[str, Command]]:
     """Retire an instance: a group parts first, the leader of a pipeline gives up all stages."""
-    if card.tp > 1 and card.pp == 1:
+    if card.tp > 1 and not card.is_divided:
         if card.workers[:1] == [worker.id] and (command_id := next_try(f"{base}-apart", seen)):
             epochs = {name: one.card.epoch for name, one in seen.workers.items()}
             if all(name in epochs for name in card.workers):

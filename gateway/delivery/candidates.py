@@ -100,7 +100,7 @@ class Candidates:
     ) -> Candidate:
         """Return an instance with the load of all its members; of a pipeline only the leader has requests."""
         cluster, card, leader = self._cluster, ready.card, self._member(ready)
-        is_group = card.tp > 1 and card.pp == 1
+        is_group = card.tp > 1 and not card.is_divided
         members = [self._member(one) for one in cluster.seats(ready)] if is_group else [leader]
         measured = [one.num_measured for one in members if one.num_measured is not None]
         max_tokens = cluster.tokens_of(card, leader.shape_metrics)

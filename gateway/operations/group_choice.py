@@ -30,7 +30,7 @@ def with_workers(cluster: Cluster, order: TransformOrder, load: Load) -> Transfo
 def _choose(cluster: Cluster, order: TransformOrder, load: Load) -> tuple[list[str], str]:
     serving = [one for one in cluster.instances() if one.worker.state == "serving"]
     of_model = [one for one in serving if order.model in (None, one.card.model)]
-    there = [one for one in of_model if one.card.pp == 1] or of_model  # stages are refused by the plan
+    there = [one for one in of_model if not one.card.is_divided] or of_model  # stages are refused by the plan
     named = [one for one in there if order.instance in (None, one.card.id)]
     if not named:
         what = f"instance {order.instance}" if of_model else f"instance of {order.model or 'any model'}"
@@ -42,7 +42,7 @@ def _choose(cluster: Cluster, order: TransformOrder, load: Load) -> tuple[list[s
         first = there[0]
     else:
         first = named[0] if order.instance else _most_likely(there, order.tp, load)
-    if first.card.tp >= order.tp or order.tp not in first.card.degrees or first.card.pp > 1:
+    if first.card.tp >= order.tp or order.tp not in first.card.degrees or first.card.is_divided:
         return first.members, first.card.model
     return _joining(there, order.tp, first, load), first.card.model
 

@@ -95,7 +95,7 @@ def loss_without(cluster: Cluster, leaving: WorkerCard) -> str:
         card.model
         for worker in staying
         for card in worker.instances
-        if card.pp == 1 or leaving.id not in card.workers
+        if not card.is_divided or leaving.id not in card.workers
     }
     if lost := sorted(models - served):
         return (
@@ -139,7 +139,7 @@ def swap(place: PlacedInstance, body: SwapOrder, morph_id: str) -> Swap:
 def resize(place: PlacedInstance, body: ResizeOrder, morph_id: str) -> Resize:
     """Build the command. Raises ApiError 400 for blocks that can never be right; the worker does the rest."""
     card = place.card
-    least, most = card.min_blocks, card.max_blocks * card.tp
+    least, most = card.min_blocks, card.most_blocks
     if body.blocks < least:
         why = f"{card.id} needs at least {least} KV blocks: the longest sequence must fit"
         raise invalid(f"blocks is {body.blocks}; {why}", "blocks")

@@ -101,7 +101,7 @@ def _check_stages(cluster: Cluster, body: TransformOrder) -> None:
     """Refuse workers of a pipeline, which keeps the shape it was deployed in."""
     for _, card in cluster.instances():
         theirs = {worker for stage in card.stages for worker in stage.workers} & set(body.workers or ())
-        if card.pp > 1 and theirs and body.model in (None, card.model):
+        if card.is_divided and theirs and body.model in (None, card.model):
             raise _wrong_workers(
                 f"{', '.join(sorted(theirs))}: there are stages of {card.id}, which keeps the shape it was "
                 f"deployed in: retire it, and deploy {card.model} in another"

@@ -27,7 +27,6 @@ from worker.memory import CpuBackend, KVCache, PagePool
 from worker.model import Model
 from worker.model.shard import ALONE, Shard
 from worker.morph.manager import MorphManager
-from worker.morph.reshard import make_resharder
 from worker.morph.variants import NoVariants, Variants
 from worker.pipeline.build import leader_target, stage_target, start_leading
 from worker.pipeline.executor import PipelineExecutor
@@ -138,15 +137,11 @@ def load(
 
     host_dir: of the images of variants; None: it has none.
     """
-    model = load_model(folder, pool, dtype=dtype, layers=layers, max_tp=shard.size)
+    model = load_model(folder, pool, dtype=dtype, layers=layers, rank=shard)
     variants: Variants = NoVariants()
     if host_dir:
         variants = LayerVariants(model, pool, precisions=["int8", "int4"], memory=HostMemory(host_dir))
-    if shard != ALONE:
-        resharder = make_resharder(model, pool, variants)
-        for layer in range(len(model.layers)):
-            resharder.narrow(layer, shard)
-    cache = make_cache(pool, model, limits, "m", shard=shard)
+    cache = make_cache(pool, model, limits, "m")
     fill_cache(pool, cache, model, limits)
     return model, cache, variants
 

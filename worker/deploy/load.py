@@ -100,7 +100,7 @@ class LoadRun(Run):
             order_name=loader.order_name,
             min_blocks=target.resizer.min_blocks,
             max_blocks=max_blocks(target, 1),
-            kv_heads=loader.config.num_kv_heads,
+            kv_heads=loader.config.cut_sizes.kv_heads,
             layer_pages=layer_pages(target.variants, num_layers),
             attention_pages=layer_pages(target.variants, num_layers, ["attention"]),
             deployed=command.id,

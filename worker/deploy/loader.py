@@ -36,11 +36,11 @@ from worker.memory import KVCache, VirtualRange
 from worker.memory.backend import NO_PAGE
 from worker.model import Model, ModelError, read_config
 from worker.model.config import ModelConfig
-from worker.model.layout import ModelPlan, RangePlan, degrees, plan_model
+from worker.model.layout import ModelPlan, RangePlan, degrees, plan_model, whole_sources
 from worker.model.model import DTYPES, reserve_model
 from worker.model.mxfp4 import memory_notice
 from worker.model.ready_weights import open_checkpoint
-from worker.model.shard import Shard
+from worker.model.shard import ALONE, Shard
 from worker.model.sources import RandomWeights, WeightSource
 from worker.model.weights import LoadedRange, view_mapped
 from worker.morph.losses import Measured, losses_of
@@ -48,7 +48,7 @@ from worker.morph.resizer import KVResizer
 from worker.morph.run import NotApplied
 from worker.morph.target import MemberTarget, Target
 from worker.morph.variants import NoVariants, Variants, reserve_pages
-from worker.pipeline.split import check_degree, own_part, own_shard
+from worker.pipeline.split import own_part
 from worker.shape.copier import CopyJob, Pause, source_copy
 from worker.shape.host_images import MatrixSource, find_matrices
 from worker.shape.kv_profile import kv_loss_or_why
@@ -79,7 +79,6 @@ class ModelLoader:
         self.command, self.host = command, host
         self.settings, self.pool = host.settings, host.pool
         self.images_progress = "variants in host memory"  # later with the share done
-        self.shard = own_shard(command, host.worker)
         self.variants: Variants = NoVariants()
         self._cache: KVCache | None = None
         self.precision: Precision = command.precision  # of the layers; `read` knows that of the checkpoint
@@ -116,10 +115,9 @@ class ModelLoader:
             there_are = ", ".join(map(str, DTYPES))
             raise ModelError(f"{self.folder}: dtype {dtype} is not supported; these are: {there_are}")
         self.plan: ModelPlan = plan_model(self.config, dtype, self.pool.page_bytes, settings.max_tp)
-        check_degree(self.config, self.shard.size, settings.max_tp)
         is_dummy = settings.load_format == "dummy"
         self.source: WeightSource = RandomWeights() if is_dummy else open_checkpoint(self.config)
-        self.source.check([source for part in self.plan.ranges() for source in part.sources])
+        self.source.check(whole_sources(self.config))
         if self.config.has_mxfp4_experts and not is_dummy:
             log.warning("%s: %s", command.model, memory_notice(self.config, self.plan))
         self.order, self.order_name = (
@@ -183,7 +181,7 @@ class ModelLoader:
         """Yield the products of a step, then those of other precisions and tensor-parallel degrees."""
         yield from self.model.products()
         others = (Shard(0, size) for size in degrees(self.config, self.plan.max_tp))
-        shards = dict.fromkeys((Shard(0, self.shard.size), *others))
+        shards = dict.fromkeys((ALONE, *others))
         if isinstance(self.variants, LayerVariants):
             plans, held = self.variants.ranges.plans, self.variants.precisions
             yield from products_of(self.model, {key: plans[key] for key in plans if key[1] in held}, shards)
@@ -211,7 +209,7 @@ class ModelLoader:
     def reserve(self) -> None:
         """Reserve addresses for the weights."""
         settings = self.settings
-        self._model = reserve_model(self.config, self.plan, self.source, self.pool, self.shard)
+        self._model = reserve_model(self.config, self.plan, self.source, self.pool)
         longest = self.command.max_model_len or settings.max_model_len
         self.limits = Limits.of(settings, **served_limits(self.model, longest))
         if self.command.kv_dtype != "full":
@@ -228,7 +226,7 @@ class ModelLoader:
             self.variants = LayerVariants(
                 self.model, self.pool, precisions=list(self._matrices), matrices=self._matrices
             )
-        self._cache = make_cache(self.pool, self.model, self.limits, self.command.model, shard=self.shard)
+        self._cache = make_cache(self.pool, self.model, self.limits, self.command.model)
         self.pieces = list(self._pieces())
 
     @property
@@ -300,15 +298,14 @@ class ModelLoader:
                 yield self._whole(loaded, plan, place)
 
     def _whole(self, loaded: LoadedRange, plan: RangePlan, place: tuple[int, Part] | None) -> Piece:
-        """Return the piece of a range in full precision, the shard's part of it, from the checkpoint."""
-        own = plan.at(self.shard)
-        pages = own.pages(self.pool.page_bytes)
+        """Return the piece of a range in full precision, from the checkpoint."""
+        pages = plan.pages(self.pool.page_bytes)
         spans = spans_of(pages, self.pool.page_bytes, plan.nbytes)
 
         def install() -> None:
-            view_mapped(loaded, own)
+            view_mapped(loaded, plan)
             if place:
-                half = build_half(self.model, (*place, "full"), loaded.tensors, self.shard)
+                half = build_half(self.model, (*place, "full"), loaded.tensors, ALONE)
                 self.model.install(place[0], half)
 
         return Piece(
@@ -330,11 +327,11 @@ class ModelLoader:
 
         def install() -> None:
             if self.precision == "full":
-                view_mapped(loaded, plan.at(self.shard))
+                view_mapped(loaded, plan)
             variants.check(*place)
             variants.install(*place)
 
-        spans = variants.ranges.spans(place, variants.ranges.needed(place, self.shard))
+        spans = variants.ranges.spans(place, variants.ranges.needed(place, ALONE))
         return Piece(
             sum(end - begin for begin, end in spans),
             variants.pages(*place),

@@ -61,7 +61,7 @@ class StageLoadRun(LoadRun):
             target,
             self._let_go,
             command.digest,
-            loader.shard,
+            loader.config.own.rank,
         )
         follower = _stages(self._host).add(part, JOIN_WITHIN_S)
         self._host.update_reserve()
@@ -177,7 +177,7 @@ def _peer(command: Deploy, number: int, worker: str, peers: Peers) -> Peer:
 def _refuse_second_group(command: Deploy, host: ModelHost) -> None:
     """Raise NotApplied for a second group of ranks (`worker.pipeline.ranks`)."""
     stages = _stages(host)
-    leads = any(one.card.pp > 1 and one.card.tp > 1 for one in host.models.values())
+    leads = any(one.card.is_divided and one.card.tp > 1 for one in host.models.values())
     if len(command.stages[0].workers) > 1 and (stages.has_ranks or leads):
         why = "it is a rank of a stage of several workers already, and could wait for both crosswise"
         raise NotApplied("conflict", f"{host.worker}: {why}")

@@ -432,10 +432,17 @@ class EndPipeline(PipelineMessage, frozen=True, kw_only=True, tag=True):
 
 
 class RunStage(PipelineMessage, frozen=True, kw_only=True, tag=True):
-    """One step; the payload is the residual [T, H]."""
+    """One step; the payload is the residual [T, H], and nothing for ranks of the first stage.
+
+    These embed the tokens themselves. If there is no other stage, they make their part of the logits, too.
+    """
 
     step: int
     work: ModelInput
+
+
+class RunHead(PipelineMessage, frozen=True, kw_only=True, tag=True):
+    """Rows for a rank of the first stage to make its part of the logits of; the payload is [R, H]."""
 
 
 class CarryOut(PipelineMessage, frozen=True, kw_only=True, tag=True):

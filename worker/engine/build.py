@@ -14,7 +14,6 @@ from worker.engine.sequence import Limits, own_request
 from worker.memory import CpuBackend, KVCache, PagePool
 from worker.model import Model, ModelError
 from worker.model.layout import degrees
-from worker.model.shard import ALONE, Shard
 
 MIB = 1024 * 1024
 CPU_PAGE_BYTES, CUDA_PAGE_BYTES = 64 * 1024, 2 * MIB
@@ -55,18 +54,14 @@ def served_limits(model: Model, max_model_len: int) -> dict[str, int]:
     }
 
 
-def make_cache(pool: PagePool, model: Model, limits: Limits, owner: str, shard: Shard = ALONE) -> KVCache:
-    """Make a KV cache without pages, with addresses for all blocks that the pool could give it.
-
-    shard: the part of the heads that it has for good. Raises ValueError where they cannot be split so.
-    """
+def make_cache(pool: PagePool, model: Model, limits: Limits, owner: str) -> KVCache:
+    """Make a KV cache without pages, with addresses for all blocks that the pool could give it."""
     config = model.config
-    heads = shard.part(config.num_kv_heads, "KV heads")
-    block_bytes = config.kv_block_bytes(limits.block_tokens, model.dtype, limits.kv_dtype) // shard.size
+    block_bytes = config.kv_block_bytes(limits.block_tokens, model.dtype, limits.kv_dtype)
     return KVCache(
         pool,
         num_layers=config.num_layers,
-        num_kv_heads=heads.stop - heads.start,
+        num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_tokens=limits.block_tokens,
         dtype=model.dtype,

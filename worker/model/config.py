@@ -26,7 +26,9 @@ from bus.families import (
 )
 from bus.precisions import KVPrecision, Precision
 from kernels.kv_codes import cache_format
+from worker.model.cut import Cut, CutSizes
 from worker.model.ready_format import ReadyFormat, check_mxfp4, has_mxfp4, parse_format
+from worker.model.shard import Shard
 
 # What newer versions of transformers raise for a field of a config.
 _Strict = getattr(huggingface_hub.errors, "StrictDataclassError", ValueError)
@@ -94,6 +96,8 @@ class ModelConfig:
     has_ends: bool = True  # embedding, final norm and head
     ready: ReadyFormat | None = None  # of a checkpoint that others quantised
     has_mxfp4_experts: bool = False  # in the checkpoint; they become dense when they are loaded
+    # Of a rank of a fixed degree: what it has of the whole. Heads and FFN are counted as it has them.
+    cut: Cut | None = None
 
     def part(self, first: int, end: int) -> ModelConfig:
         """Return the config of layers [first, end): a pipeline stage, of which the first has the ends.
@@ -109,6 +113,60 @@ class ModelConfig:
             first_layer=self.first_layer + first,
             has_ends=self.has_ends and first == 0,
         )
+
+    def of_rank(self, rank: Shard) -> ModelConfig:
+        """Return the config of what one rank of a fixed degree has of every layer, and of both ends.
+
+        Raises ModelError for a degree that cannot be, with those that can.
+        """
+        if rank.size == 1:
+            return self
+        sizes = self.cut_sizes
+        if why := sizes.why_not(rank.size):
+            raise ModelError(
+                f"{self.folder}: a fixed degree of {rank.size} cannot be: {why}; these can be:"
+                f" {', '.join(map(str, sizes.degrees()))}"
+            )
+        cut = Cut.of(sizes, rank)
+        return replace(
+            self,
+            num_heads=len(cut.heads),
+            num_kv_heads=len(cut.kv_heads),
+            intermediate_size=len(cut.ffn_rows),
+            cut=cut,
+        )
+
+    @property
+    def cut_sizes(self) -> CutSizes:
+        """The numbers of the whole model that ranks of a fixed degree divide."""
+        if self.cut:
+            return self.cut.sizes
+        return CutSizes(
+            heads=self.num_heads,
+            kv_heads=self.num_kv_heads,
+            ffn_rows=self.intermediate_size,
+            experts=self.mixture.num_units if self.mixture else 0,
+            vocab=self.vocab_size,
+        )
+
+    @property
+    def whole(self) -> ModelConfig:
+        """The config of all ranks together, which the tensors of the checkpoint have the sizes of."""
+        if self.cut is None:
+            return self
+        sizes = self.cut.sizes
+        return replace(
+            self,
+            num_heads=sizes.heads,
+            num_kv_heads=sizes.kv_heads,
+            intermediate_size=sizes.ffn_rows,
+            cut=None,
+        )
+
+    @property
+    def own(self) -> Cut:
+        """The part of the whole that is here: a rank's, or everything."""
+        return self.cut or Cut.of(self.cut_sizes, Shard())
 
     @property
     def fixed_precision(self) -> Precision | None:

@@ -262,13 +262,19 @@ def _experts(
     return Experts(
         mixture,
         SteadyLinear(tensors["router"], tensors.get("router_bias")),
-        shard.part(mixture.num_units, "experts"),
+        _own_experts(config, mixture, shard),
         gate_up,
         down,
         _mix(config),
         matrices=config.num_ffn_matrices,
         precision=precision,
     )
+
+
+def _own_experts(config: ModelConfig, mixture: Mixture, shard: Shard) -> slice:
+    if config.cut:
+        return slice(config.cut.experts.start, config.cut.experts.stop)
+    return shard.part(mixture.num_units, "experts")
 
 
 def _clamped_silu(gate: torch.Tensor, up: torch.Tensor, mixture: Mixture) -> torch.Tensor:

@@ -36,7 +36,8 @@ experts of each shard end on a page; every rank has the router.
 A shared expert lies among them in slices as wide as an expert (`kernels.routing.shared_units`), so that all
 that holds for experts holds for it, and every rank has as much of it. The router's last row is its gate.
 
-A later stage of a pipeline has ranges of its layers only.
+A later stage of a pipeline has ranges of its layers only. A rank of a fixed degree has its part of each
+range (`worker.model.cut`), without padding.
 """
 
 from __future__ import annotations
@@ -246,7 +247,11 @@ class ModelPlan:
 
 
 def plan_model(config: ModelConfig, dtype: torch.dtype, page_bytes: int, max_tp: int) -> ModelPlan:
-    """Lay out the model, or the stage that the config describes, for degrees up to `max_tp`."""
+    """Lay out the model, or the stage that the config describes, for degrees up to `max_tp`.
+
+    A rank of a fixed degree stays at it, whatever `max_tp` is: its ranges have no padding.
+    """
+    max_tp = 1 if config.cut else max_tp
 
     def feed_forward(layer: int) -> RangePlan:
         if config.mixture:
@@ -260,6 +265,12 @@ def plan_model(config: ModelConfig, dtype: torch.dtype, page_bytes: int, max_tp:
     if not config.has_ends:
         return ModelPlan(None, layers, None, dtype, max_tp)
     return ModelPlan(_embedding(config, dtype), layers, _head(config, dtype), dtype, max_tp)
+
+
+def whole_sources(config: ModelConfig) -> list[CheckpointTensor]:
+    """Return every tensor of these layers, those of other ranks too, with its shape in the checkpoint."""
+    plan = plan_model(config.whole, config.dtype, page_bytes=4096, max_tp=1)
+    return [source for part in plan.ranges() for source in part.sources]
 
 
 def degrees(config: ModelConfig, max_tp: int) -> list[int]:
@@ -277,36 +288,40 @@ def pad_expert(config: ModelConfig, mixture: Mixture, expert_bytes: int, page_by
 
 
 def _embedding(config: ModelConfig, dtype: torch.dtype) -> RangePlan:
-    plan = RangePlan("embedding")
-    _add_whole(plan, "embedding", config.names.embedding, (config.vocab_size, config.hidden_size), dtype)
+    plan, shape = RangePlan("embedding"), (config.vocab_size, config.hidden_size)
+    _add_whole(plan, "embedding", config.names.embedding, shape, dtype, config.own.vocab)
     return plan
 
 
 def _head(config: ModelConfig, dtype: torch.dtype) -> RangePlan:
-    names, vocab = config.names, config.vocab_size
+    names, vocab, own = config.names, config.vocab_size, config.own.vocab
     plan = RangePlan("head")
     _add_norm(plan, config, "norm", names.norm, config.hidden_size, dtype)
     if not config.has_tied_embeddings:
-        _add_whole(plan, "head", names.head, (vocab, config.hidden_size), dtype)
+        _add_whole(plan, "head", names.head, (vocab, config.hidden_size), dtype, own)
     if config.has_head_bias:
-        _add_whole(plan, "head_bias", names.head, (vocab,), dtype)
+        _add_whole(plan, "head_bias", names.head, (vocab,), dtype, own)
     return plan
 
 
 def _attention(config: ModelConfig, dtype: torch.dtype, layer: int) -> RangePlan:
     names, prefix = config.names, f"{config.names.layer}.{layer}."
-    hidden, q_size = config.hidden_size, config.q_size
+    hidden, q_size, own = config.hidden_size, config.q_size, config.own
     qkv_rows = q_size + 2 * config.kv_size
     plan = RangePlan(f"layer {layer} attention")
     plan.add("qkv", (qkv_rows, hidden), dtype, *_qkv(config, prefix, "qkv", (hidden,)))
     if config.has_qkv_bias:
         plan.add("qkv_bias", (qkv_rows,), dtype, *_qkv(config, prefix, "qkv_bias", ()))
-    _add_whole(plan, "o", prefix + names.o, (hidden, q_size), dtype)
-    if config.has_o_bias:
+    columns = range(own.heads.start * config.head_dim, own.heads.stop * config.head_dim)
+    o_shape = (hidden, config.whole.q_size)
+    o = CheckpointTensor(f"{prefix}{names.o}.weight", o_shape, "o", columns=_some(columns, o_shape[1]))
+    plan.add("o", (hidden, q_size), dtype, o)
+    if config.has_o_bias and not own.rank.rank:
         _add_whole(plan, "o_bias", prefix + names.o, (hidden,), dtype)
     if config.has_sinks:
-        shape = (config.num_heads,)
-        plan.add("sinks", shape, dtype, CheckpointTensor(prefix + names.sinks, shape, "sinks"))
+        shape = (own.sizes.heads,)
+        sinks = CheckpointTensor(prefix + names.sinks, shape, "sinks", rows=_some(own.heads, *shape))
+        plan.add("sinks", (config.num_heads,), dtype, sinks)
     if config.has_qk_norm:
         _add_norm(plan, config, "q_norm", prefix + names.q_norm, config.head_dim, dtype)
         _add_norm(plan, config, "k_norm", prefix + names.k_norm, config.head_dim, dtype)
@@ -316,10 +331,24 @@ def _attention(config: ModelConfig, dtype: torch.dtype, layer: int) -> RangePlan
     return plan
 
 
-def _add_whole(plan: RangePlan, name: str, module: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Add a weight, or the bias of an output, as it is."""
+def _some(part: range, size: int) -> range | None:
+    """Return the part of so many rows or columns that is loaded; None: all of them."""
+    return None if len(part) == size else part
+
+
+def _add_whole(
+    plan: RangePlan,
+    name: str,
+    module: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    rows: range | None = None,
+) -> None:
+    """Add a weight, or the bias of an output, as it is, or these rows of it."""
     ending = "bias" if len(shape) == 1 else "weight"
-    plan.add(name, shape, dtype, CheckpointTensor(f"{module}.{ending}", shape, name))
+    rows = rows or range(shape[0])
+    source = CheckpointTensor(f"{module}.{ending}", shape, name, rows=_some(rows, shape[0]))
+    plan.add(name, (len(rows), *shape[1:]), dtype, source)
 
 
 def _add_norm(
@@ -338,13 +367,14 @@ def _add_norm(
 
 def _qkv(config: ModelConfig, prefix: str, param: str, inputs: tuple[int, ...]) -> Iterator[CheckpointTensor]:
     """Yield what fills the rows of all queries, all keys, all values, out of one tensor or three."""
-    names, ending = config.names, "weight" if inputs else "bias"
-    counts = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+    names, ending, whole, own = config.names, "weight" if inputs else "bias", config.whole, config.own
+    counts = {"q": whole.num_heads, "k": whole.num_kv_heads, "v": whole.num_kv_heads}
     target = 0  # next row of the param
     for part, heads in counts.items():
         tensor = f"{prefix}{names.qkv or getattr(names, part)}.{ending}"
         shape = ((sum(counts.values()) if names.qkv else heads) * config.head_dim, *inputs)
-        runs = [run for head in range(heads) for run in _head_rows(config, part, head)]
+        here = own.heads if part == "q" else own.kv_heads
+        runs = [run for head in here for run in _head_rows(whole, part, head)]
         for rows in _joined(runs):
             is_all = len(rows) == shape[0] and rows.step == 1
             yield CheckpointTensor(tensor, shape, param, target, rows=None if is_all else rows)
@@ -352,7 +382,7 @@ def _qkv(config: ModelConfig, prefix: str, param: str, inputs: tuple[int, ...]) 
 
 
 def _head_rows(config: ModelConfig, part: str, head: int) -> list[range]:
-    """Return the rows of a head in its tensor, in the order in which they are loaded."""
+    """Return the rows of a head of the whole model in its tensor, in the order in which they are loaded."""
     number, width = head, config.head_dim
     if config.names.qkv and config.has_qkv_groups:
         group = config.num_heads // config.num_kv_heads
@@ -383,7 +413,8 @@ def _feed_forward(
     config: ModelConfig, dtype: torch.dtype, layer: int, page_bytes: int, max_tp: int
 ) -> RangePlan:
     names, prefix = config.names, f"{config.names.layer}.{layer}."
-    hidden, intermediate = config.hidden_size, config.intermediate_size
+    hidden, intermediate, own = config.hidden_size, config.intermediate_size, config.own
+    here, all_rows = _some(own.ffn_rows, own.sizes.ffn_rows), own.sizes.ffn_rows
     units = full_units(intermediate, degrees(config, max_tp)[-1])
     unit = RangePlan(f"layer {layer} FFN")
     unit.add("gate_up", (config.num_ffn_matrices, units.size, hidden), dtype)
@@ -396,15 +427,13 @@ def _feed_forward(
         plan = unit.repeated(units.count, -(-unit.nbytes // page_bytes) * page_bytes)
     plan.padding_bytes = plan.nbytes - (config.num_ffn_matrices + 1) * intermediate * hidden * dtype.itemsize
     plan.sources += [replace(source, units=units) for source in _gate_up(config, prefix)]
-    plan.sources.append(
-        CheckpointTensor(
-            f"{prefix}{names.down}.weight", (hidden, intermediate), "down", is_transposed=True, units=units
-        )
-    )
+    down = CheckpointTensor(f"{prefix}{names.down}.weight", (hidden, all_rows), "down", is_transposed=True)
+    plan.sources.append(replace(down, columns=here, units=units))
     if config.has_ffn_bias:
-        up_bias = CheckpointTensor(f"{prefix}{names.up}.bias", (intermediate,), "up_bias", units=units)
+        up_bias = CheckpointTensor(f"{prefix}{names.up}.bias", (all_rows,), "up_bias", rows=here, units=units)
         plan.add("up_bias", (units.count, units.size), dtype, up_bias)
-        _add_whole(plan, "down_bias", prefix + names.down, (hidden,), dtype)
+        if not own.rank.rank:
+            _add_whole(plan, "down_bias", prefix + names.down, (hidden,), dtype)
     return plan
 
 
@@ -420,34 +449,39 @@ def _experts(
         expert.add("up_bias", (config.num_ffn_matrices, width), dtype)
         expert.add("down_bias", (hidden,), dtype)
     stride = pad_expert(config, mixture, expert.nbytes, page_bytes, max_tp)
-    plan = expert.repeated(count, stride)
-    shared = shared_units(mixture.num_experts, mixture.num_shared)
+    own, shared = config.own.experts, shared_units(mixture.num_experts, mixture.num_shared)
+    plan = expert.repeated(len(own), stride)
     for e, unit in enumerate(unit for unit in range(count) if unit not in shared):
+        if unit not in own:
+            continue
+        at = unit - own.start
         if names.experts_gate_up:
-            plan.sources += _stacked(config, count, prefix, e)
+            plan.sources += _stacked(config, count, prefix, e, at)
             continue
         module = f"{prefix}{names.experts}.{e}."
-        plan.sources += _gate_up(config, module, (unit,))
+        plan.sources += _gate_up(config, module, (at,))
         plan.sources.append(
-            CheckpointTensor(f"{module}{names.down}.weight", (hidden, width), "down", index=(unit,))
+            CheckpointTensor(f"{module}{names.down}.weight", (hidden, width), "down", index=(at,))
         )
     plan.sources += _shared(config, f"{prefix}{names.shared_expert}.", shared)
-    plan.padding_bytes = count * stride - sum(source.numel for source in plan.sources) * dtype.itemsize
+    plan.padding_bytes = len(own) * stride - sum(source.numel for source in plan.sources) * dtype.itemsize
     _add_router(plan, config, mixture, prefix, dtype)
     return plan
 
 
 def _shared(config: ModelConfig, module: str, units: list[int]) -> Iterator[CheckpointTensor]:
     """Yield what fills the slices of a shared expert."""
-    names, hidden, width = config.names, config.hidden_size, config.intermediate_size
+    names, hidden, width, own = config.names, config.hidden_size, config.intermediate_size, config.own.experts
     for i, unit in enumerate(units):
-        of_unit = range(i * width, (i + 1) * width)
+        if unit not in own:
+            continue
+        of_unit, at = range(i * width, (i + 1) * width), unit - own.start
         for index, name in enumerate((names.gate, names.up)):
             shape = (len(units) * width, hidden)
-            place = (unit, index)
+            place = (at, index)
             yield CheckpointTensor(f"{module}{name}.weight", shape, "gate_up", index=place, rows=of_unit)
         shape = (hidden, len(units) * width)
-        yield CheckpointTensor(f"{module}{names.down}.weight", shape, "down", index=(unit,), columns=of_unit)
+        yield CheckpointTensor(f"{module}{names.down}.weight", shape, "down", index=(at,), columns=of_unit)
 
 
 def _add_router(
@@ -465,32 +499,35 @@ def _add_router(
         plan.add("router_bias", shape, dtype, bias)
 
 
-def _stacked(config: ModelConfig, count: int, prefix: str, expert: int) -> Iterator[CheckpointTensor]:
-    """Yield what fills an expert out of tensors that stack all of them, with its biases."""
+def _stacked(
+    config: ModelConfig, count: int, prefix: str, expert: int, at: int
+) -> Iterator[CheckpointTensor]:
+    """Yield what fills place `at` with an expert out of tensors that stack all of them, with its biases."""
     names, hidden, width = config.names, config.hidden_size, config.intermediate_size
     gate_up, down = prefix + names.experts_gate_up, prefix + names.experts_down
     for index in (0, 1):
         place: dict[str, Any] = {
-            "index": (expert, index),
+            "index": (at, index),
             "expert": expert,
             "columns": range(index, 2 * width, 2),
         }
         yield CheckpointTensor(gate_up, (count, hidden, 2 * width), "gate_up", is_transposed=True, **place)
         yield CheckpointTensor(f"{gate_up}_bias", (count, 2 * width), "up_bias", **place)
-    place = {"index": (expert,), "expert": expert}
+    place = {"index": (at,), "expert": expert}
     yield CheckpointTensor(down, (count, width, hidden), "down", is_transposed=True, **place)
     yield CheckpointTensor(f"{down}_bias", (count, hidden), "down_bias", **place)
 
 
 def _gate_up(config: ModelConfig, prefix: str, expert: tuple[int, ...] = ()) -> Iterator[CheckpointTensor]:
     """Yield what fills the matrices that read the FFN's input, or an expert's, out of one tensor or two."""
-    names, size = config.names, config.intermediate_size
+    names, own = config.names, config.own
+    size = own.sizes.ffn_rows
     if config.ffn == "plain":
         modules = [names.up]
     elif names.gate_up:
         shape = (2 * size, config.hidden_size)
         for index in (0, 1):
-            rows = range(index * size, (index + 1) * size)
+            rows = range(index * size + own.ffn_rows.start, index * size + own.ffn_rows.stop)
             yield CheckpointTensor(
                 f"{prefix}{names.gate_up}.weight", shape, "gate_up", index=(*expert, index), rows=rows
             )
@@ -498,5 +535,6 @@ def _gate_up(config: ModelConfig, prefix: str, expert: tuple[int, ...] = ()) -> 
     else:
         modules = [names.gate, names.up]
     for index, module in enumerate(modules):
-        shape = (size, config.hidden_size)
-        yield CheckpointTensor(f"{prefix}{module}.weight", shape, "gate_up", index=(*expert, index))
+        shape, rows_of = (size, config.hidden_size), _some(own.ffn_rows, size)
+        index_of = (*expert, index)
+        yield CheckpointTensor(f"{prefix}{module}.weight", shape, "gate_up", index=index_of, rows=rows_of)

@@ -14,7 +14,7 @@ from worker.model.config import ModelConfig
 from worker.model.layer import Attention, Layer, LayerHalf, build_layer
 from worker.model.layout import ModelPlan
 from worker.model.linear import dense_product
-from worker.model.shard import ALONE, ReduceGroup, Shard
+from worker.model.shard import RankGroup, ReduceGroup
 from worker.model.sources import WeightSource
 from worker.model.transformer import Ends, Segment, Transformer
 from worker.model.weights import (
@@ -37,16 +37,15 @@ class Model:
         plan: ModelPlan,
         weights: ModelWeights,
         source: WeightSource,
-        shard: Shard = ALONE,
     ) -> None:
-        """Build the layers over the weights. shard: the part of the FFN that the weights' tensors are."""
+        """Build the layers over the weights."""
         self.config, self.plan, self.dtype = config, plan, plan.dtype
         self.source = source
         self._weights = weights
         self._transformer = Transformer(
             config,
             [
-                build_layer(config, i, layer.attention.tensors, layer.feed_forward.tensors, shard=shard)
+                build_layer(config, i, layer.attention.tensors, layer.feed_forward.tensors)
                 for i, layer in enumerate(weights.layers)
             ],
             ends=_ends(weights),
@@ -108,9 +107,9 @@ class Model:
         alone = Segment(0, len(self.layers), plan)
         return self._transformer.forward(token_ids, [alone], lambda _: kv.layers, logit_rows)
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor, group: ReduceGroup | None = None) -> torch.Tensor:
         """Run the embedding of a first stage, as `Transformer.embed`."""
-        return self._transformer.embed(token_ids)
+        return self._transformer.embed(token_ids, group)
 
     def run(
         self,
@@ -123,9 +122,9 @@ class Model:
         """Run the layers of a stage, as `Transformer.run`; the keys and values go to `kv`."""
         return self._transformer.run(residual, plan, kv.layers, rows, group)
 
-    def logits(self, residual: torch.Tensor) -> torch.Tensor:
+    def logits(self, residual: torch.Tensor, group: RankGroup | None = None) -> torch.Tensor:
         """Run norm and head of a first stage on the last stage's output, as `Transformer.logits`."""
-        return self._transformer.logits(residual)
+        return self._transformer.logits(residual, group)
 
     def forward_segments(
         self,
@@ -153,13 +152,10 @@ def _ends(weights: ModelWeights) -> Ends | None:
     return Ends.of(weights.embedding.tensors, weights.head.tensors)
 
 
-def reserve_model(
-    config: ModelConfig, plan: ModelPlan, source: WeightSource, pool: PagePool, shard: Shard = ALONE
-) -> Model:
+def reserve_model(config: ModelConfig, plan: ModelPlan, source: WeightSource, pool: PagePool) -> Model:
     """Reserve the addresses of a model without mapping a page; its tensors are on device "meta".
 
-    The caller maps and fills the pages beside the steps. shard: the part of every layer that the model is to
-    compute; no other part of the FFN needs pages. Runs in the engine's thread. Raises MappingFailed, and then
-    keeps nothing.
+    The caller maps and fills the pages beside the steps. Runs in the engine's thread. Raises MappingFailed,
+    and then keeps nothing.
     """
-    return Model(config, plan, reserve_weights(config.folder.name, plan, pool, shard), source, shard)
+    return Model(config, plan, reserve_weights(config.folder.name, plan, pool), source)

@@ -26,6 +26,7 @@ o's inputs goes across heads, so o stays dense where a rank takes its heads' col
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
@@ -46,17 +47,22 @@ def plan_quantized(
     group: int | None = None,
     has_input_scale: bool = False,
     has_input_order: bool = False,
+    has_whole_groups: bool = False,
 ) -> tuple[RangePlan, RangePlan]:
     """Lay out (attention, FFN) of any layer in fewer bits; the layers are alike.
 
     group: inputs that share a scale in the weights; if a unit needs finer groups, its groups have the largest
-    size that divides both. Raises ValueError unless it is a multiple of 32.
+    size that divides both. has_whole_groups: groups of a fixed degree's rank begin where those of the whole
+    matrix do. Raises ValueError unless it is a multiple of 32.
     """
     group = ENTRIES[precision].group if group is None else group
     if group < 1 or group % GROUP_STEP:
         raise ValueError(f"the group is {group}; it must be a multiple of {GROUP_STEP}")
     units = degrees(config, plan.max_tp)[-1]
-    product = _Products(BITS[precision], group, has_input_scale, has_input_order)
+    own, starts = config.own, dict[str, int]()
+    if has_whole_groups:
+        starts = {"o": own.heads.start * config.head_dim, "down": own.ffn_rows.start}
+    product = _Products(BITS[precision], group, has_input_scale, has_input_order, starts)
     return (
         _attention(config, plan, units, product, f"attention {precision}"),
         _feed_forward(config, plan, units, page_bytes, product, f"FFN {precision}"),
@@ -66,13 +72,21 @@ def plan_quantized(
 class _Products:
     """Adds quantised matrices to a plan."""
 
-    def __init__(self, bits: int, group: int, has_input_scale: bool, has_input_order: bool) -> None:
-        self._bits, self.group = bits, group
+    def __init__(
+        self,
+        bits: int,
+        group: int,
+        has_input_scale: bool,
+        has_input_order: bool,
+        starts: Mapping[str, int],
+    ) -> None:
+        """Set the form of all. starts: of a matrix, the first input in a whole one with its groups."""
+        self._bits, self.group, self._starts = bits, group, starts
         self._has_input_scale, self.has_input_order = has_input_scale, has_input_order
 
     def add(self, plan: RangePlan, name: str, outputs: int, inputs: int, run: int = 0) -> None:
         """Add a matrix whose inputs can be cut into runs of this size; 0: they are not cut."""
-        group = math.gcd(self.group, inputs, run)
+        group = math.gcd(self.group, inputs, run, self._starts.get(name, 0))
         plan.add(f"{name}.codes", (outputs, packed_size(inputs, self._bits)), torch.uint8)
         plan.add(f"{name}.scales", (outputs, inputs // group), torch.float16)
         plan.add(f"{name}.zeros", (outputs, inputs // group), torch.uint8)
@@ -86,7 +100,8 @@ def _attention(config: ModelConfig, full: ModelPlan, units: int, products: _Prod
     plan = RangePlan(name)
     products.add(plan, "qkv", config.q_size + 2 * config.kv_size, whole_tiles(config.hidden_size))
     # A rank takes its heads' columns out of o: they must begin and end with a tile, and with a group.
-    if units == 1 or (config.q_size // units % TILE == 0 and not products.has_input_order):
+    is_whole = units == 1 and config.cut is None
+    if is_whole or (_starts_tiles(config, units) and not products.has_input_order):
         inputs = whole_tiles(config.q_size)
         products.add(plan, "o", config.hidden_size, inputs, inputs // units)
     kept, _ = full.layers[0]
@@ -94,6 +109,13 @@ def _attention(config: ModelConfig, full: ModelPlan, units: int, products: _Prod
         if name != "qkv" and f"{name}.codes" not in plan.params:
             plan.add(name, param.shape, param.dtype)
     return plan
+
+
+def _starts_tiles(config: ModelConfig, units: int) -> bool:
+    """Return True if every rank's columns of o begin and end with a tile."""
+    own = config.own.heads
+    bounds = [config.q_size // units, own.start * config.head_dim, own.stop * config.head_dim]
+    return not any(bound % TILE for bound in bounds)
 
 
 def _feed_forward(
@@ -110,7 +132,7 @@ def _feed_forward(
             unit.add("up_bias", (config.num_ffn_matrices, unit_inputs), full.dtype)
             unit.add("down_bias", (config.hidden_size,), full.dtype)
         stride = pad_expert(config, mixture, unit.nbytes, page_bytes, full.max_tp)
-        plan = unit.repeated(mixture.num_units, stride)
+        plan = unit.repeated(len(config.own.experts), stride)
         for name, param in full.layers[0][1].params.items():
             if param.split is None:  # the router and its bias
                 plan.add(name, param.shape, param.dtype)
@@ -119,7 +141,8 @@ def _feed_forward(
     if config.has_ffn_bias:  # every rank has both whole
         _, kept = full.layers[0]
         plan.add("up_bias", (units, unit_inputs), kept.params["up_bias"].dtype)
-        plan.add("down_bias", (config.hidden_size,), kept.params["down_bias"].dtype)
+        if "down_bias" in kept.params:  # of a fixed degree's ranks the first has it
+            plan.add("down_bias", (config.hidden_size,), kept.params["down_bias"].dtype)
     return plan
 
 

@@ -24,6 +24,7 @@ tokens, empty without) and `crc32` (JSON, of each matrix's tensors in the order 
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -96,6 +97,28 @@ class QuantizedMatrix:
         perhaps = {"input_scale": self.input_scale, "input_order": self.input_order}
         return parts | {name: part for name, part in perhaps.items() if part is not None}
 
+    def outputs(self, rows: range) -> QuantizedMatrix:
+        """Return the matrix of these outputs."""
+        part = slice(rows.start, rows.stop)
+        return replace(self, codes=self.codes[part], scales=self.scales[part], zeros=self.zeros[part])
+
+    def inputs(self, columns: range) -> QuantizedMatrix:
+        """Return the matrix of these columns of codes, in groups that begin with the first of them.
+
+        A matrix with an order is then one of the inputs that the columns are of, in their order.
+        """
+        group = math.gcd(self.group, columns.start)
+        groups = slice(columns.start // group, -(-columns.stop // group))
+        scales, zeros = (
+            part.repeat_interleave(self.group // group, 1)[:, groups] for part in (self.scales, self.zeros)
+        )
+        part = slice(columns.start, columns.stop)
+        codes = unpack(self.codes, self.bits)[:, part]
+        scale = self.input_scale
+        if scale is not None and self.input_order is not None:
+            scale = scale[self.input_order.long()]
+        return pack_matrix(codes, scales, zeros, self.bits, group, None if scale is None else scale[part])
+
     def with_outputs(self, order: torch.Tensor) -> QuantizedMatrix:
         """Return the matrix whose output n is the output order[n] of this one."""
         rows = order.long()
@@ -165,7 +188,8 @@ def matrix_name(layer: int, matrix: str) -> str:
 
 
 def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return (N, K) of each matrix of a layer."""
+    """Return (N, K) of each matrix of a layer, of all ranks together."""
+    config = config.whole
     hidden, ffn, products = config.hidden_size, config.intermediate_size, matrices_by_input(config)
     sizes = [config.q_size, config.kv_size, config.kv_size]
     shapes = {name: (outputs, hidden) for name, outputs in zip(products["qkv"], sizes, strict=True)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,3 +54,12 @@ class ReduceGroup(Protocol):
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """Replace x by the sum over all ranks, the same bits on each."""
+
+
+class RankGroup(ReduceGroup, Protocol):
+    """The ranks of a fixed degree, each with its part of the vocabulary."""
+
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, come: Sequence[int], out: Sequence[int]
+    ) -> None:
+        """Send rows of `sent` to the ranks in their order, `out` to each, and receive `come` from each."""

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from worker.model.config import ModelConfig, ModelError
-from worker.model.layout import CheckpointTensor, plan_model
+from worker.model.layout import CheckpointTensor, whole_sources
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
 _LAYER = re.compile(r".*?\.\d+\.")  # the beginning of a layer's tensors
@@ -28,6 +28,10 @@ DUMMY_STD = 0.06
 
 # Elements that are written at a time: some MiB, which a slow disk has in a tenth of a second.
 PIECE_ELEMENTS = 1 << 20
+# An open file keeps in memory what was read of it, and opening one of thousands of tensors takes
+# milliseconds, which would be most of the time for small experts: it is opened again after so many bytes.
+REOPEN_BYTES = 1 << 24
+_SIZES = {"F64": 8, "BF16": 2, "F16": 2}
 
 
 class WeightSource(Protocol):
@@ -59,6 +63,8 @@ class CheckpointWeights:
         """Find each tensor's file. Raises ModelError: no checkpoint, or a missing shard."""
         self.folder = folder
         self._file_of = _files_of_tensors(folder)
+        self._last: tuple[Path, Any] | None = None  # the file that was read last
+        self._bytes_read = 0  # of it
 
     def check(self, sources: Iterable[CheckpointTensor]) -> None:
         wanted = list({(source.tensor, source.shape): source for source in sources}.values())
@@ -121,10 +127,10 @@ class CheckpointWeights:
             for rows in pieces((len(kept), *shape[1:])):
                 taken = kept[rows]
                 span = slice(taken[0], taken[-1] + 1)
-                piece = stored[span] if expert is None else stored[expert : expert + 1, span][0]
+                where = (span, slice(columns.start, columns.stop)) if columns else (span,)
+                piece = stored[where] if expert is None else stored[slice(expert, expert + 1), *where][0]
                 piece = piece[:: taken.step]
-                if columns:
-                    piece = piece[:, columns.start : columns.stop : columns.step]
+                piece = piece[:, :: columns.step] if columns else piece
                 if source.is_transposed:
                     write_columns(targets, rows, piece.T)
                 else:
@@ -149,16 +155,26 @@ class CheckpointWeights:
 
         pause: called after each piece of what must be computed before.
         """
-        # Opened for each tensor, so that memory peaks at the weights plus one tensor: an open file keeps what
-        # was read of it. Opening costs less than a millisecond.
         path = self._file_of.get(tensor)
         if path is None:
             raise ModelError(f"{self.folder}: the checkpoint has no tensor {tensor}")
-        with _open(path) as file:
-            try:
-                yield file.get_slice(tensor)
-            except SafetensorError as error:
-                raise ModelError(f"{path}: tensor {tensor}: {error}") from error
+        try:
+            yield self._slice(path, tensor)
+        except SafetensorError as error:
+            raise ModelError(f"{path}: tensor {tensor}: {error}") from error
+
+    def _slice(self, path: Path, tensor: str) -> Any:
+        """Return a tensor of the file that is open; it is opened anew after REOPEN_BYTES."""
+        for _ in range(2):
+            if self._last is None or self._last[0] != path:
+                self._last, self._bytes_read = (path, _open(path)), 0
+            stored = self._last[1].get_slice(tensor)
+            size = math.prod(stored.get_shape()) * _SIZES.get(stored.get_dtype(), 4)
+            if not self._bytes_read or self._bytes_read + size <= REOPEN_BYTES:
+                break
+            self._last = None
+        self._bytes_read += size
+        return stored
 
 
 class RandomWeights:
@@ -186,6 +202,7 @@ class RandomWeights:
             first.fill_(1.0)
             return
         generator = torch.Generator(first.device)
+        # Parts of one tensor on several ranks differ.
         part = f" {source.rows}" if source.rows else ""
         if source.expert is not None or source.columns:
             part += f" {source.expert} {source.columns}"
@@ -264,19 +281,19 @@ def _open(path: Path) -> Any:
 
 
 def checkpoint_digest(config: ModelConfig, checkpoint: CheckpointWeights) -> str:
-    """Return a SHA-256, as hex, that identifies the checkpoint wherever its files lie.
+    """Return a SHA-256, as hex, that identifies the checkpoint wherever its files lie, and of any rank.
 
     It covers sizes, rotary frequencies, and the first and last row of every tensor: a few MB are read from a
     checkpoint of any size. Raises ModelError.
     """
+    config = config.whole
     digest = hashlib.sha256(repr((config.num_heads, config.num_kv_heads, config.norm_eps)).encode())
     digest.update(repr((config.rope, config.sliding_windows)).encode())
     if config.ready:
         digest.update(repr(config.ready).encode())
     if own := _own_options(config):
         digest.update(repr(own).encode())
-    plan = plan_model(config, config.dtype, page_bytes=4096, max_tp=1)
-    by_tensor = {source.tensor: source for part in plan.ranges() for source in part.sources}
+    by_tensor = {source.tensor: source for source in whole_sources(config)}
     sources = [by_tensor[tensor] for tensor in sorted(by_tensor)]
     for source in sources:
         for tensor, num_rows in checkpoint.stored(source):

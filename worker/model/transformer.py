@@ -12,7 +12,8 @@ et al. 2019). While the degree changes, the layers form two segments: those belo
 degree, those above at the other, and a step changes over once between them (Gyges, section 4.3).
 
 A pipeline stage has some of the layers and runs them from residual to residual. The first stage also has the
-embedding and the head, so that a step begins and ends there.
+embedding and the head, so that a step begins and ends there. Ranks of a fixed degree each have a part of
+both: the sum of their embeddings is the residual, and the first one collects the logits.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ import torch
 
 from kernels import AttentionPlan, add_layer_norm, add_rms_norm, layer_norm, linear, rms_norm
 from worker.model.config import ModelConfig
+from worker.model.cut import Cut
 from worker.model.layer import Layer
 from worker.model.recorded import Parts, RecordedSteps
-from worker.model.shard import ReduceGroup, Shard
+from worker.model.shard import RankGroup, ReduceGroup, Shard
 
 CachesAt = Callable[[int], list[torch.Tensor]]  # degree -> the cache of each layer in its block numbers
 
@@ -52,7 +54,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The ends of a model: embedding and head [vocab, H], norm before the head, perhaps a bias [vocab]."""
+    """The ends of a model: embedding and head [vocab, H], norm before the head, perhaps a bias [vocab].
+
+    A rank of a fixed degree has its rows of the vocabulary (`worker.model.cut`).
+    """
 
     embedding: torch.Tensor
     norm: torch.Tensor
@@ -85,6 +90,7 @@ class Transformer:
         is_rms, self._is_parallel = config.norm != "layer", config.block == "parallel"
         self._norm = rms_norm if is_rms else layer_norm
         self._add_norm = add_rms_norm if is_rms else add_layer_norm
+        self._cut = config.cut
         self._embedding_scale, self._softcap = config.embedding_scale, config.logit_softcap
         self._recorded = RecordedSteps()
         ropes = [rope for rope in (config.rope, config.local_rope) if rope]
@@ -152,9 +158,19 @@ class Transformer:
         logits = self._recorded.run(embedding, token_ids, plan, logit_rows, parts, forward, self._scaled)
         return None if logits is None else self._capped(logits)
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the residual [T, H] before the first layer of int64 [T]."""
-        return self._scaled(self.ends.embedding.index_select(0, token_ids))
+    def embed(self, token_ids: torch.Tensor, group: ReduceGroup | None = None) -> torch.Tensor:
+        """Return the residual [T, H] before the first layer of int64 [T].
+
+        group: the ranks of a fixed degree, which all call this; then PeerLost may be raised.
+        """
+        if self._cut is None:
+            return self._scaled(self.ends.embedding.index_select(0, token_ids))
+        own = self._cut.vocab
+        elsewhere = (token_ids < own.start) | (token_ids >= own.stop)
+        rows = (token_ids - own.start).masked_fill_(elsewhere, 0)
+        residual = self.ends.embedding.index_select(0, rows).masked_fill_(elsewhere[:, None], 0.0)
+        _sum(residual, group)
+        return self._scaled(residual)
 
     def _scaled(self, residual: torch.Tensor) -> torch.Tensor:
         """Scale embeddings in place, by a factor that is rounded to their dtype as Hugging Face does."""
@@ -188,9 +204,17 @@ class Transformer:
         stage = Segment(0, len(self.layers), plan, group.size if group else 1, group)
         return self._run(stage, caches, x, residual, rows, None)[1]
 
-    def logits(self, residual: torch.Tensor) -> torch.Tensor:
-        """Return float32 [R, vocab] of the residual [R, H] behind the model's last layer."""
-        return self._logits(self._norm(residual, self.ends.norm, self.eps))
+    def logits(self, residual: torch.Tensor, group: RankGroup | None = None) -> torch.Tensor:
+        """Return float32 [R, vocab] of the residual [R, H] behind the model's last layer.
+
+        group: the ranks of a fixed degree, which all call this; the first gets all logits, the others get
+        none ([R, 0]). Then PeerLost may be raised.
+        """
+        x = self._norm(residual, self.ends.norm, self.eps)
+        if self._cut is None:
+            return self._logits(x)
+        assert group, "one rank alone has no logits"
+        return self._capped(_to_first(linear(x, self.ends.head, self.ends.head_bias), self._cut, group))
 
     @property
     def ends(self) -> Ends:
@@ -292,3 +316,14 @@ class Transformer:
 def _sum(x: torch.Tensor, group: ReduceGroup | None) -> None:
     if group is not None and x.shape[0]:
         group.all_reduce(x)
+
+
+def _to_first(made: torch.Tensor, cut: Cut, group: RankGroup) -> torch.Tensor:
+    """Return the outputs [R, vocab] of all ranks, of which each made its own [R, own]; on others [R, 0]."""
+    sizes = [len(part) for part in cut.all_vocab()]
+    come = sizes if group.rank == 0 else [0] * group.size
+    out = [len(cut.vocab), *[0] * (group.size - 1)]
+    received = made.new_empty(sum(come), made.shape[0])
+    if made.shape[0]:
+        group.all_to_all(received, made.T.contiguous(), come, out)
+    return received.T.contiguous()

@@ -10,7 +10,6 @@ import torch
 from worker.memory import PagePool, VirtualRange
 from worker.model.config import ModelConfig, ModelError
 from worker.model.layout import ModelPlan, RangePlan
-from worker.model.shard import ALONE, Shard
 
 OnProgress = Callable[[int, int], None]  # (bytes done, bytes in all)
 Tensors = dict[str, torch.Tensor]  # tensors by the names of the layout, with padding
@@ -67,19 +66,19 @@ class ModelWeights:
         return [part for part in (self.embedding, *layers, self.head) if part]
 
 
-def reserve_weights(owner: str, plan: ModelPlan, pool: PagePool, shard: Shard = ALONE) -> ModelWeights:
+def reserve_weights(owner: str, plan: ModelPlan, pool: PagePool) -> ModelWeights:
     """Reserve the addresses of all ranges without mapping a page; the tensors are on device "meta".
 
-    shard: the part of every layer that will be mapped. Raises MappingFailed, and then keeps nothing.
+    Raises MappingFailed, and then keeps nothing.
     """
     made: list[VirtualRange] = []
 
     def reserve(part: RangePlan) -> LoadedRange:
         made.append(pool.reserve(part.nbytes, kind="weights", owner=f"{owner} {part.name}"))
         imagined = torch.empty(part.nbytes, dtype=torch.uint8, device="meta")
-        return LoadedRange(made[-1], tensors_in(imagined, part.at(shard)))
+        return LoadedRange(made[-1], tensors_in(imagined, part))
 
-    pages = sum(int(part.at(shard).pages(pool.page_bytes).sum()) for part in plan.ranges())
+    pages = sum(int(part.pages(pool.page_bytes).sum()) for part in plan.ranges())
     try:
         return ModelWeights(
             embedding=reserve(plan.embedding) if plan.embedding else None,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -30,8 +31,15 @@ from worker.pipeline.ranks import Ranks
 log = logging.getLogger(__name__)
 
 
+class RanksLost(PipelineLost):
+    """The ranks of the leader's stage are not at the same step any more."""
+
+
 class PipelineExecutor(Executor):
-    """Embeds and runs the first layers, sends the rest on, and computes the logits of what comes back."""
+    """Embeds and runs the first layers, sends the rest on, and computes the logits of what comes back.
+
+    A single stage, of several ranks, has no rest.
+    """
 
     def __init__(self, model: Model, cache: KVCache, pipeline: Pipeline, ranks: Ranks) -> None:
         self.pipeline, self.ranks = pipeline, ranks
@@ -42,6 +50,7 @@ class PipelineExecutor(Executor):
         self._device = cache.pool.backend.device
         self._is_going = False
         self._in_flight: deque[ScheduledBatch] = deque()
+        self._finished: list[FinishedBatch] = []  # of a single stage
         self._is_closed = False
         self._shape_behind = pipeline.shape
         self._prepared_behind: dict[tuple[int, Part], Precision] = {}
@@ -58,35 +67,39 @@ class PipelineExecutor(Executor):
 
     def execute(self, batch: ScheduledBatch) -> None:
         """Run this stage's layers and send the residual on. Any error among several ranks is PipelineLost."""
-        try:
-            residual = self._run(batch)
-        except DEVICE_ERRORS:
-            raise
-        except PeerLost as error:
-            raise PipelineLost(f"another rank of stage 0 is gone: {error}") from error
-        except Exception as error:
-            if self.ranks.group is None:
-                raise
-            log.exception("a step of %s failed", self.pipeline.id)
-            raise PipelineLost(f"its step failed: {type(error).__name__}: {error}") from error
-        self.pipeline.send(batch.input, residual)
-        self._in_flight.append(batch)
+        with self._among_ranks():
+            made = self._run(batch)
+        if self.pipeline.num_stages == 1:
+            self._finished.append(FinishedBatch(batch, made))
+        else:
+            self.pipeline.send(batch.input, made)
+            self._in_flight.append(batch)
         self.num_steps += 1
 
     def _run(self, batch: ScheduledBatch) -> torch.Tensor:
-        attention = attention_plan(batch.input, self._cache.block_tokens, self._device)
-        residual = self._model.embed(to_tensor(batch.input.token_ids, self._device))
-        self.pipeline.share(batch.input, residual)
-        return self._model.run(residual, attention, self._cache, group=self.ranks.group)
+        """Run this stage to the residual [T, H], or to the logits [R, vocab] if there is no other."""
+        work, group, is_alone = batch.input, self.ranks.group, self.pipeline.num_stages == 1
+        attention = attention_plan(work, self._cache.block_tokens, self._device)
+        self.pipeline.share(work)
+        residual = self._model.embed(to_tensor(work.token_ids, self._device), group)
+        rows = to_tensor(work.logit_rows, self._device) if is_alone else None
+        residual = self._model.run(residual, attention, self._cache, rows, group)
+        return self._model.logits(residual, group) if is_alone else residual
 
     def collect(self) -> list[FinishedBatch]:
         """Return the batches that came back, oldest first. Raises PipelineLost when there is none of them."""
-        finished = []
+        finished, self._finished = self._finished, []
         try:
             while (payload := self.pipeline.take_done()) is not None:
                 rows = payload.view(self._model.dtype).view(-1, self._model.config.hidden_size)
-                logits = self._model.logits(rows.to(self._device, non_blocking=True))
+                self.pipeline.share_rows(rows)
+                with self._among_ranks():
+                    here = rows.to(self._device, non_blocking=True)
+                    logits = self._model.logits(here, self.ranks.group)
                 finished.append(FinishedBatch(self._in_flight.popleft(), logits))
+        except RanksLost:
+            self._in_flight.clear()
+            raise
         except PipelineLost:
             if not finished:  # returned batches count; the next call raises
                 self._in_flight.clear()
@@ -95,6 +108,21 @@ class PipelineExecutor(Executor):
             self._is_going = True
             self.on_going(self.pipeline.going)
         return finished
+
+    @contextmanager
+    def _among_ranks(self) -> Iterator[None]:
+        """Turn any error into RanksLost if this stage has other ranks, which may be in a sum already."""
+        try:
+            yield
+        except DEVICE_ERRORS:
+            raise
+        except PeerLost as error:
+            raise RanksLost(f"another rank of stage 0 is gone: {error}") from error
+        except Exception as error:
+            if self.ranks.group is None:
+                raise
+            log.exception("a step of %s failed", self.pipeline.id)
+            raise RanksLost(f"its step failed: {type(error).__name__}: {error}") from error
 
     def shape(self) -> list[LayerShape]:
         """Return the shape of all stages' layers."""

@@ -178,11 +178,14 @@ class Pipeline:
         """True if `take_done` has something to return, or to raise."""
         return bool(self._done or self._lost) or not self._mail.empty() or self._is_overdue
 
-    def share(self, work: ModelInput, residual: torch.Tensor) -> None:
-        """Begin a step: send the embedded rows [T, H] to the other ranks of this stage. `send` follows."""
+    def share(self, work: ModelInput) -> None:
+        """Begin a step of the other ranks of this stage; they embed the tokens, too. `send` follows."""
+        self._send_to(0, self._step_message(work))
+
+    def share_rows(self, rows: torch.Tensor) -> None:
+        """Let the other ranks of this stage make their part of the logits of rows [R, H]."""
         if self.beside:
-            # On a CPU a payload is the tensor's own memory, and the leader's layers add to it meanwhile.
-            self._send_to(0, self._step_message(work), to_host(residual.clone()))
+            self._send_to(0, messages.RunHead(pipeline=self.id), to_host(rows))
 
     def send(self, work: ModelInput, residual: torch.Tensor) -> None:
         """Send this stage's result of a step on: the residual [T, H], which is not written to any more."""

@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import fmean
 
 from bus.messages import Stage
 from bus.morphs import Deploy
 from worker.model.config import ModelConfig
-from worker.model.layout import degrees
 from worker.model.shard import Shard
 from worker.morph.losses import Measured
 from worker.morph.run import NotApplied
 
 
 def own_part(config: ModelConfig, command: Deploy, worker: str) -> ModelConfig:
-    """Return `worker`'s layers, and the ends if it leads. Raises NotApplied for stages that do not fit."""
+    """Return what `worker` has of the model: its layers, and its part of them as one of several ranks.
+
+    Raises NotApplied for stages that do not fit, and ModelError for a degree that cannot be.
+    """
     stages = command.stages
-    if len(stages) <= 1:
+    if not command.is_divided:
         return config
     check_stages(config, stages)
     if not 0 <= command.stage < len(stages) or worker not in stages[command.stage].workers:
         raise NotApplied("failed", f"there is no stage {command.stage} of {len(stages)} for {worker}")
     own = stages[command.stage]
-    part = config.part(own.first, own.end)
-    return replace(part, has_ends=part.has_ends and worker == leader_of(command))
-
-
-def own_shard(command: Deploy, worker: str) -> Shard:
-    """Return the worker's place in its stage; a model in one stage is loaded whole."""
-    stages = command.stages
-    if len(stages) <= 1 or not 0 <= command.stage < len(stages):
-        return Shard()
-    ranks = stages[command.stage].workers
-    return Shard(ranks.index(worker), len(ranks)) if worker in ranks else Shard()
+    rank = Shard(own.workers.index(worker), len(own.workers))
+    return config.part(own.first, own.end).of_rank(rank)
 
 
 def check_stages(config: ModelConfig, stages: list[Stage]) -> None:
@@ -74,19 +66,6 @@ def over_layers(measured: Measured) -> Measured:
         precision: {part: [fmean(losses)] * len(losses) for part, losses in of_part.items()}
         for precision, of_part in measured.items()
     }
-
-
-def check_degree(config: ModelConfig, tp: int, max_tp: int) -> None:
-    """Raise NotApplied for a degree that the weights are not laid out for."""
-    if tp not in (possible := degrees(config, max_tp)):
-        has = f"{config.num_kv_heads} KV heads"
-        if config.mixture:
-            has += f" and {config.mixture.num_units} experts"
-        raise NotApplied(
-            "failed",
-            f"a stage of {tp} workers: the weights are laid out for {', '.join(map(str, possible))}"
-            f" (worker.max_tp is {max_tp}, the model has {has})",
-        )
 
 
 def leader_of(command: Deploy) -> str:

@@ -178,6 +178,8 @@ class RemoteStageRunner:
             case messages.RunStage():
                 self._source = link
                 self._run(message, payload)
+            case messages.RunHead():
+                self.stage.model.logits(self._rows(payload), self._ranks.group)
             case messages.CarryOut():
                 self._source = link
                 self._carry_out(message)
@@ -273,12 +275,16 @@ class RemoteStageRunner:
         """Run this rank's share of a step. The first rank sends the result of all ranks on."""
         model, cache, work = self.stage.model, self.stage.cache, run.work
         assert self._leader and self._join
-        residual = (
-            payload.view(model.dtype).view(-1, model.config.hidden_size).to(self._device, non_blocking=True)
-        )
-        rows = to_tensor(work.logit_rows, self._device) if self._join.is_last else None
+        group, is_first = self._ranks.group, model.config.has_ends
         plan = attention_plan(work, cache.block_tokens, self._device)
-        residual = model.run(residual, plan, cache, rows, self._ranks.group)
+        if is_first:
+            residual = model.embed(to_tensor(work.token_ids, self._device), group)
+        else:
+            residual = self._rows(payload)
+        rows = to_tensor(work.logit_rows, self._device) if self._join.is_last else None
+        residual = model.run(residual, plan, cache, rows, group)
+        if is_first and self._join.is_last:
+            model.logits(residual, group)
         if self.stage.shard.rank:
             return
         made = to_host(residual)
@@ -286,6 +292,12 @@ class RemoteStageRunner:
             self._leader.send(messages.StageOutput(pipeline=self.pipeline, step=run.step), made)
         for link in self._next:
             link.send(run, made)
+
+    def _rows(self, payload: torch.Tensor) -> torch.Tensor:
+        """Return the rows [.., H] that another worker sent."""
+        model = self.stage.model
+        sent = payload.view(model.dtype).view(-1, model.config.hidden_size)
+        return sent.to(self._device, non_blocking=True)
 
     def _carry_out(self, sent: messages.CarryOut) -> None:
         """Carry out an action of a morph behind the steps that came before, and pass it on."""

@@ -94,7 +94,7 @@ class GroupMembership:
         if host.stages and host.stages.has_ranks:  # two groups would wait for each other crosswise
             return None
         models = list(host.models.values())
-        return models[0] if len(models) == 1 and models[0].card.pp == 1 else None
+        return models[0] if len(models) == 1 and not models[0].card.is_divided else None
 
 
 FIRST_LOOK_S, LOOK_S = 2.0, 15.0  # others may still load

@@ -82,7 +82,7 @@ def _take_deployments(host: ModelHost) -> None:
     copier = morphs.make_copier(LOAD_SHARE)  # a thread of its own, so that swaps need not wait for a load
 
     def deploy(command: Deploy, peers: Peers) -> LoadRun:
-        if len(command.stages) < 2:
+        if not command.is_divided:
             return LoadRun(command, host, copier)
         if host.worker != leader_of(command):
             return StageLoadRun(command, host, copier)

@@ -17,7 +17,9 @@ from safetensors import safe_open
 
 from bus.messages import PARTS, Part
 from bus.precisions import BITS, ENTRIES, Precision
+from kernels.quantized import GROUP_STEP
 from worker.model.config import ModelConfig, ModelError, read_config
+from worker.model.cut import Cut
 from worker.model.layout import ModelPlan, RangePlan
 from worker.model.quantized_layout import plan_quantized, whole_tiles
 from worker.model.quantized_sets import (
@@ -50,6 +52,7 @@ class MatrixSource(Protocol):
     group: int
     has_input_scale: bool
     has_input_order: bool
+    is_whole: bool  # what it reads are the matrices of all ranks of a fixed degree
 
     def read(self, layer: int, product: str, full: Tensors, pause: Pause) -> list[QuantizedMatrix]:
         """Read the matrices of one of `INPUTS`, in its order. full: the half's tensors in full precision."""
@@ -57,6 +60,8 @@ class MatrixSource(Protocol):
 
 class SetMatrices:
     """Matrices of a set that `instar quantize` made."""
+
+    is_whole = True
 
     def __init__(self, config: ModelConfig, stored: QuantizedSet) -> None:
         self._config, self._stored = config, stored
@@ -80,6 +85,7 @@ class ReadyMatrices:
     """Matrices of a checkpoint that is quantised itself."""
 
     has_input_scale = False
+    is_whole = True
 
     def __init__(self, config: ModelConfig, checkpoint: QuantizedCheckpoint) -> None:
         self._config, self._checkpoint = config, checkpoint
@@ -95,6 +101,8 @@ class ReadyMatrices:
 
 class RoundedMatrices:
     """The loaded weights, rounded to nearest."""
+
+    is_whole = False
 
     def __init__(self, config: ModelConfig, precision: Precision) -> None:
         self._config, self._bits = config, BITS[precision]
@@ -179,6 +187,12 @@ def plan_variants(
     """Lay out the halves of any layer in each precision below full; the layers are alike."""
     made: dict[tuple[Part, Precision], RangePlan] = {}
     for precision, source in matrices.items():
+        first_row = config.own.ffn_rows.start
+        if source.is_whole and first_row % GROUP_STEP:
+            raise ModelError(
+                f"{config.folder}: {source.name} cannot be cut for {config.own.rank.size} ranks: a part of"
+                f" the FFN would begin with row {first_row}, which is no multiple of {GROUP_STEP}"
+            )
         halves = plan_quantized(
             config,
             plan,
@@ -187,6 +201,7 @@ def plan_variants(
             group=source.group,
             has_input_scale=source.has_input_scale,
             has_input_order=source.has_input_order,
+            has_whole_groups=source.is_whole,
         )
         made |= {(part, precision): half for part, half in zip(PARTS, halves, strict=True)}
     return made
@@ -212,6 +227,8 @@ def write_half(
                 rows = made[0].input_order
             elif product == "gate_up" and rows is not None:
                 made = [matrix.with_outputs(rows) for matrix in made]
+            if matrices.is_whole and config.cut:
+                made = list(_own_parts(product, made, config.cut))
             _write_product(part, product, made, units)
             pause()
     for name, kept in target.items():
@@ -220,6 +237,22 @@ def write_half(
             units.spread(of_full.joined(full[name]), kept)
         elif name.partition(".")[0] not in products:
             kept[..., : full[name].shape[-1]].copy_(full[name])  # the bias of experts is padded
+
+
+def _own_parts(product: str, whole: Sequence[QuantizedMatrix], cut: Cut) -> Iterator[QuantizedMatrix]:
+    """Yield what a rank has of the matrices of a product."""
+    size = whole[0].codes.shape[0] // cut.sizes.heads if product == "qkv" else 0  # of a head
+    heads = (cut.heads, cut.kv_heads, cut.kv_heads)
+    for number, matrix in enumerate(whole):
+        if product == "qkv":
+            yield matrix.outputs(range(heads[number].start * size, heads[number].stop * size))
+        elif product == "o":
+            size = matrix.num_inputs // cut.sizes.heads
+            yield matrix.inputs(range(cut.heads.start * size, cut.heads.stop * size))
+        elif product == "gate_up":
+            yield matrix.outputs(cut.ffn_rows)
+        else:
+            yield matrix.inputs(cut.ffn_rows)
 
 
 def _experts_of(half: Tensors) -> Iterator[Tensors]:

@@ -235,7 +235,8 @@ class LayerVariants:
 
 def identity(model: Model, device: torch.device) -> str:
     """Return a name for these layers: the same wherever a checkpoint lies, with or without ends."""
-    source = model.source
+    source, cut = model.source, model.config.cut
+    rank = f" rank {cut.rank.rank} of {cut.rank.size}" if cut else ""
     if isinstance(source, CheckpointWeights):
-        return checkpoint_digest(replace(model.config, has_ends=False), source)
-    return f"{source}, layers from {model.config.first_layer}, on {device.type}"
+        return checkpoint_digest(replace(model.config, has_ends=False), source) + rank
+    return f"{source}, layers from {model.config.first_layer}, on {device.type}{rank}"

@@ -378,6 +378,8 @@ def test_the_readme_says_of_every_family_what_holds(tmp_path: Path) -> None:
         config = real_config(tmp_path, row["for example"])
         assert config.architecture == architecture
         assert row["degrees"] == ", ".join(map(str, degrees(config, 8)))
+        fixed = [degree for degree in config.cut_sizes.degrees() if degree <= 8]
+        assert row["fixed"] == ", ".join(map(str, fixed))
         assert (row["AWQ, GPTQ"] == "yes") == (config.names == LLAMA)
         # Each test over the oracles swaps every layer to every precision, and runs every split into stages.
         assert (row["swaps"], row["pipelines"]) == ("yes", "yes") and architecture in tested

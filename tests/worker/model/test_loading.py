@@ -22,8 +22,6 @@ from worker.model import ModelError, read_config
 from worker.model.layout import CheckpointTensor, degrees, plan_model
 from worker.model.shard import Shard
 from worker.model.sources import DUMMY_STD, PIECE_ELEMENTS, CheckpointWeights, RandomWeights
-from worker.morph.run import NotApplied
-from worker.pipeline.split import check_degree
 from worker.shape.copier import GivenUp
 
 
@@ -348,8 +346,8 @@ def mixture_folder(folder: Path, **changes: Any) -> Path:
 def test_experts_are_divided_only_by_degrees_that_divide_them(tmp_path: Path) -> None:
     assert degrees(read_config(mixture_folder(tmp_path / "m", num_key_value_heads=8)), 8) == [1, 2, 4, 8]
     assert degrees(read_config(mixture_folder(tmp_path / "m", num_experts=6)), 4) == [1, 2]
-    with pytest.raises(NotApplied, match=r"4 workers: .* laid out for 1, 2 .* 4 KV heads and 6 experts\)"):
-        check_degree(read_config(tmp_path / "m"), 4, 8)
+    with pytest.raises(ModelError, match=r"degree of 4 cannot be: 6 experts .* these can be: 1, 2$"):
+        read_config(tmp_path / "m").of_rank(Shard(0, 4))
 
 
 @pytest.mark.parametrize("max_tp", [4, 8])

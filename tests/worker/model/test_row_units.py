@@ -93,7 +93,7 @@ class NamedMatrices:
 class FixedMatrices:
     """Quantised matrices that are there already."""
 
-    name, method, has_input_order = "fixed", "rtn", True
+    name, method, has_input_order, is_whole = "fixed", "rtn", True, False
 
     def __init__(self, made: dict[str, list[QuantizedMatrix]], group: int, has_input_scale: bool) -> None:
         self._made, self.group, self.has_input_scale = made, group, has_input_scale
