@@ -25,9 +25,10 @@ from bus.families import (
     architecture_of,
 )
 from bus.precisions import KVPrecision, Precision
+from bus.variants import sparsity_of
 from kernels.kv_codes import cache_format
 from worker.model.cut import Cut, CutSizes
-from worker.model.ready_format import ReadyFormat, check_mxfp4, has_mxfp4, parse_format
+from worker.model.ready_format import ReadyFormat, check_mxfp4, has_mxfp4, is_packed, parse_format
 from worker.model.shard import Shard
 
 # What newer versions of transformers raise for a field of a config.
@@ -96,6 +97,7 @@ class ModelConfig:
     has_ends: bool = True  # embedding, final norm and head
     ready: ReadyFormat | None = None  # of a checkpoint that others quantised
     has_mxfp4_experts: bool = False  # in the checkpoint; they become dense when they are loaded
+    has_packed_zeros: bool = False  # a 2:4 sparse checkpoint without its zeros; it is loaded with them
     # Of a rank of a fixed degree: what it has of the whole. Heads and FFN are counted as it has them.
     cut: Cut | None = None
 
@@ -219,9 +221,11 @@ def read_config(folder: Path) -> ModelConfig:
     architecture = _architecture(folder, raw)
     family = FAMILIES[architecture]
     try:
-        hf = AutoConfig.for_model(**(raw | {"model_type": family.model_type}))
+        hf = _with_defaults(raw, family)
         config = _convert(folder, architecture, family, hf)
         quantization = raw.get("quantization_config")
+        if (sparsity := sparsity_of(raw)) is not None:
+            return replace(config, has_packed_zeros=is_packed(sparsity, raw))
         if has_mxfp4(quantization) and config.names.experts_gate_up:
             return _with_mxfp4(config, quantization)
         if quantization:
@@ -243,6 +247,25 @@ def _with_mxfp4(config: ModelConfig, said: Any) -> ModelConfig:
     sizes = {"hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size}
     check_mxfp4(said, experts, sizes)
     return replace(config, has_mxfp4_experts=True)
+
+
+def _with_defaults(raw: dict[str, Any], family: Family) -> Any:
+    """Return the options of a config.json, those that it leaves out by transformers.
+
+    It refuses heads that do not fill the hidden size, though its models compute with them: a model whose
+    heads were pruned has such, with `head_dim`. They are put in behind its back.
+    """
+    kinds = {name: family.option(name) for name in ("num_heads", "num_kv_heads")}
+    heads, hidden = raw.get(kinds["num_heads"]), raw.get("hidden_size")
+    given = raw | {"model_type": family.model_type}
+    if not (isinstance(heads, int) and isinstance(hidden, int) and heads > 0):
+        return AutoConfig.for_model(**given)
+    if not raw.get("head_dim") or hidden % heads == 0:
+        return AutoConfig.for_model(**given)
+    hf = AutoConfig.for_model(**given | dict.fromkeys(kinds.values(), 1))
+    setattr(hf, kinds["num_heads"], heads)
+    setattr(hf, kinds["num_kv_heads"], raw.get(kinds["num_kv_heads"]) or heads)
+    return hf
 
 
 def _read_json(folder: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from bus.precisions import Precision, precision_of_bits
+from bus.variants import TWO_OF_FOUR
 from kernels.quantized import GROUP_STEP
 
 MXFP4_BLOCK = 32  # inputs that share a scale
@@ -86,6 +87,23 @@ def _names(pattern: str, module: str) -> bool:
         return bool(re.match(pattern, module)) or module.endswith(pattern)
     except re.error as error:
         raise ValueError(f"modules_to_not_convert {pattern!r} is no regular expression: {error}") from error
+
+
+def is_packed(sparsity: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Return True if a sparse checkpoint lies without its zeros (`worker.model.sparse_weights`).
+
+    sparsity: what its config.json says of it. Raises ValueError for a format that is not supported.
+    """
+    form, structure = sparsity.get("format", "dense"), sparsity.get("sparsity_structure")
+    for holder in (config.get("quantization_config"), config.get("compression_config")):
+        for name in ("config_groups", "kv_cache_scheme"):
+            if isinstance(holder, Mapping) and holder.get(name):
+                raise _unsupported(f"compressed-tensors with {name}", "sparse weights in full precision")
+    if form not in ("dense", "sparse-24-bitmask"):
+        raise _unsupported(f"sparsity_config with format {form!r}", "dense and sparse-24-bitmask")
+    if form != "dense" and structure != TWO_OF_FOUR:
+        raise _unsupported(f"{form} with sparsity_structure {structure!r}", TWO_OF_FOUR)
+    return bool(form != "dense")
 
 
 def _unsupported(what: str, supported: str) -> ValueError:

@@ -39,6 +39,7 @@ from worker.model.quantized_sets import (
 )
 from worker.model.ready_format import ReadyFormat
 from worker.model.sources import PIECE_ELEMENTS, CheckpointWeights
+from worker.model.sparse_weights import SparseCheckpoint
 
 _WORD = 32
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is output _AWQ_ORDER[i] of its eight
@@ -121,6 +122,8 @@ def open_checkpoint(config: ModelConfig) -> CheckpointWeights:
     """Open the checkpoint in a model's folder, quantised or not. Raises ModelError."""
     if config.has_mxfp4_experts:
         return Mxfp4Checkpoint(config)
+    if config.has_packed_zeros:
+        return SparseCheckpoint(config.folder)
     return QuantizedCheckpoint(config, config.ready) if config.ready else CheckpointWeights(config.folder)
 
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from worker.model.config import ModelConfig, ModelError
 from worker.model.layout import CheckpointTensor, whole_sources
 
-_FLOATS = ("F32", "BF16", "F16", "F64")
+FLOATS = ("F32", "BF16", "F16", "F64")
 _LAYER = re.compile(r".*?\.\d+\.")  # the beginning of a layer's tensors
 # Tensors that some checkpoints have beside the weights: tables that every model can compute.
 _TABLES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
@@ -84,7 +84,7 @@ class CheckpointWeights:
         for path, group in by_file.items():
             with _open(path) as file:
                 for source in group:
-                    _check_tensor(file, path, source.tensor, source.shape, _FLOATS)
+                    _check_tensor(file, path, source.tensor, source.shape, FLOATS)
 
     def _unknown_tensors(self, wanted: set[str]) -> list[str]:
         """Return the tensors beside the wanted ones in the same layers, and biases of wanted weights.
