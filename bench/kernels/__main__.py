@@ -1,3 +1,3 @@
 from bench.common.parts import run_part
 
-run_part("bench.kernels", ["measure", "few"], default="measure")
+run_part("bench.kernels", ["measure", "few", "sparse"], default="measure")
