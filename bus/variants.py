@@ -1,4 +1,4 @@
-"""Whether one checkpoint can stand for another model, and how it was pruned. Reads no tensor.
+"""The comparison of a checkpoint with the model that it may stand for. Reads no tensor.
 
 A variant of a model is a smaller or sparser checkpoint that answers for it: of the same tokenizer and chat
 template, and with room for the same requests. What it loses is measured (`instar profile --against`).

@@ -34,6 +34,7 @@ MODEL/instar/profile-PRECISION.json, which workers follow and `max_loss` of a de
   instar profile models/demo
   instar profile DIR --precision int3 --calibration text.txt
   instar profile DIR --weights 0,0,1 --metric l2    rank by the distance of the whole model's output alone
+  instar profile PRUNED --against DIR               what a variant loses, for `instar model add --variant-of`
 """
 
 CONVERT_TEXT = """\
@@ -96,6 +97,8 @@ def _add_profile_options(parser: OfflineParser) -> None:
     add = parser.add_argument
     add("--precision", choices=QUANTIZED, default=DEFAULT_SWAP, help=f"of swapped layers [{DEFAULT_SWAP}]")
     add("--method", choices=("awq", "gptq", "rtn"), default="", help="[the best set there is, else rtn]")
+    against = "instead, what MODEL loses against the model in DIR that it was pruned from, both in full"
+    add("--against", type=Path, metavar="DIR", help=against)
     weights = "of a layer's own change, its swap's change to it, and to the output [0.25,0.25,0.5]"
     add("--weights", type=_weights, default=(0.25, 0.25, 0.5), metavar="A,B,C", help=weights)
     add("--metric", choices=("cosine", "l2"), default="cosine", help="[cosine]")

@@ -20,6 +20,7 @@ from worker.model.layer import Layer
 from worker.model.quantized_sets import Method
 from worker.model.ready_weights import open_checkpoint
 from worker.model.sources import CheckpointWeights, checkpoint_digest
+from worker.offline.against import measure_against
 from worker.offline.bin_checkpoint import convert_bin
 from worker.offline.calibration import Calibration, read_calibration
 from worker.offline.importance import LayerRanking, Metric, ScoreWeights
@@ -28,6 +29,7 @@ from worker.offline.layerwise import LayerwiseModel
 from worker.offline.progress import ProgressLine, say
 from worker.offline.quantizer import Quantizer
 from worker.offline.ready_checkpoint import convert_checkpoint
+from worker.shape.base_loss import base_loss_path, write_base_loss
 from worker.shape.host_images import find_matrices
 from worker.shape.kv_profile import KVProfile, kv_profile_path, read_kv_profile, write_kv_profile
 from worker.shape.layer_order import OrderProfile, profile_path, read_profile, write_profile
@@ -87,6 +89,9 @@ def device_of(name: str) -> torch.device:
 def profile(args: argparse.Namespace) -> None:
     """Run `instar profile`. Raises ModelError, OSError."""
     config = _full_config(args.model)
+    if args.against:
+        profile_against(config, _full_config(args.against), args)
+        return
     checkpoint = open_checkpoint(config)
     device = device_of(args.device)
     calibration = read_calibration(config, args.calibration, args.windows, args.window_tokens)
@@ -178,6 +183,18 @@ def _profile_kv(
     )
     write_kv_profile(path, made)
     say(f"{path}: the KV cache in 8 bits loses {made.loss:.3%} of perplexity")
+
+
+def profile_against(config: ModelConfig, base: ModelConfig, args: argparse.Namespace) -> None:
+    """Run `instar profile --against`. Raises ModelError, OSError."""
+    device = device_of(args.device)
+    calibration = read_calibration(base, args.calibration, args.windows, args.window_tokens)
+    say(str(calibration))
+    with torch.inference_mode():
+        found = measure_against(config, base, calibration, device)
+    write_base_loss(config.folder, found)
+    lost = f"loses {found.loss:.2%} of perplexity against {base.folder}"
+    say(f"{base_loss_path(config.folder)}: {lost}{f'; {found.pattern} sparse' if found.pattern else ''}")
 
 
 def _incomplete(path: Path, wished: OrderProfile, num_layers: int) -> OrderProfile | None:

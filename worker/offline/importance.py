@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -168,9 +168,18 @@ class LayerRanking:
         self.perplexity.append(self._perplexity())
 
     def _perplexity(self) -> float:
-        """Return the perplexity of every window's tokens after its first."""
-        nats = [
-            float(F.cross_entropy(self._model.logits(entries[-1])[:-1], window[1:]))
-            for entries, window in zip(self._entries, self._windows, strict=True)
-        ]
-        return math.exp(statistics.fmean(nats))
+        return perplexity(self._model, [entries[-1] for entries in self._entries], self._windows)
+
+
+def perplexity(
+    model: LayerwiseModel, hidden: Iterable[torch.Tensor], windows: Iterable[torch.Tensor]
+) -> float:
+    """Return the perplexity of every window's tokens after its first.
+
+    hidden: [T, H] behind the last layer, of each window. windows: int64 [T] each.
+    """
+    nats = [
+        float(F.cross_entropy(model.logits(x)[:-1], window[1:]))
+        for x, window in zip(hidden, windows, strict=True)
+    ]
+    return math.exp(statistics.fmean(nats))

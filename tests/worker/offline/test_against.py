@@ -1,0 +1,98 @@
+"""What a pruned checkpoint loses against its model: measured, written, read back, and refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench.common.oracles import make_oracle
+from bus.variants import compare
+from tests.support.pruned_models import changed, two_of_four, without_ffn_rows
+from tests.support.tiny_model import byte_level
+from worker.model import ModelError, read_config
+from worker.offline.__main__ import main
+from worker.offline.calibration import read_calibration
+from worker.shape.base_loss import base_loss_path, read_base_loss
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("full")
+    make_oracle("llama", vocab_size=400).save_pretrained(folder)
+    byte_level(folder)
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    return path
+
+
+def measure(folder: Path, base: Path, text: Path) -> int:
+    sizes = ["--windows", "2", "--window-tokens", "48", "--device", "cpu"]
+    return main(["profile", str(folder), "--against", str(base), "--calibration", str(text), *sizes])
+
+
+def perplexity(folder: Path, windows: torch.Tensor) -> float:
+    """As transformers has it."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(windows).logits
+    return math.exp(float(F.cross_entropy(logits[:, :-1].flatten(0, 1), windows[:, 1:].flatten())))
+
+
+def test_it_is_the_perplexity_of_both_on_the_same_tokens(full: Path, text: Path, tmp_path: Path) -> None:
+    pruned = without_ffn_rows(full, tmp_path / "pruned", rows=60)
+    assert measure(pruned, full, text) == 0
+    found = read_base_loss(read_config(pruned), read_config(full))
+    windows = read_calibration(read_config(full), text, 2, 48).tokens
+    wanted = [perplexity(one, windows) for one in (full, pruned)]
+    assert found.perplexity == pytest.approx(wanted, rel=1e-4)
+    assert found.loss == pytest.approx(max(0.0, wanted[1] / wanted[0] - 1), abs=1e-3)
+    assert (found.pattern, found.windows) == ("", [2, 48])
+    assert compare(pruned, full).pruning.startswith("intermediate_size 60 of ")
+
+
+def test_the_pattern_of_a_checkpoint_without_a_tag_is_found(full: Path, text: Path, tmp_path: Path) -> None:
+    sparse = two_of_four(full, tmp_path / "sparse", quantization_config=None)
+    assert compare(sparse, full).pruning == ""
+    assert measure(sparse, full, text) == 0
+    assert read_base_loss(read_config(sparse), read_config(full)).pattern == "2:4"
+    assert compare(sparse, full).pruning == "2:4 sparse"
+
+
+def test_a_measurement_of_other_checkpoints_is_refused(full: Path, text: Path, tmp_path: Path) -> None:
+    pruned = without_ffn_rows(full, tmp_path / "pruned", rows=60)
+    with pytest.raises(ModelError, match=r"there is no .*profile-against.json; make it again with"):
+        read_base_loss(read_config(pruned), read_config(full))
+    assert measure(pruned, full, text) == 0
+    again = without_ffn_rows(full, tmp_path / "again", rows=50)
+    base_loss_path(again).parent.mkdir()
+    base_loss_path(again).write_bytes(base_loss_path(pruned).read_bytes())
+    with pytest.raises(ModelError, match=r"measured with another checkpoint .* than that in .*again"):
+        read_base_loss(read_config(again), read_config(full))
+    with pytest.raises(ModelError, match=r"measured with another checkpoint"):
+        read_base_loss(read_config(pruned), read_config(again))
+    base_loss_path(pruned).write_text("{}")
+    with pytest.raises(ModelError, match="not a readable measurement"):
+        read_base_loss(read_config(pruned), read_config(full))
+
+
+def test_other_tokens_are_not_compared(
+    full: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = changed(full, tmp_path / "other", lambda tensors: tensors)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer | {"version": "0.9"}))
+    assert measure(other, full, text) == 2
+    assert "tokenizer.json is not that of" in capsys.readouterr().err
+    assert not base_loss_path(other).exists()
