@@ -34,7 +34,7 @@ MODEL/instar/profile-PRECISION.json, which workers follow and `max_loss` of a de
   instar profile models/demo
   instar profile DIR --precision int3 --calibration text.txt
   instar profile DIR --weights 0,0,1 --metric l2    rank by the distance of the whole model's output alone
-  instar profile PRUNED --against DIR               what a variant loses, for `instar model add --variant-of`
+  instar profile PRUNED --against DIR               what a pruned or sparse checkpoint loses
 """
 
 CONVERT_TEXT = """\
