@@ -70,20 +70,24 @@ def tokens(n: int, seed: int = 0) -> list[int]:
 def rounded_twin(oracle: Any, precision: Precision, config: ModelConfig, *, keeps_o: bool = False) -> Any:
     """transformers with every matrix of every layer in place of which its rounded values stand.
 
-    Rows are rounded one by one, so that a fused tensor has what its parts have.
+    Rows are rounded one by one, so that a fused tensor has what its parts have. Routers are not rounded, the
+    gate of a shared expert included, and a shared expert is rounded in slices as wide as an expert.
     """
     twin = copy.deepcopy(oracle)
     with torch.no_grad():
         for name, module in twin.get_submodule(config.names.layer).named_modules():
-            for weight in matrices_of(module, is_kept=keeps_o and name.endswith(config.names.o)):
+            if name.endswith("shared_expert_gate"):
+                continue
+            width = config.intermediate_size if name.endswith("shared_expert.down_proj") else 0
+            for weight in matrices_of(module, keeps_o and name.endswith(config.names.o), width):
                 weight.copy_(round_to_nearest(weight, BITS[precision], ENTRIES[precision].group).dense())
     return twin
 
 
-def matrices_of(module: Any, is_kept: bool) -> Iterator[torch.Tensor]:
-    """Yield what is rounded of a module of transformers; experts are stacked there."""
+def matrices_of(module: Any, is_kept: bool, width: int) -> Iterator[torch.Tensor]:
+    """Yield what is rounded of a module of transformers, `width` inputs at a time; experts are stacked there."""
     if isinstance(module, torch.nn.Linear) and not is_kept:
-        yield module.weight
+        yield from module.weight.split(width or module.in_features, dim=1)
     elif hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, torch.nn.Parameter):
         is_transposed = hasattr(module, "gate_up_proj_bias")  # GPT-OSS
         for matrices in zip(module.gate_up_proj, module.down_proj, strict=True):
