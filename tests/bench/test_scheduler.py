@@ -85,6 +85,8 @@ def test_static_instances_refuse_what_they_cannot_hold() -> None:
     assert [one.error == TOO_LONG for one in run.record.outcomes] == [False, True]
 
 
+@pytest.mark.faults
+@pytest.mark.slow
 def test_shapes_beat_round_robin_and_least_load_first_where_long_requests_meet() -> None:
     def tokens(dispatcher: Dispatcher | None) -> int:
         arrivals = [short(float(i)) for i in range(600)]

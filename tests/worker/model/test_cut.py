@@ -22,6 +22,7 @@ from worker.model.layout import plan_model, whole_sources
 from worker.model.shard import Shard
 
 VOCAB = 211
+SLOW = [pytest.mark.faults, pytest.mark.slow]
 SHARING = ("llama with biases", "falcon, new decoder", "gpt-oss")  # of these eight ranks share four KV heads
 
 kernels.configure(1)
@@ -70,7 +71,10 @@ STEPS: list[tuple[dict[int, list[int]], list[int]]] = [
 ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [name if name in (*SHARING, "qwen2 moe") else pytest.param(name, marks=SLOW) for name in FAMILIES],
+)
 def test_the_ranks_of_a_degree_give_what_the_whole_model_gives(tmp_path: Path, family: str) -> None:
     make_oracle(family).save_pretrained(tmp_path)
     sizes = read_config(tmp_path).cut_sizes

@@ -85,7 +85,7 @@ def rounded_twin(oracle: Any, precision: Precision, config: ModelConfig, *, keep
 
 
 def matrices_of(module: Any, is_kept: bool, width: int) -> Iterator[torch.Tensor]:
-    """Yield what is rounded of a module of transformers, `width` inputs at a time; experts are stacked there."""
+    """Yield what is rounded of a module of transformers, `width` inputs at a time; experts are stacked."""
     if isinstance(module, torch.nn.Linear) and not is_kept:
         yield from module.weight.split(width or module.in_features, dim=1)
     elif hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, torch.nn.Parameter):

@@ -217,7 +217,10 @@ def test_stages_of_two_ranks_come_each_with_its_share_and_go_with_every_page(
     assert whole <= sum(weights) < 1.2 * whole, "nothing large is twice there"
 
 
-@pytest.mark.parametrize(("tp", "layers"), [(2, 16), (4, 30)])
+@pytest.mark.parametrize(
+    ("tp", "layers"),
+    [(2, 16), pytest.param(4, 30, marks=[pytest.mark.faults, pytest.mark.slow])],
+)
 def test_a_model_larger_than_a_worker_serves_in_one_stage_beside_other_models(
     first: Path, tmp_path: Path, tp: int, layers: int
 ) -> None:
