@@ -39,14 +39,14 @@ class LayerwiseModel:
     ) -> None:
         """Read the embedding and the head. Raises ModelError for a tensor that is missing or misshapen.
 
-        window_tokens: the longest window to come.
+        window_tokens: the longest window to come; longrope has the frequencies of this length for all.
         """
         self.config, self._checkpoint, self.dtype, self.device = config, checkpoint, dtype, device
         self._plan = plan_model(config, dtype, _PAGE_BYTES, max_tp=1)
         checkpoint.check([tensor for part in self._plan.ranges() for tensor in part.sources])
         assert self._plan.embedding and self._plan.head, "an offline tool reads whole models"
         ends = Ends.of(self._read(self._plan.embedding), self._read(self._plan.head))
-        self._transformer = Transformer(config, [], ends=ends)
+        self._transformer = Transformer(config.up_to(window_tokens), [], ends=ends)
         num_blocks = -(-window_tokens // _BLOCK_TOKENS)
         kv_dtype, width = cache_format(kv_precision, config.head_dim, dtype)
         shape = (num_blocks, config.num_kv_heads, 2, _BLOCK_TOKENS, width)

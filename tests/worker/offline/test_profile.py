@@ -17,6 +17,7 @@ from bench.common.oracles import make_oracle
 from bus.precisions import Precision
 from tests.support.dense_layers import build_dense, open_layerwise, read_named
 from tests.support.tiny_model import byte_level
+from tests.worker.model.test_oracle import LONGROPE
 from worker.model import ModelError, read_config
 from worker.model.quantized_sets import MATRICES
 from worker.model.sources import CheckpointWeights, checkpoint_digest
@@ -118,6 +119,21 @@ def test_keeping_hidden_states_changes_nothing_in_algorithm_1(
     assert order == expected
     assert scores.lis == pytest.approx(lis, abs=1e-5)
     assert len(trials) == profiler.num_trials
+
+
+@pytest.mark.parametrize("length", [40, 100])
+def test_longrope_turns_short_and_long_windows_as_transformers_does(tmp_path: Path, length: int) -> None:
+    oracle = make_oracle(
+        "phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64, sliding_window=None
+    )
+    oracle.save_pretrained(tmp_path)
+    model, window = open_layerwise(tmp_path, length), torch.arange(length)
+    hidden = model.embed(window)
+    for index in range(model.config.num_layers):
+        hidden = model.run(model.layer(index), hidden)
+    with torch.no_grad():
+        wanted = oracle(window[None]).logits[0].float()
+    torch.testing.assert_close(model.logits(hidden), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_the_layer_that_quantisation_spares_goes_first_and_the_one_it_breaks_last(saved: Path) -> None:
