@@ -227,6 +227,8 @@ def read_config(folder: Path) -> ModelConfig:
         if (sparsity := sparsity_of(raw)) is not None:
             return replace(config, has_packed_zeros=is_packed(sparsity, raw))
         if has_mxfp4(quantization) and config.names.experts_gate_up:
+            if not (raw.get("dtype") or raw.get("torch_dtype")):
+                config = replace(config, dtype=torch.bfloat16)  # as transformers makes the experts dense
             return _with_mxfp4(config, quantization)
         if quantization:
             if config.names != LLAMA:

@@ -91,6 +91,18 @@ def test_the_notice_says_what_the_experts_take(tmp_path: Path) -> None:
     assert "in MXFP4 (9682 MiB) and served in bfloat16 (36450 MiB)" in notice
 
 
+def test_a_config_without_a_dtype_means_bfloat16(tmp_path: Path) -> None:
+    """As GPT-OSS is released."""
+    raw = REAL["GPT-OSS 20B"] | {"architectures": ["GptOssForCausalLM"], "quantization_config": QUANTIZATION}
+    for said, dtype in (
+        ({}, torch.bfloat16),
+        ({"torch_dtype": "float16"}, torch.float16),
+        ({"dtype": "float32"}, torch.float32),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(raw | said))
+        assert read_config(tmp_path).dtype == dtype
+
+
 def test_the_digest_changes_with_codes_and_scales(tmp_path: Path, saved: Folder) -> None:
     _, folder = saved
     config = read_config(folder)
