@@ -375,6 +375,7 @@ class JoinPipeline(PipelineMessage, frozen=True, kw_only=True, tag=True):
     kv_precision: KVPrecision = "full"
     page_bytes: int
     digest: str = ""  # checkpoint digest; "": not compared
+    context: int = 0  # the longest sequence that the leader's rotary tables serve; 0: any
     is_last: bool
     next: list[Peer] = []
 

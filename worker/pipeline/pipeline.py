@@ -125,6 +125,7 @@ class Pipeline:
                     kv_precision=kv_precision,
                     page_bytes=page_bytes,
                     digest=digest,
+                    context=config.max_position_embeddings,
                     is_last=number == len(self.behind),
                     next=[] if rank else list(following),
                 )

@@ -226,6 +226,11 @@ class RemoteStageRunner:
             ("dtype", str(stage.model.dtype), join.dtype),
             ("block_tokens", stage.cache.block_tokens, join.block_tokens),
             ("KV cache (kv_dtype)", stage.cache.precision, join.kv_precision),
+            (
+                "longest sequence (worker.max_model_len)",
+                config.max_position_embeddings,
+                join.context or config.max_position_embeddings,
+            ),
             ("size of a page", stage.cache.pool.page_bytes, join.page_bytes),
         ):
             if own != wanted:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 import threading
 import time
@@ -265,6 +267,21 @@ def test_a_leader_that_does_not_fit_is_told_why_and_keeps_nothing(
     leader, worker = StageWorker("w0"), StageWorker("w1")
     limits = replace(LIMITS, kv_dtype=kv_dtype)
     worker.call(partial(follow, folder, worker, "m@w0", layers, epoch=epoch, limits=limits))
+    lead(folder, leader, worker, worker.transport.key, why)
+    worker.call(lambda: worker.stages.end("m@w0", "over"))
+    wait_empty(leader, worker)
+    leader.stop()
+    worker.stop()
+
+
+def test_a_stage_that_serves_other_lengths_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Its rotary tables have their rows elsewhere, or too few of them."""
+    short = Path(shutil.copytree(folder, tmp_path / "short"))
+    said = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(said | {"max_position_embeddings": 128}))
+    leader, worker = StageWorker("w0"), StageWorker("w1")
+    worker.call(partial(follow, short, worker, "m@w0", (2, 4)))
+    why = r"longest sequence \(worker.max_model_len\) is 128; w0 wants"
     lead(folder, leader, worker, worker.transport.key, why)
     worker.call(lambda: worker.stages.end("m@w0", "over"))
     wait_empty(leader, worker)
