@@ -11,12 +11,14 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
 from bus.messages import PARTS
+from worker.model.config import ModelError
 from worker.model.layer import Layer
 from worker.offline.layerwise import LayerwiseModel
 
@@ -176,10 +178,28 @@ def perplexity(
 ) -> float:
     """Return the perplexity of every window's tokens after its first.
 
-    hidden: [T, H] behind the last layer, of each window. windows: int64 [T] each.
+    hidden: [T, H] behind the last layer, of each window. windows: int64 [T] each. Raises ModelError if it is
+    no number.
     """
     nats = [
         float(F.cross_entropy(model.logits(x)[:-1], window[1:]))
         for x, window in zip(hidden, windows, strict=True)
     ]
-    return math.exp(statistics.fmean(nats))
+    return perplexity_of(nats, model.config.folder)
+
+
+def perplexity_of(nats: Sequence[float], folder: Path) -> float:
+    """Return the perplexity of windows with these means of nats per token.
+
+    Raises ModelError if it is no number, which no comparison would notice.
+    """
+    try:
+        found = math.exp(statistics.fmean(nats))
+    except OverflowError:
+        found = math.inf
+    if not math.isfinite(found):
+        raise ModelError(
+            f"{folder}: its perplexity on the calibration text is {found}, not a finite number; its weights"
+            " are damaged, or values overflow in its dtype or in fewer bits"
+        )
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 
 from bus.precisions import KV_PRECISIONS, KVPrecision
 from worker.model.layer import Layer
+from worker.offline.importance import perplexity_of
 from worker.offline.layerwise import LayerwiseModel
 
 
@@ -24,7 +24,7 @@ def measure_kv(
 
     models: one for each form, of the same layers. The divergence is the mean of Kullback and Leibler of the
     logits from those with a KV cache in full precision, in nats per token. `advance` is called for each
-    window of each form.
+    window of each form. Raises ModelError if a perplexity is no number.
     """
     nats: dict[KVPrecision, list[float]] = {form: [] for form in KV_PRECISIONS}
     divergences: list[float] = []
@@ -40,4 +40,6 @@ def measure_kv(
             advance()
         one = F.kl_div(logits["int8"], logits["full"], reduction="none", log_target=True).sum(-1)
         divergences.append(float(one.double().mean()))
-    return [math.exp(statistics.fmean(nats[form])) for form in KV_PRECISIONS], statistics.fmean(divergences)
+    folder = models["full"].config.folder
+    perplexities = [perplexity_of(nats[form], folder) for form in KV_PRECISIONS]
+    return perplexities, statistics.fmean(divergences)

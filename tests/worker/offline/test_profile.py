@@ -24,6 +24,7 @@ from worker.model.sources import CheckpointWeights, checkpoint_digest
 from worker.offline.__main__ import main
 from worker.offline.calibration import read_calibration
 from worker.offline.importance import LayerRanking, Metric, ScoreWeights, similarity
+from worker.offline.kv_loss import measure_kv
 from worker.shape.host_images import find_matrices
 from worker.shape.kv_profile import KVProfile, kv_loss_or_why, kv_profile_path, write_kv_profile
 from worker.shape.layer_order import half_losses, half_losses_or_why, load_order, losses, profile_path
@@ -386,6 +387,14 @@ def test_the_loss_of_a_kv_cache_in_8_bits_is_measured_once_with_the_first_order(
     assert loss is not None and loss >= max(0.0, in_8_bits / full - 1) and why == ""
     written = path.stat().st_mtime_ns
     assert profile(folder, text, "--precision", "int3") == 0 and path.stat().st_mtime_ns == written
+
+
+def test_a_kv_cache_in_8_bits_that_gives_no_numbers_has_no_loss(saved: Path) -> None:
+    parts = Parts(saved)
+    broken = open_layerwise(saved)
+    broken._transformer.ends.norm.fill_(math.nan)
+    with pytest.raises(ModelError, match=r"its perplexity .* is nan, not a finite number"):
+        measure_kv({"full": parts.model, "int8": broken}, parts.layers, parts.windows, lambda: None)
 
 
 @pytest.mark.parametrize(
