@@ -350,6 +350,8 @@ def _convert(folder: Path, architecture: str, family: Family, hf: Any) -> ModelC
 
 def _mixture(option: Callable[[str], Any], hf: Any, family: Family) -> Mixture:
     width = option("intermediate_size")
+    if width < 1:
+        raise ValueError(f"{family.option('intermediate_size')} is {width}; it must be positive")
     shared_width = hf.shared_expert_intermediate_size if family.names.shared_expert else 0
     if shared_width % width:
         raise ValueError(

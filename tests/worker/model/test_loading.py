@@ -323,6 +323,16 @@ def test_a_config_that_cannot_be_served_says_why(
         ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9; the model has 8 experts"),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0; the model has 8 experts"),
         ({"num_experts": 0}, "the model has 0 experts"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size is 0; it must be positive"),
+        (
+            {
+                "architectures": ["Qwen2MoeForCausalLM"],
+                "model_type": "qwen2_moe",
+                "moe_intermediate_size": 0,
+                "shared_expert_intermediate_size": 64,
+            },
+            "moe_intermediate_size is 0; it must be positive",
+        ),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step gives some layers no experts"),
         ({"mlp_only_layers": [1]}, "mlp_only_layers .* gives some layers no experts"),
         (
