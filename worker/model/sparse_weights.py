@@ -33,8 +33,8 @@ class SparseCheckpoint(CheckpointWeights):
     def check(self, sources: Iterable[CheckpointTensor]) -> None:
         plain = []
         for source in sources:
-            if not self._is_packed(source.tensor):
-                plain.append(source)
+            if len(source.shape) != 2 or not self._is_packed(source.tensor):
+                plain.append(source)  # only matrices are packed
                 continue
             name, (outputs, inputs) = source.tensor.removesuffix(_WEIGHT), source.shape
             self.check_stored(f"{name}.compressed", (outputs, inputs // 2), FLOATS)

@@ -139,6 +139,9 @@ def test_a_part_of_the_packing_that_is_missing_or_misshapen_is_refused(full: Pat
     assert f"has no tensor {name}.bitmask" in refusal("a", {f"{name}.bitmask": None})
     narrow = torch.zeros(SIZES["intermediate_size"], 8)
     assert f"tensor {name}.compressed has shape [100, 8]" in refusal("b", {f"{name}.compressed": narrow})
+    norm = "model.layers.0.input_layernorm"
+    vector: dict[str, torch.Tensor | None] = {f"{norm}.weight": None, f"{norm}.compressed": torch.zeros(32)}
+    assert f"has no tensor {norm}.weight" in refusal("c", vector)
 
 
 def test_layers_of_different_sizes_are_refused(full: Path, tmp_path: Path) -> None:
