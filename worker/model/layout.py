@@ -34,7 +34,8 @@ experts of each shard end on a page; every rank has the router.
     FFN range         expert 0 | expert 1 | ... | router [experts, hidden] | router_bias
 
 A shared expert lies among them in slices as wide as an expert (`kernels.routing.shared_units`), so that all
-that holds for experts holds for it, and every rank has as much of it. The router's last row is its gate.
+that holds for experts holds for it. They are spread evenly: ranks have equally many if there are as many
+slices as ranks or a multiple, else some have one more than others. The router's last row is its gate.
 
 A later stage of a pipeline has ranges of its layers only. A rank of a fixed degree has its part of each
 range (`worker.model.cut`), without padding.

@@ -74,10 +74,7 @@ def read_kv_profile(path: Path, *, model: str) -> KVProfile:
 
 
 def kv_loss_or_why(config: ModelConfig) -> tuple[float | None, str]:
-    """Return the share of perplexity that a KV cache in 8 bits costs, or None and why it is unknown.
-
-    Raises ModelError if the checkpoint cannot be read.
-    """
+    """Return the share of perplexity that a KV cache in 8 bits costs, or None and why it is unknown."""
     path = kv_profile_path(config.folder)
     if not path.is_file():
         return None, f"there is no profile; make one with `instar profile {config.folder}`"
