@@ -8,7 +8,7 @@ from bus.variants import TWO_OF_FOUR, compare
 from worker.model.config import ModelConfig, ModelError
 from worker.model.layout import plan_model
 from worker.model.ready_weights import open_checkpoint
-from worker.model.sources import checkpoint_digest
+from worker.model.sources import CheckpointWeights, checkpoint_digest
 from worker.model.sparse_weights import has_pattern
 from worker.offline.calibration import Calibration
 from worker.offline.importance import perplexity
@@ -53,12 +53,26 @@ class _Measured:
             hidden = [model.run(layer, x) for x in hidden]
             progress.advance()
         self.perplexity = perplexity(model, hidden, windows)
-        self.is_sparse = all(has_pattern(checkpoint.read(name)) for name in _matrices(config))
+        self.is_sparse = _is_sparse(config, checkpoint)
         self.digest = checkpoint_digest(config, checkpoint)
 
 
-def _matrices(config: ModelConfig) -> list[str]:
-    """Return the names of the matrices that pruning sets to zero: those of layers, but no router."""
+def _is_sparse(config: ModelConfig, checkpoint: CheckpointWeights) -> bool:
+    """Return True if all matrices that pruning sets to zero are 2:4 sparse: those of layers, but no router.
+
+    The pattern is along the inputs, which are the rows of a stack [E, K, N] of experts.
+    """
+    if config.has_mxfp4_experts:
+        return False  # they are codes, which no tool makes so sparse
     plan = plan_model(config, config.dtype, page_bytes=4096, max_tp=1)
     sources = [source for halves in plan.layers for half in halves for source in half.sources]
-    return sorted({one.tensor for one in sources if len(one.shape) > 1 and one.param != "router"})
+    matrices = {
+        one.tensor: one.expert is not None
+        for one in sources
+        if len(one.part_shape) > 1 and one.param != "router"
+    }
+    for name, is_stack in sorted(matrices.items()):
+        weight = checkpoint.read(name)
+        if not has_pattern(weight.mT if is_stack else weight):
+            return False
+    return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 
 from bench.common.oracles import make_oracle
 from bus.variants import compare
+from tests.support.mxfp4_models import write_mxfp4
 from tests.support.pruned_models import changed, two_of_four, without_ffn_rows
 from tests.support.tiny_model import byte_level
 from worker.model import read_config
@@ -77,6 +79,33 @@ def test_the_pattern_of_a_checkpoint_without_a_tag_is_found(full: Path, text: Pa
     assert measure(sparse, full, text) == 0
     assert written(sparse).pattern == "2:4"
     assert compare(sparse, full).pruning == "2:4 sparse"
+
+
+def test_the_pattern_of_stacked_experts_lies_along_their_inputs(text: Path, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    make_oracle("gpt-oss", vocab_size=400).save_pretrained(made)
+    byte_level(made)
+    attention = two_of_four(made, tmp_path / "attention", quantization_config=None)
+    for name, dim, pattern in (("inputs", 1, "2:4"), ("outputs", 2, "")):
+        sparse = changed(attention, tmp_path / name, partial(every_other, dim=dim))
+        assert measure(sparse, made, text) == 0
+        assert written(sparse).pattern == pattern
+
+
+def every_other(tensors: dict[str, torch.Tensor], dim: int) -> dict[str, torch.Tensor]:
+    """Set every other weight [E, K, N] of stacked experts to zero, along a dimension."""
+    for name in (name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))):
+        tensors[name].movedim(dim, 0)[::2] = 0
+    return tensors
+
+
+def test_a_model_with_experts_in_mxfp4_is_measured(text: Path, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    write_mxfp4(made, vocab_size=400)
+    byte_level(made)
+    same = changed(made, tmp_path / "same", lambda tensors: tensors)
+    assert measure(same, made, text) == 0
+    assert (written(same).loss, written(same).pattern) == (0.0, "")
 
 
 def test_a_variant_that_computes_no_numbers_has_no_loss(
