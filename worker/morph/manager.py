@@ -158,9 +158,12 @@ class MorphManager:
         self.epoch = epoch
 
     def give_up(self, instance: str, reason: str) -> None:
-        """Give up the swaps and resizes of an instance."""
+        """Give up the swaps, resizes and KV conversions of an instance that is lost.
+
+        A conversion ends half-way too: nothing will read its cache again.
+        """
         for job in list(self._jobs.values()):
-            if job.command.instance == instance and job.kind not in EXCLUSIVE:
+            if job.command.instance == instance and job.kind not in EXCLUSIVE - {"kv"}:
                 self._abort(job, reason)
 
     def refuse_deploys(self, reason: str) -> None:

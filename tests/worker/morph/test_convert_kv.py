@@ -16,7 +16,7 @@ from bench.common.engines import fill_cache, make_instance
 from bench.common.loading import load_model
 from bench.common.oracles import RoundedCache
 from bus.messages import Event
-from bus.morphs import ConvertCache
+from bus.morphs import ConvertCache, Retire
 from bus.policy import Envelope, Policy
 from bus.precisions import KVPrecision
 from tests.support.engine_toys import Client, expect_no_growth, request
@@ -291,6 +291,33 @@ def test_the_manager_runs_it_beside_no_other_morph_and_tells_how_far_it_is(
     assert ends["one"].state == "applied" and ends["one"].numbers["layers_done"] == 8
     assert ends["one"].numbers["blocks_after"] > 3 * ends["one"].numbers["blocks_before"]
     assert (compiled, converted) == (["once"], ["int8"])
+
+
+def test_a_conversion_of_an_instance_that_is_lost_ends_half_way_and_is_in_nobodys_way(
+    converting: Converting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, convert = converting.manager, converting.cache.convert
+    converted: list[int] = []
+
+    def three(index: int, *args: Any) -> None:
+        convert(index, *args)
+        converted.append(index)
+        if len(converted) == 3:
+            manager._pace._credit_s = -1.0  # the time of this boundary is used up
+
+    monkeypatch.setattr(converting.cache, "convert", three)
+    manager.begin(ConvertCache(id="one", epoch=0, instance="m@w0", kv_dtype="int8"))
+    while not converted:
+        manager.advance(is_busy=False)
+    assert len(converted) == 3 and manager.num_running == 1
+    manager.give_up("m@w0", "its stage w1 is lost")
+    assert manager.num_running == 0
+    manager.begin(Retire(id="two", epoch=0, instance="m@w0", wait_s=0.0))
+    reports = manager.advance(is_busy=False)
+    assert [(one.id, one.state, one.reason) for one in reports if one.id == "one"] == [
+        ("one", "failed", "its stage w1 is lost")
+    ]
+    assert not any(one.state == "conflict" for one in reports)
 
 
 def test_under_pressure_the_reflex_takes_8_bits_and_gives_them_back() -> None:
