@@ -254,10 +254,13 @@ def soon_over(state: ReflexState, load: Load, need: Need) -> Withheld | None:
     """Return why no layer loses bits for requests that wait: they get blocks before a half is swapped.
 
     None if it is not over so soon, or if that is not known. A full cache is pressure all the same: gateways
-    send no more than it holds.
+    send no more than it holds. The prediction is by requests that have ended: if one waits for longer than a
+    half takes, those that run now are longer, and it has failed.
     """
     missing = load.kv_needed - load.kv_blocks
     frees_s = load.frees_s(missing)
+    if load.wanting_s > state.relief_half_s:
+        return None
     if need.cause != "queue_delay" or load.kv_coming(state.ahead_s) or not 0 < frees_s <= state.relief_half_s:
         return None
     return Withheld(

@@ -206,6 +206,13 @@ def test_no_loss_is_taken_for_what_is_over_before_a_half_is_swapped() -> None:
     assert reflex.soon_over(slow, SLIGHT, replace(need, cause="kv_usage")) is None
 
 
+def test_long_generations_after_short_ones_withhold_no_relief_for_longer_than_a_half_takes() -> None:
+    (need,) = due(SLIGHT)
+    state = ReflexState(relief_half_s=0.4)
+    waiting = [replace(SLIGHT, wanting_s=wanting_s) for wanting_s in (0.1, 0.4, 0.41, 5.0)]
+    assert [reflex.soon_over(state, load, need) is not None for load in waiting] == [True, True, False, False]
+
+
 def test_a_half_is_expected_to_take_as_long_as_in_the_last_relief() -> None:
     state = reflex.ended(ReflexState(), "swap_down", is_applied=True, seconds=0.6, at_s=100.0, halves=3)
     assert state.relief_half_s == pytest.approx(0.2)
