@@ -196,9 +196,12 @@ class _Moment:
         return not any(self._is_rising(name, track) for name, track in tracks)
 
     def _is_rising(self, name: str, track: Track) -> bool:
-        """Return True if a group was made of it within a cool-down, or is being made."""
+        """Return True if a group was made of it within a cool-down, or is being made.
+
+        One that has parted since then, to become a larger one, counts no more.
+        """
         is_recent = track.raised_s is not None and self.at_s < track.raised_s + self.rules.cooldown_s
-        if is_recent and name not in self.outgrown:
+        if is_recent and name not in self.outgrown and not track.makes_way:
             return True
         levers = ("scale_up", "level", "swap")
         return any(one.lever in levers and one.is_heard(self.at_s) for one in track.pending.values())

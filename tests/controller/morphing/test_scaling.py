@@ -254,6 +254,22 @@ def test_a_group_that_was_just_made_parts_for_a_longer_request_without_a_cool_do
     assert found is not None and (found.lever, found.tp) == ("scale_up", 4)
 
 
+def test_a_longer_request_right_after_the_first_answer_waits_for_no_cool_down() -> None:
+    hand = Hand(*singles(*range(4)))
+    hand.demand(300, times=3)
+    hand.answer()
+    began_s = hand.at_s
+    found = hand.demand(1000, times=3)
+    assert found is not None and found.lever == "scale_down"
+    hand.answer()
+    found = hand.demand(1000)
+    assert found is not None and (found.lever, found.tp) == ("scale_up", 4)
+    assert hand.at_s < began_s + hand.policy.cooldown_s
+    hand.answer()
+    hand.groups = [replace(hand.groups[0], max_tokens=100)]  # the next metrics are to come
+    assert hand.demand(1000, times=2) is None, "made a moment ago"
+
+
 def test_a_group_that_runs_a_long_request_does_not_part_for_a_longer_one() -> None:
     hand = Hand(group("w0", "w1", longest_tokens=300), *singles(2, 3))
     assert hand.demand(1000, times=20) is None
