@@ -22,7 +22,7 @@ from bus.messages import (
     layers_below_full,
     lowest_half,
 )
-from bus.precisions import LOWEST, PRECISIONS, KVPrecision, Precision, lowest
+from bus.precisions import LOWEST, PRECISIONS, KVPrecision, Precision, is_below, lowest
 from worker.engine.admission import refusal, why_finished
 from worker.engine.executor import Executor, ExecutorLost, FinishedBatch, LocalExecutor, RunnableModel
 from worker.engine.input_batch import InputBatch, ScheduledBatch
@@ -218,7 +218,7 @@ class EngineCore:
             self._outputs.append(self._end(seq, "error", error))
         elif error := self._below_floor(request):
             floor = request.min_precision or LOWEST
-            if below_floor(self.shape, floor):  # no swap of layers raises the KV cache
+            if not is_below(self.limits.kv_dtype, floor):  # no morph raises the KV cache above its rest
                 self._refused[floor] = self._clock()
             self._outputs.append(self._end(seq, "error", error, RejectReason.PRECISION_FLOOR))
         elif request.sent_token_ids and (finished := why_finished(seq, self.limits)):

@@ -114,6 +114,15 @@ def test_a_floor_takes_no_block_below_it() -> None:
     assert serve(engine, "again", SYSTEM, min_precision="int8") == 36
 
 
+def test_a_refusal_for_a_converted_kv_cache_alone_asks_for_its_bits_back() -> None:
+    engine, instance = caching_engine()
+    instance.kv.precision = "int8"  # type: ignore[misc]
+    engine.submit("toy@w0", request("no", SYSTEM, min_precision="full"))
+    client = run(engine, Client())
+    assert client.errors == {"no": "the KV cache is in int8; the request takes no less than full"}
+    assert instance.floor_refused() == "full"
+
+
 def test_a_kv_cache_in_8_bits_counts_as_a_layer_in_int8() -> None:
     engine, instance = caching_engine(kv_dtype="int8")
     assert instance.shape_id == "tp1-full-kv8"
@@ -121,7 +130,7 @@ def test_a_kv_cache_in_8_bits_counts_as_a_layer_in_int8() -> None:
     engine.submit("toy@w0", request("no", SYSTEM, min_precision="full"))
     client = run(engine, Client())
     assert client.errors == {"no": "the KV cache is in int8; the request takes no less than full"}
-    assert instance.floor_refused() == LOWEST, "no swap of layers would help"
+    assert instance.floor_refused() == LOWEST, "no morph would help"
     serve(engine, "first", SYSTEM)
     assert serve(engine, "again", SYSTEM, min_precision="int8") == 36
     use_precision(instance, "int4")
