@@ -35,7 +35,7 @@ class PendingMorph:
 
     lever: Lever | None
     heard_s: float
-    is_local: bool = False  # a swap or a resize, by hand or by the reflex
+    is_local: bool = False  # a swap, a resize or a KV conversion, by hand or by the reflex
 
     @property
     def is_ordered(self) -> bool:
@@ -101,7 +101,7 @@ class Track:
         return replace(self, pauses={**self.pauses, lever: RetryPause.after(self.pauses.get(lever), at_s)})
 
     def is_morphing(self, at_s: float, *, may_swap: bool = False) -> bool:
-        """Return True if a morph of it is under way; may_swap: other than swaps and resizes of its own."""
+        """Return True if a morph of it is under way; may_swap: other than those `is_local`."""
         return any(one.is_heard(at_s) and (one.is_ordered or not may_swap) for one in self.pending.values())
 
     def is_parting(self, at_s: float) -> bool:
@@ -218,7 +218,7 @@ def _observed(track: Track, report: MorphReport, at_s: float) -> Track:
     pending = dict(track.pending)
     lever = morph.lever if (morph := pending.pop(report.id, None)) else None
     if report.state == "running":
-        pending[report.id] = PendingMorph(lever, at_s, report.kind in ("swap", "resize"))
+        pending[report.id] = PendingMorph(lever, at_s, report.kind in ("swap", "resize", "kv"))
     else:
         track = _ended(track, report, lever, at_s)
     return replace(track, pending=pending)
@@ -230,7 +230,7 @@ def _ended(track: Track, report: MorphReport, lever: Lever | None, at_s: float) 
         track = replace(track, morphed_s=at_s, makes_way=track.makes_way and lever == "scale_down")
     if report.state == "applied" and lever == "scale_up":
         track = replace(track, raised_s=at_s)
-    if report.kind == "swap" and lever:
+    if report.kind in ("swap", "kv") and lever:
         track = replace(track, swapped_s=at_s)
     if lever is None or report.state == "stale":
         return track

@@ -188,11 +188,12 @@ def test_members_keep_their_layers_from_the_first_telling_on() -> None:
     assert not hand.state.reshaping(hand.at_s)
 
 
-def test_members_that_morph_by_themselves_keep_their_layers_and_are_waited_for() -> None:
+@pytest.mark.parametrize("kind", ["swap", "resize", "kv"])
+def test_members_that_morph_by_themselves_keep_their_layers_and_are_waited_for(kind: MorphKind) -> None:
     """A group would never be made where some worker always swapped."""
     hand = Hand(*singles(0, 1))
     told = MorphReport(
-        id="r1", kind="swap", target="m@w1", worker="w1", epoch=1, state="running", reason="", started_ms=0
+        id="r1", kind=kind, target="m@w1", worker="w1", epoch=1, state="running", reason="", started_ms=0
     )
     hand.state = observe(hand.state, told, hand.at_s)
     assert hand.demand(300, times=5) is None
@@ -423,7 +424,10 @@ def test_members_whose_kv_differs_are_made_alike_and_then_become_one() -> None:
     )
     assert "the KV caches of w0, w1 are alike in int8" in down.reason
     assert hand.state.reshaping(hand.at_s) == {"m@w0", "m@w1"}
+    assert hand.demand(350, times=4) is None  # under way
     hand.answer("applied", kind="kv")
+    hand.groups = [replace(one, age_s=0.5) for one in hand.groups]
+    assert hand.demand(350) is None  # the report is older than the conversion
     hand.groups = [kv_group(0, "int8"), kv_group(1, "int8")]
     hand.pass_s(1.0)
     up = hand.demand(350, times=3)
