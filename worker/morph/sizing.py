@@ -45,6 +45,11 @@ class KVState:
         """The loss beyond that at rest."""
         return 0.0 if self.is_at_rest else self.loss or 0.0
 
+    @property
+    def added(self) -> float:
+        """The loss that 8 bits would add; a cache on the way between two forms has taken it already."""
+        return 0.0 if self.lost else self.loss or 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -138,10 +143,10 @@ def relieve(
     if not choice.halves and not converted:
         return None
     lever: Lever = "swap_down"
-    if converted and _price(shape.kv.loss or 0.0, converted, missing) < _price(choice.loss, gained, missing):
+    if converted and _price(shape.kv.added, converted, missing) < _price(choice.loss, gained, missing):
         lever = "kv_down"
     is_kv = lever == "kv_down"
-    loss = lost + ((shape.kv.loss or 0.0) if is_kv else choice.loss)
+    loss = lost + (shape.kv.added if is_kv else choice.loss)
     blocks = load.kv_blocks + (converted if is_kv else gained)
     what = "the KV cache to int8" if is_kv else _count(choice)
     reason = (
@@ -166,7 +171,7 @@ def _blocks_by_kv(load: Load, shape: Shape, envelope: Envelope, budget: float) -
     """Return the blocks that a KV cache in 8 bits brings; 0 where it may not lose them, or is in them."""
     kv = shape.kv
     may = "int8" in envelope.kv_precisions and not is_below("int8", shape.floor)
-    if not may or kv.form == "int8" or kv.loss is None or kv.loss > budget:
+    if not may or kv.form == "int8" or kv.loss is None or kv.added > budget:
         return 0
     return max(0, kv.blocks.get("int8", 0) - load.kv_blocks)
 

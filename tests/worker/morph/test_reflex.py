@@ -486,6 +486,12 @@ def test_the_loss_of_the_kv_cache_and_of_halves_share_one_budget() -> None:
     assert every and len(every.halves) == len(HALVES)
 
 
+def test_a_cache_that_is_half_converted_pays_its_loss_once() -> None:
+    halfway = kv(form=None, loss=0.0015)  # the budget is 0.0025
+    decision = relief(replace(BURST, kv_needed=110), shape(kv=halfway))
+    assert decision and (decision.lever, decision.numbers["loss"]) == ("kv_down", 0.0015)
+
+
 @pytest.mark.parametrize(
     "fields",
     [{"loss": None}, {"loss": 0.003}, {"blocks": {}}, {"form": "int8"}],
