@@ -197,8 +197,8 @@ class ReflexLoop:
         if not needs or not target.knows_members:
             return events
         if self._morphs.is_morphing(name) or self._morphs.obstacle(Swap):
-            if found.morph_id and found.lever == "swap_up" and any(need.goal == "relief" for need in needs):
-                self._morphs.cancel(found.morph_id)  # the half-done part is undone, and relief comes next
+            if found.morph_id and found.lever in reflex.UP and any(need.goal == "relief" for need in needs):
+                self._morphs.cancel(found.morph_id)  # what is half done is undone, and relief comes next
             return events
         needs = [need for need in needs if load.at_s >= found.vain_s.get(need.cause, -AGAIN_S) + AGAIN_S]
         if not needs:

@@ -15,6 +15,7 @@ from bus.policy import MOVES_S, NEWS_S, Envelope, Mode, Policy
 from bus.precisions import PRECISIONS, Precision
 from tests.support.engine_toys import continuation, request
 from tests.support.morph_toys import Rig
+from worker.morph.reflex import UP, Lever
 from worker.morph.reflex_loop import AGAIN_S, MemberRoom, ReflexLoop
 
 FULL = LayerShape()
@@ -333,6 +334,26 @@ def test_pressure_cancels_a_return(clocked: Clocked) -> None:
     assert [one.id for one in clocked.rig.reports if one.reason == "cancelled"] == [ordered]
     clocked.rig.variants.hold.set()
     clocked.finish()
+
+
+@pytest.mark.parametrize("lever", ["swap_up", "kv_up", "kv_down", "resize"])
+def test_pressure_cancels_what_gives_bits_back_and_nothing_else(
+    clocked: Clocked, monkeypatch: pytest.MonkeyPatch, lever: Lever
+) -> None:
+    cancelled: list[str] = []
+    clocked.grant()
+    found = clocked.loop.of("toy@w0")
+    assert found
+    found.morph_id, found.lever = "under way", lever
+    with monkeypatch.context() as patch:
+        patch.setattr(clocked.rig.executor, "is_morphing", lambda instance: True)
+        patch.setattr(clocked.rig.executor, "cancel", cancelled.append)
+        clocked.flood()
+        for _ in range(3):
+            clocked.rig.engine.step()
+            clocked.boundary(0.1)
+    found.morph_id = ""
+    assert set(cancelled) == ({"under way"} if lever in UP else set())
 
 
 def test_an_instance_that_is_gone_is_forgotten(clocked: Clocked) -> None:
