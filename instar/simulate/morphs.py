@@ -258,6 +258,7 @@ class SimulatedMorph:
             numbers={
                 "halves": self.num_halves,
                 "halves_applied": done,
+                "layers": instance.shape.num_layers if isinstance(self.command, ConvertCache) else 0,
                 "layers_done": self.layers_done,
                 "copy_seconds": self.copy_s,
                 "boundary_seconds": self.boundary_s,

@@ -7,6 +7,7 @@ import pytest
 
 from bus.morphs import ConvertCache, MorphReport, Swap
 from bus.precisions import KVPrecision
+from controller.planning.lever_costs import LeverCosts, observe_cost
 from instar.replay.outcomes import RequestOutcome
 from instar.replay.schemas import Arrival
 from instar.simulate.engine import SimulatedInstance, Tally
@@ -108,6 +109,9 @@ def test_the_kv_cache_is_converted_layer_by_layer_there_and_back() -> None:
             report = morph.advance(instance, turn)
         assert (report.kind, report.state) == ("kv", "applied"), report
         assert report.numbers["boundary_seconds"] == pytest.approx(SMALL.num_layers * 0.002)
+        unlearned = LeverCosts()
+        learned = observe_cost(unlearned, report).kinds["kv"]
+        assert learned.duration_s != unlearned.kinds["kv"].duration_s, "the controller learns what it took"
         assert instance.blocks.capacity == after and instance.shape.loss == loss
         assert instance.shape.is_at_rest == (goal == "full")
 
