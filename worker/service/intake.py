@@ -93,7 +93,7 @@ class Intake:
 
     def _obey(self, command: Command | Measure | Envelope, on_drain: Callable[[], None]) -> None:
         match command:
-            case Transform() | Deploy(stages=[_, _, *_], stage=0):
+            case Transform() | Deploy(is_divided=True, stage=0):
                 self._begin(command)
             case _ if isinstance(command, Morph):
                 self._thread.morph(command)

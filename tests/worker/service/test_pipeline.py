@@ -75,12 +75,13 @@ async def pair(redis_settings: RedisSettings, folder: Path) -> AsyncIterator[tup
         yield leader, follower
 
 
-async def deploy(benches: Sequence[StageBench], name: str) -> None:
-    """Deploy in two stages, each on half of the workers."""
-    names, tp = [each.worker for each in benches], len(benches) // 2
+async def deploy(benches: Sequence[StageBench], name: str, num_stages: int = 2) -> None:
+    """Deploy in one or two stages, each on as many of the workers."""
+    names, tp = [each.worker for each in benches], len(benches) // num_stages
+    bounds = [0, LAYERS] if num_stages == 1 else [0, 1, LAYERS]
     stages = [
-        Stage(workers=names[:tp], first=0, end=1),
-        Stage(workers=names[tp:], first=1, end=LAYERS),
+        Stage(workers=names[i * tp : (i + 1) * tp], first=bounds[i], end=bounds[i + 1])
+        for i in range(num_stages)
     ]
     epochs = {each.worker: await each.epoch() for each in benches}
     for number, each in enumerate(benches):
@@ -117,6 +118,20 @@ async def test_two_workers_serve_one_instance_until_one_of_them_leaves(
     reasons = [delta.reject_reason for delta in leader.deltas("b") if delta.error]
     assert all(reason is RejectReason.RETIRED for reason in reasons)
     await leader.until(lambda: _is_empty(leader))
+
+
+async def test_two_workers_serve_one_stage_with_half_of_everything_each(
+    redis_settings: RedisSettings, folder: Path
+) -> None:
+    async with (
+        working(redis_settings, folder, "w0", max_tp=2) as leader,
+        working(redis_settings, folder, "w1", max_tp=2) as follower,
+    ):
+        await deploy((leader, follower), "d", num_stages=1)
+        (card,) = await leader.instances()
+        assert (card.id, card.tp, card.pp, card.workers) == ("second@w0", 2, 1, ["w0", "w1"])
+        await leader.submit("a", [1, 2, 3], 10, instance="second@w0")
+        await leader.until(lambda: leader.end("a") == "length")
 
 
 @pytest.mark.faults
