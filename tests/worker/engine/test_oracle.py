@@ -15,8 +15,9 @@ import torch
 
 from bench.common.engines import fill_cache, make_instance
 from bench.common.loading import load_model
-from bench.common.oracles import FAMILIES, RoundedCache, make_oracle
+from bench.common.oracles import RoundedCache, make_oracle
 from tests.support.engine_toys import Client, expect_no_growth, request, run
+from tests.support.families import EVERY_FAMILY
 from tests.support.paths import DEMO_MODEL
 from tests.worker.model.test_oracle import LONGROPE
 from worker.engine.build import canary_steps, make_cache, make_pool, served_limits
@@ -77,7 +78,7 @@ class Case:
         self.pool.close()
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=EVERY_FAMILY)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     oracle = make_oracle(request.param, seed=3)
     folder = tmp_path_factory.mktemp("model")

@@ -12,7 +12,8 @@ from torch.distributed import HashStore, PrefixStore
 
 import kernels
 from bench.common.loading import load_model
-from bench.common.oracles import FAMILIES, make_oracle
+from bench.common.oracles import make_oracle
+from tests.support.families import EVERY_FAMILY
 from tests.support.group_models import TIMEOUT_S, together
 from tests.support.model_folders import Runner
 from worker.distributed.communicator import connect
@@ -22,7 +23,6 @@ from worker.model.layout import plan_model, whole_sources
 from worker.model.shard import Shard
 
 VOCAB = 211
-SLOW = [pytest.mark.faults, pytest.mark.slow]
 SHARING = ("llama with biases", "falcon, new decoder", "gpt-oss")  # of these eight ranks share four KV heads
 
 kernels.configure(1)
@@ -71,10 +71,7 @@ STEPS: list[tuple[dict[int, list[int]], list[int]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "family",
-    [name if name in (*SHARING, "qwen2 moe") else pytest.param(name, marks=SLOW) for name in FAMILIES],
-)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_the_ranks_of_a_degree_give_what_the_whole_model_gives(tmp_path: Path, family: str) -> None:
     make_oracle(family).save_pretrained(tmp_path)
     sizes = read_config(tmp_path).cut_sizes

@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench.common.oracles import FAMILIES, SPLIT, make_oracle
+from bench.common.oracles import SPLIT, make_oracle
 from bus.messages import PARTS, LayerShape, Part
 from bus.precisions import BITS, ENTRIES, PRECISIONS, QUANTIZED, Precision
+from tests.support.families import EVERY_FAMILY
 from tests.support.group_models import Ranks
 from tests.support.model_folders import Runner
 from tests.support.variant_models import Morphing
@@ -104,7 +105,7 @@ def layouts(folder: Path, page_bytes: int) -> dict[Precision, tuple[RangePlan, R
 
 
 @pytest.mark.parametrize("page_bytes", [4096, 65536])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_the_shards_of_a_degree_share_the_pages_of_an_ffn_between_them(
     tmp_path: Path, family: str, page_bytes: int
 ) -> None:

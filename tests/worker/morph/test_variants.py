@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from bench.common.oracles import FAMILIES, TINY, make_oracle
+from bench.common.oracles import TINY, make_oracle
 from bus.messages import PARTS, LayerShape, Part
 from bus.precisions import BITS, ENTRIES, PRECISIONS, QUANTIZED, Precision
+from tests.support.families import EVERY_FAMILY
 from tests.support.model_folders import Runner
 from tests.support.variant_models import Morphing, write_sets
 from worker.memory import OutOfPages, VirtualRange
@@ -41,7 +42,7 @@ EXACT = {"rtol": 2e-4, "atol": 2e-4}
 WIDE = {"head_dim": 32}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=EVERY_FAMILY)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     oracle = make_oracle(request.param)
     folder = tmp_path_factory.mktemp("model")

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from bench.common.oracles import FAMILIES, make_oracle
+from bench.common.oracles import make_oracle
 from instar.cli import run_offline
 from kernels import quantize_rtn
 from tests.support.dense_layers import open_layerwise
+from tests.support.families import EVERY_FAMILY
 from tests.support.model_folders import Runner
 from tests.support.paths import MODELS
 from tests.support.tiny_model import byte_level
@@ -78,7 +79,7 @@ def opened(folder: Path, precision: str = "int4", method: str = "awq") -> Quanti
 # --------------------------------------------------------------------------- layer by layer
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_layer_by_layer_gives_the_logits_that_serving_gives(family: str, tmp_path: Path) -> None:
     make_oracle(family).save_pretrained(tmp_path)
     tokens = torch.randint(0, 211, (2, 37), generator=torch.Generator().manual_seed(0))

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from bench.common.loading import load_model
-from bench.common.oracles import FAMILIES, make_oracle
+from bench.common.oracles import make_oracle
+from tests.support.families import EVERY_FAMILY
 from tests.support.model_folders import Runner
 from worker.model import ModelError
 
@@ -42,7 +43,7 @@ def prompt(n: int, seed: int) -> list[int]:
     return made
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_a_chain_of_stages_gives_every_bit_that_the_whole_model_gives(tmp_path: Path, family: str) -> None:
     make_oracle(family, num_hidden_layers=LAYERS).save_pretrained(tmp_path)
     whole = Runner(tmp_path)
