@@ -92,7 +92,7 @@ def test_the_notice_says_what_the_experts_take(tmp_path: Path) -> None:
 
 
 def test_a_config_without_a_dtype_means_bfloat16(tmp_path: Path) -> None:
-    """As GPT-OSS is released."""
+    """The released GPT-OSS names no dtype."""
     raw = REAL["GPT-OSS 20B"] | {"architectures": ["GptOssForCausalLM"], "quantization_config": QUANTIZATION}
     for said, dtype in (
         ({}, torch.bfloat16),

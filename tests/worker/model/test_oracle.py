@@ -153,7 +153,7 @@ LONGROPE: dict[str, Any] = {
 def test_longrope_gives_the_same_logits_to_long_sequences_and_where_only_short_ones_are_served(
     tmp_path: Path, context: int, lengths: tuple[int, ...]
 ) -> None:
-    """Those of short sequences beside long ones are the engine's choice, and tested there."""
+    """Tests of the engine hold what short sequences get beside long ones: that is its choice."""
     oracle = make_oracle(
         "phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64, sliding_window=None
     )

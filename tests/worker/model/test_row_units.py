@@ -160,7 +160,7 @@ def test_ranks_of_every_degree_sum_to_the_whole_and_only_unmap(
 def test_ranks_with_quantised_rows_sum_to_the_whole_and_only_unmap(
     intermediate: int, max_tp: int, precision: Precision, group: int, has_scale: bool, has_order: bool
 ) -> None:
-    """By groups of inputs, with activation-aware scales and with activation-ordered groups."""
+    """The ranks divide groups of inputs, with activation-aware scales and activation-ordered groups too."""
     hidden, page_bytes, bits = 64, 4096, BITS[precision]
     config = PaddingSizes("toy", hidden, intermediate, 1, 8, 8, 16, 100).config()
     full = plan_model(config, torch.float32, page_bytes, max_tp)

@@ -402,7 +402,7 @@ def test_a_map_that_finds_no_pages_maps_none(resharding: Resharding) -> None:
 def test_what_the_system_refuses_half_way_is_undone_or_done_again(
     resharding: Resharding, monkeypatch: pytest.MonkeyPatch, which: int
 ) -> None:
-    """What others have lies before the rank's part and behind it: two calls each way."""
+    """The rows of others lie before the rank's part and behind it: two calls each way."""
     pool, weights = resharding.pool, resharding.weights
     before, whole, backend = pool.counts(), resharding.bytes(), pool.backend
     for call in ("unmap", "map"):

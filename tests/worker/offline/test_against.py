@@ -50,7 +50,7 @@ def written(folder: Path) -> BaseLoss:
 
 
 def perplexity(folder: Path, windows: torch.Tensor) -> float:
-    """As transformers has it."""
+    """Return the perplexity that transformers computes."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

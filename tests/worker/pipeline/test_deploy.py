@@ -224,7 +224,7 @@ def test_stages_of_two_ranks_come_each_with_its_share_and_go_with_every_page(
 def test_a_model_larger_than_a_worker_serves_in_one_stage_beside_other_models(
     first: Path, tmp_path: Path, tp: int, layers: int
 ) -> None:
-    """Of two KV heads each is on two of four ranks."""
+    """Each of two KV heads is on two of four ranks."""
     large = write_model(tmp_path / "large", seed=2, num_hidden_layers=layers, vocab_size=150)
     hosts = RunningHosts(first, tmp_path, tp, memory_mb=2)
     size = (large / "model.safetensors").stat().st_size

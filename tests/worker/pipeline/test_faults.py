@@ -275,7 +275,7 @@ def test_a_leader_that_does_not_fit_is_told_why_and_keeps_nothing(
 
 
 def test_a_stage_that_serves_other_lengths_is_refused(folder: Path, tmp_path: Path) -> None:
-    """Its rotary tables have their rows elsewhere, or too few of them."""
+    """The stage's rotary tables have their rows elsewhere, or too few of them."""
     short = Path(shutil.copytree(folder, tmp_path / "short"))
     said = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps(said | {"max_position_embeddings": 128}))
