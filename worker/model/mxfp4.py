@@ -40,12 +40,14 @@ class Mxfp4Checkpoint(CheckpointWeights):
 
     def check(self, sources: Iterable[CheckpointTensor]) -> None:
         plain = []
+        packed: dict[str, tuple[int, ...]] = {}  # each stack once, for all its experts
         for source in sources:
-            if not is_packed(source, self._names):
+            if is_packed(source, self._names):
+                packed |= stored_shapes(source)
+            else:
                 plain.append(source)
-                continue
-            for tensor, shape in stored_shapes(source).items():
-                self.check_stored(tensor, shape, ("U8",))
+        for tensor, shape in packed.items():
+            self.check_stored(tensor, shape, ("U8",))
         super().check(plain)
 
     def _unknown_tensors(self, wanted: set[str]) -> list[str]:
