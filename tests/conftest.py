@@ -6,15 +6,19 @@ import gc
 import random
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from bus.client import Bus, connect
 from bus.settings import RedisSettings
 from tests.support.redis_process import RedisProcess
+
+if TYPE_CHECKING:  # torch and numba are imported where they are needed
+    from kernels.cpu.choice import Product
 
 pytest_plugins = ["tests.support.fault_table"]  # here, since pytest-xdist prints where no test is collected
 
@@ -39,6 +43,27 @@ def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     """Keep what tests measure on the machine for them and the processes that they start alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels_are_not_timed() -> Iterator[None]:
+    """Let models that this process loads take the kernels of the built-in rule.
+
+    Timing takes up to 2 s for each model, and its result would differ from run to run.
+    """
+    import kernels
+    from kernels.cpu.choice import TABLE, describe
+
+    choose = kernels.choose_products
+
+    def choose_unmeasured(products: Iterable[Product], model: str) -> list[str]:
+        wanted = list(products)
+        told = [] if all(map(TABLE.fixed, wanted)) else describe({product: {} for product in wanted})
+        return told or choose(wanted, model)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "choose_products", choose_unmeasured)
         yield
 
 

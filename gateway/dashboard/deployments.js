@@ -121,7 +121,7 @@ function wanted(intent) {
 function where({ configuration, stages }) {
   if (!configuration || !stages.length) return "";
   const { tp, pp, precision, kv_dtype: kv } = configuration;
-  const shape = `tp${tp} pp${pp} ${precision}${kv === "int8" ? " kv8" : ""}`;
+  const shape = `tp${tp} pp${pp} ${precision}${kv && kv !== "full" ? ` kv ${kv}` : ""}`;
   const places = stages.map(({ workers, first, end }) =>
     stages.length > 1 ? `${workers.join(" + ")} (layers ${first} to ${end - 1})` : workers.join(" + "));
   return `${shape} on ${places.join(" → ")}`;

@@ -48,7 +48,8 @@ async def test_the_state_has_the_shapes_others_rely_on(gate: Gate) -> None:
     worker, instance = state["workers"][0], state["instances"][0]
     assert {"id", "host", "device", "epoch", "state", "pages", "page_bytes", "busy"} <= set(worker)
     wanted = {"id", "model", "workers", "tp", "pp", "state", "running", "waiting", "layers", "kv"}
-    assert wanted <= set(instance) and set(instance["kv"]) == {"blocks", "used", "block_tokens", "precision"}
+    assert wanted <= set(instance)
+    assert set(instance["kv"]) == {"blocks", "used", "block_tokens", "precision", "loss"}
     assert worker["pages"] is None and instance["running"] is None  # nothing was reported: absent is not 0
     await report(gate)
     state = await gate.state()

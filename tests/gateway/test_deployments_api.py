@@ -56,7 +56,12 @@ async def test_a_model_is_registered_measured_planned_deployed_served_and_retire
 
     planned = (await http.get("/admin/models/m/plan", params={"minimise": "latency"})).json()
     assert planned["intent"]["minimise"] == "latency"
-    assert planned["estimates"][0]["configuration"] == {"tp": 1, "pp": 1, "precision": "full"}
+    assert planned["estimates"][0]["configuration"] == {
+        "tp": 1,
+        "pp": 1,
+        "precision": "full",
+        "kv_dtype": "full",
+    }
     assert planned["estimates"][0]["refusal"] == ""
 
     found = await cluster.serving(intent={"max_latency_s": 10})

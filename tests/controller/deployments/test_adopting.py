@@ -88,7 +88,7 @@ def test_what_no_record_tells_of_is_known_by_its_card_and_keeps_its_shape() -> N
     assert model.context == 512  # type: ignore[union-attr]
     assert (deployment.id, deployment.state, deployment.instance) == (name, "serving", "m@w0")  # type: ignore[union-attr]
     assert deployment.configuration == Configuration(precision="int8")  # type: ignore[union-attr]
-    assert deployment.intent == Intent(tp=1, pp=1, precision="int8")  # type: ignore[union-attr]
+    assert deployment.intent == Intent(tp=1, pp=1, precision="int8", kv_dtype="full")  # type: ignore[union-attr]
     assert deployment.reason.startswith("w0 serves it; its record was lost")  # type: ignore[union-attr]
 
 

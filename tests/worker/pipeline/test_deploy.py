@@ -308,7 +308,7 @@ def test_a_stage_that_goes_during_a_swap_costs_the_pipeline_and_no_page(
     hosts.ends(hosts.deploy(long, [0, 1, 4, 5]))
     instance = hosts.leader.engine.instances["long@w0"]
     for i in range(40):
-        hosts.leader.submit(str(i), "long", [i + 1, 2, 3], 60)
+        hosts.leader.submit(str(i), "long", [i + 1, 2, 3], 110)
     hosts.until(lambda: hosts.leader.client.tokens.get("0"))
     layers = list(range(LAYERS))
     swap = hosts.leader.begin(Swap, epoch=0, instance="long@w0", layers=layers, precision="int4")
