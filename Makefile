@@ -24,8 +24,8 @@ test: $(VENV)/.dev ## the tests, without the slow ones
 test-again: $(VENV)/.dev ## the tests that failed last, alone; if all pass now, they depend on timing
 	@$(BIN)/pytest -q -rA --last-failed --last-failed-no-failures none --show-capture no --maxfail 3 -m "$(QUICK)"
 
-test-faults: $(VENV)/.dev ## harms the real service; ends in a table; STORM_S=600: long storms; JOBS=3: files at once
-	@STORM_S=$${STORM_S:-60} $(BIN)/pytest -q -n $${JOBS:-2} --dist loadfile -m "faults and not docker and not gpu"
+test-faults: $(VENV)/.dev ## harms the real service, and runs the slow tests; ends in a table; STORM_S=600: long storms; JOBS=3: files at once
+	@STORM_S=$${STORM_S:-60} $(BIN)/pytest -q -n $${JOBS:-2} --dist loadfile -m "(faults or slow) and not docker and not gpu and not browser"
 
 test-browser: $(VENV)/.browser ## the dashboard in chromium; INSTAR_SCREENSHOTS=1 writes docs/images
 	@$(BIN)/pytest -q -m browser tests/browser

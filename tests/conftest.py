@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import sys
 import uuid
@@ -20,6 +21,9 @@ from tests.support.redis_process import RedisProcess
 if TYPE_CHECKING:  # torch and numba are imported where they are needed
     from kernels.cpu.choice import Product
 
+TESTS = Path(__file__).parent
+PARALLEL = (TESTS / "kernels", TESTS / "worker" / "model")  # compute with a thread for each core
+
 pytest_plugins = ["tests.support.fault_table"]  # here, since pytest-xdist prints where no test is collected
 
 
@@ -31,11 +35,17 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """Seed what draws without a generator of its own, fixtures too: what failed can then be repeated."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Seed what draws without a generator of its own, fixtures too: what failed can then be repeated.
+
+    Only tests of kernels and models compute with a thread for each core. Processes that run tests side by
+    side would wait for each other's threads elsewhere, which takes a quarter of the time.
+    """
     random.seed(0)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
+        is_parallel = any(folder in item.path.parents for folder in PARALLEL)
+        torch.set_num_threads(len(os.sched_getaffinity(0)) if is_parallel else 1)
 
 
 @pytest.fixture(scope="session", autouse=True)

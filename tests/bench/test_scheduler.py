@@ -74,6 +74,7 @@ def test_consecutive_long_requests_share_one_group() -> None:
     assert (run.transforms("scale_up"), run.transforms("scale_down")) == (1, 1)
 
 
+@pytest.mark.slow
 def test_a_long_request_every_minute_does_not_swing_the_shape_with_it() -> None:
     run = ours([long(60.0 * i) for i in range(20)], 1200)
     assert run.transforms("scale_up") <= 14
@@ -85,7 +86,6 @@ def test_static_instances_refuse_what_they_cannot_hold() -> None:
     assert [one.error == TOO_LONG for one in run.record.outcomes] == [False, True]
 
 
-@pytest.mark.faults
 @pytest.mark.slow
 def test_shapes_beat_round_robin_and_least_load_first_where_long_requests_meet() -> None:
     def tokens(dispatcher: Dispatcher | None) -> int:

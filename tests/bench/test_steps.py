@@ -12,9 +12,8 @@ pytestmark = pytest.mark.skipif(not (DEMO / "config.json").is_file(), reason="mo
 TOKENS = 40
 
 
-@pytest.mark.parametrize(
-    "product_kernel", ["", pytest.param("torch", marks=[pytest.mark.faults, pytest.mark.slow])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("product_kernel", ["", pytest.param("torch", marks=pytest.mark.slow)])
 def test_every_part_of_a_token_is_told_whatever_kernel_its_products_have(product_kernel: str) -> None:
     settings = SETTINGS | {"WORKER__PRODUCT_KERNEL": product_kernel, "WORKER__MEMORY_MB": "512"}
     with WatchedService(model=DEMO, settings=settings) as service:

@@ -113,6 +113,7 @@ def test_each_kernel_of_quantised_products_agrees_with_the_oracle(
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these are processors of x86-64")
 @pytest.mark.parametrize("features", ["+avx2,+fma,+f16c", "+avx2,+fma,+f16c,+avxvnni"])
 def test_the_kernels_for_other_processors_agree_with_their_oracles(features: str) -> None:

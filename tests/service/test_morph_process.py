@@ -123,6 +123,7 @@ async def hands(bus: Bus, process: subprocess.Popen[bytes], log: Path) -> AsyncI
         listener.cancel()
 
 
+@pytest.mark.slow
 async def test_streams_run_through_conversions_of_the_kv_cache_to_their_ends(
     bus: Bus, redis_settings: RedisSettings, tmp_path: Path
 ) -> None:
@@ -189,6 +190,7 @@ def demo_with_kv_profile(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 async def test_an_envelope_lets_a_worker_take_8_bits_under_pressure_and_go_back(
     bus: Bus, redis_settings: RedisSettings, tmp_path: Path
 ) -> None:

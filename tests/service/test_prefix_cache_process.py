@@ -34,6 +34,7 @@ def complete(service: Service, prompt: str, **more: Any) -> tuple[str, int]:
     return found["choices"][0]["text"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+@pytest.mark.slow
 def test_a_known_beginning_is_found_and_the_text_is_the_same(service: Service) -> None:
     prompt = BEGINNING + "At dawn"
     first, none = complete(service, prompt)
@@ -69,7 +70,6 @@ def texts(service: Service, prompt: str) -> tuple[list[str], int]:
     return [text for text, _ in found], min(cached for _, cached in found)
 
 
-@pytest.mark.faults
 @pytest.mark.slow
 def test_the_text_stays_the_same_through_swaps_resizes_transforms_and_a_death() -> None:
     prompts = [BEGINNING + end for end in ("At dawn", "By night", "In the end")]

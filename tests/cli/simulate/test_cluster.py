@@ -249,6 +249,7 @@ def test_an_envelope_that_nobody_renews_allows_no_loss_once_it_is_stale() -> Non
     assert one.instance.shape.is_at_rest
 
 
+@pytest.mark.slow
 def test_bursts_that_swell_are_forecast_by_the_controllers_method() -> None:
     arrivals = [Arrival(30.0 * n + 6 * (k / 120) ** 0.5, 120, 60) for n in range(12) for k in range(120)]
     found, plain = (cluster(mode="performance", is_plain=is_plain) for is_plain in (False, True))

@@ -186,6 +186,7 @@ def test_degrees_are_those_that_divide_the_kv_heads(tmp_path: Path) -> None:
     assert degrees(config, 8) == [1, 2] and degrees(config, 1) == [1]
 
 
+@pytest.mark.slow
 def test_loading_needs_no_second_copy_of_the_weights(tmp_path: Path) -> None:
     folder = config_folder(
         tmp_path / "m", vocab_size=8192, hidden_size=768, intermediate_size=2048, num_hidden_layers=3

@@ -166,6 +166,7 @@ def test_every_token_before_during_and_after_is_that_of_the_form_its_context_had
     assert (scheduler.num_preemptions, scheduler.num_recomputed) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_full_holds_several_times_as_many_blocks_at_once(oracle: Any) -> None:
     """Blocks in use at the very end of the pages are converted in place too."""
     case = Converting(pages=20, max_model_len=1024)

@@ -101,6 +101,7 @@ def oscillating() -> Iterator[Arrival]:
             yield Arrival(at_s, 100, 50)
 
 
+@pytest.mark.slow
 def test_ten_hours_of_an_oscillating_load_do_not_swing_the_shape() -> None:
     """The scheduler and the reflex that serve: layers go back once in a period, and never for a moment."""
     cluster = SimulatedCluster(LONG_STEPS, 1, Policy())
@@ -162,6 +163,7 @@ def test_a_burst_that_the_cache_holds_changes_nothing() -> None:
     assert record.morphs == []
 
 
+@pytest.mark.slow
 def test_a_worker_that_refuses_is_asked_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimulatedMorph, "_prepare", lambda self, instance, turn: False)
     record, _ = simulated(lambda _: 13.0, MINUTES_5, drain_s=0.0)
@@ -193,6 +195,7 @@ def losses_noted() -> Iterator[list[float]]:
         yield found
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     levels=st.lists(st.floats(0, 30), min_size=1, max_size=6),

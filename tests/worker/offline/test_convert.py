@@ -194,6 +194,7 @@ def test_a_file_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pyt
         convert_bin(tmp_path / "m", tmp_path / "made")
 
 
+@pytest.mark.slow
 def test_an_error_of_the_disk_keeps_what_was_made(tmp_path: Path) -> None:
     tensors, unfinished = make_bin(tmp_path / "m", 2), tmp_path / ".made.converting"
     blocked = unfinished / "part-00001-001.safetensors"
@@ -244,6 +245,7 @@ def test_folders_that_cannot_be_converted_are_named(tmp_path: Path) -> None:
         convert_bin(tmp_path / "m", tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_continued(tmp_path: Path) -> None:
     tensors = make_bin(tmp_path / "m", 4)
     command = [sys.executable, "-m", "worker.offline", "convert", str(tmp_path / "m"), str(tmp_path / "made")]

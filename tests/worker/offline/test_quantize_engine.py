@@ -47,6 +47,7 @@ def shape(precision: str) -> tuple[str, ...]:
     return tuple(precision if layer in SWAPPED else "full" for layer in range(8))
 
 
+@pytest.mark.slow
 def test_swapped_layers_lose_in_the_engine_what_they_lose_in_the_benchmark(
     demo: QualityModel, morphing: Morphing
 ) -> None:

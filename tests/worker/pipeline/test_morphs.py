@@ -250,7 +250,7 @@ def test_all_stages_swap_between_the_same_two_steps_with_batches_in_flight(
 # --------------------------------------------------------------------------- KV blocks
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_kv_of_all_stages_grows_and_shrinks_under_requests_whose_tokens_stay(
     folder: Path, oracle: Any, tp: int
 ) -> None:
@@ -277,7 +277,14 @@ def convert(instance: str, kv_dtype: KVPrecision) -> ConvertCache:
     return ConvertCache(id=f"k{next(_ids)}", epoch=1, instance=instance, kv_dtype=kv_dtype, wait_s=20.0)
 
 
-@pytest.mark.parametrize(("bounds", "tp"), [([0, 2, 5], 1), ([0, 1, 4, 5], 1), ([0, 2, 5], 2)])
+@pytest.mark.parametrize(
+    ("bounds", "tp"),
+    [
+        ([0, 2, 5], 1),
+        pytest.param([0, 1, 4, 5], 1, marks=pytest.mark.slow),
+        pytest.param([0, 2, 5], 2, marks=pytest.mark.slow),
+    ],
+)
 def test_the_kv_of_all_stages_is_converted_between_the_same_two_batches(
     folder: Path, oracle: Any, bounds: list[int], tp: int
 ) -> None:
@@ -426,6 +433,7 @@ def test_orders_that_come_in_any_sequence_leave_every_page_and_block_where_it_be
 # --------------------------------------------------------------------------- the reflex
 
 
+@pytest.mark.slow
 def test_a_burst_makes_the_leader_swap_layers_of_all_stages_and_return_them(
     folder: Path, host_dir: Path, oracle: Any
 ) -> None:

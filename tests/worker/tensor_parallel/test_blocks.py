@@ -305,6 +305,7 @@ def test_nothing_is_lent_while_subgroups_number_their_blocks_apart(folder: Path,
             assert busy.tokens[name] == oracle(model, asked, 40)
 
 
+@pytest.mark.slow
 def test_nobody_takes_a_block_between_the_count_and_the_moves(
     folder: Path, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,7 +350,6 @@ def test_an_idle_group_has_no_block_in_use_by_what_its_leader_tells(folder: Path
         leader.wait(lambda: instance_telemetry(leader.instance).kv_used == 0, "an empty cache", 5)
 
 
-@pytest.mark.faults
 @pytest.mark.slow
 def test_a_request_that_misses_a_block_waits_for_the_others_to_lend_one(folder: Path, model: Any) -> None:
     """One has lent its blocks away, and the taker wants ever more: nobody is sent back as too long."""

@@ -40,7 +40,7 @@ def form(worker: GroupWorker) -> KVPrecision | None:
     return worker.grouping.local.cache.form
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=[pytest.mark.faults, pytest.mark.slow])])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_token_at_every_member_is_that_of_the_form_its_context_had(
     folder: Path, model: Any, size: int
 ) -> None:
@@ -163,6 +163,7 @@ def test_members_that_part_half_way_by_a_fault_serve_on_and_are_converted_again(
         assert follower.tokens["after"] == oracle(model, prompt(5, 21), NUM_NEW)
 
 
+@pytest.mark.slow
 def test_the_leaders_reflex_converts_the_kv_of_all_members_under_their_pressure(folder: Path) -> None:
     with workers(folder, 2, megabytes=1.5) as each:
         leader, follower = each

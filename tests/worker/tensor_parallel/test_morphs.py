@@ -63,7 +63,6 @@ def test_a_group_swaps_its_layers_on_all_ranks_in_the_same_step(
             assert worker.instance.scheduler.num_recomputed == 0
 
 
-@pytest.mark.faults
 @pytest.mark.slow
 def test_a_group_grows_and_shrinks_its_cache_while_requests_run(folder: Path, model: Any) -> None:
     with workers(folder, 2) as each:
@@ -170,6 +169,7 @@ def test_the_pages_of_each_half_become_blocks_before_the_next_ones_are_done(
             worker.wait_ends("runs through")
 
 
+@pytest.mark.slow
 def test_the_leaders_reflex_acts_for_all_members_of_its_group(folder: Path, tmp_path: Path) -> None:
     with workers(folder, 2, host_dir=tmp_path, megabytes=1.5) as each:
         leader, follower = each

@@ -16,7 +16,7 @@ from bus.precisions import KVPrecision
 from tests.support.group_workers import BLOCK_TOKENS, GroupWorker, model_fixtures, transform, workers
 
 LAYERS = 4
-SLOW = [pytest.mark.faults, pytest.mark.slow]
+SLOW = pytest.mark.slow
 
 
 model, folder = model_fixtures(num_hidden_layers=LAYERS)
@@ -132,6 +132,7 @@ def test_workers_come_together_and_part_while_requests_come_end_and_are_cancelle
         assert [worker.pool.counts() for worker in each] == pages
 
 
+@pytest.mark.slow
 def test_workers_with_kv_in_8_bits_come_together_and_part_as_others_do(folder: Path, model: Any) -> None:
     with workers(folder, 2, kv_dtype="int8") as each:
         load = Load(each, model)
@@ -171,7 +172,6 @@ def converted(worker: GroupWorker, kv_dtype: KVPrecision = "int8") -> MorphRepor
 _ids = iter(range(1_000))
 
 
-@pytest.mark.faults
 @pytest.mark.slow
 def test_groups_of_two_come_together_and_part_into_groups_of_two(folder: Path, model: Any) -> None:
     """Change by twos: 1 to 2 to 4 to 2 to 1; the first of each two leads."""
