@@ -48,6 +48,7 @@ def test_a_known_beginning_is_found_and_the_text_is_the_same(service: Service) -
     assert "instar_prefix_cache_queries_total" in metrics and "instar_prefix_cache_hits_total" in metrics
 
 
+@pytest.mark.slow
 def test_a_salt_that_is_too_long_is_refused_by_name(service: Service) -> None:
     body = {"model": "demo", "prompt": "x", "cache_salt": "s" * 257}
     answer = httpx.post(f"{service.url(0)}/v1/completions", json=body, timeout=60)

@@ -116,7 +116,7 @@ def test_blocks_that_move_at_the_leader_move_at_every_stage_behind_what_is_on_it
         }
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_beginnings_are_found_behind_batches_in_flight_cancels_preemptions_and_moves(
     folder: Path, oracle: Any, prompts: list[list[int]], tp: int
 ) -> None:
