@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from bus.messages import PARTS, LayerShape
 from bus.morphs import HalfOrder
-from bus.precisions import ASSUMED_LOSSES, PRECISIONS, Precision
+from bus.precisions import ASSUMED_LOSSES, PRECISIONS, KVPrecision, Precision
 
 Layers = Sequence[LayerShape]
 MayRise = Callable[[int, Sequence[HalfOrder]], bool]  # whether a member has room for halves with more bits
@@ -70,6 +70,11 @@ def loss_of(layers: Iterable[LayerShape], losses: Mapping[Precision, float]) -> 
     """Return the estimated loss of perplexity of a shape; `losses` are those of the whole model, measured."""
     halves = [half for layer in layers for half in (layer.attention, layer.ffn)]
     return sum(whole_loss(half, losses) for half in halves) / max(1, len(halves))
+
+
+def loss_of_kv(precision: KVPrecision, rest: KVPrecision, loss: float | None) -> float:
+    """Return the loss of a KV cache beyond that at rest; `loss`: of one in 8 bits, None: not measured."""
+    return 0.0 if precision in ("full", rest) else loss or 0.0
 
 
 def whole_loss(precision: Precision, losses: Mapping[Precision, float]) -> float:

@@ -11,7 +11,7 @@ from bus.messages import LayerShape
 from bus.morphs import HalfOrder
 from bus.policy import Policy
 from bus.precisions import PRECISIONS, KVPrecision, Precision, is_below
-from bus.shapes import CommonShape, common_shape, loss_of, whole_loss
+from bus.shapes import CommonShape, common_shape, loss_of, loss_of_kv, whole_loss
 from controller.morphing.copies import Copies
 from controller.morphing.groups import Group
 from controller.morphing.parallelism import Merge, degrees_below, merges_for, parts_of
@@ -165,12 +165,8 @@ def objectives(policy: Policy) -> Objectives:
 def serving(group: Group, policy: Policy) -> ServingInstance:
     """Return an instance as the planner sees it. policy: with its mode applied."""
     tokens = group.block_tokens
-    budget, rest = policy.most_loss, group.rest
-    if rest.loss_left is not None:
-        budget = min(budget, rest.loss_left)
-    lost = max(0.0, loss_of(group.layers, group.losses) - loss_of(_at_rest(group), group.losses))
+    lost = max(0.0, _lost_by_layers(group, group.layers)) + _lost_by_kv(group, group.kv_precision)
     blocks = (group.kv_tokens or group.max_tokens) // tokens
-    lost += _lost_by_kv(group)
     return ServingInstance(
         name=group.instance,
         tp=group.tp,
@@ -187,7 +183,7 @@ def serving(group: Group, policy: Policy) -> ServingInstance:
         rungs=_rungs(group, policy.precision),
         kv_blocks=int((group.kv_gain - 1) * blocks) if _may_convert(group) else 0,
         kv_loss=group.kv_loss or 0.0,
-        loss_left=max(0.0, budget - lost),
+        loss_left=max(0.0, _budget(group, policy) - lost),
         max_model_len=group.max_model_len,
         is_movable=group.tp == 1,
         weight_bytes=group.weight_bytes,
@@ -200,44 +196,65 @@ def _may_convert(group: Group) -> bool:
     return is_allowed and group.kv_precision == "full"
 
 
-def _lost_by_kv(group: Group) -> float:
-    """Return the loss of its KV cache beyond that at rest."""
-    return 0.0 if group.kv_precision in ("full", group.kv_rest) else group.kv_loss or 0.0
+def _budget(group: Group, policy: Policy) -> float:
+    """Return the most that it may lose beyond its shape at rest."""
+    left = group.rest.loss_left
+    return policy.most_loss if left is None else min(policy.most_loss, left)
+
+
+def _lost_by_layers(group: Group, layers: Sequence[LayerShape]) -> float:
+    """Return its loss with these layers, beyond that at rest; below 0 with more bits."""
+    return loss_of(layers, group.losses) - loss_of(_at_rest(group), group.losses)
+
+
+def _lost_by_kv(group: Group, precision: KVPrecision) -> float:
+    """Return its loss with the KV cache in a precision, beyond that at rest."""
+    return loss_of_kv(precision, group.kv_rest, group.kv_loss)
 
 
 def _weighed(merge: Merge, policy: Policy, parting: Group | None = None) -> WeighedMerge:
     """Return a merge and what its members get first, so that all are alike."""
-    common, (kv, refusal) = levelled(merge, policy.most_loss), levelled_kv(merge, policy.most_loss)
-    return WeighedMerge(merge, refusal or common, parting, kv)
+    common, kv = levelled(merge, min(_budget(group, policy) for group in merge.groups))
+    return WeighedMerge(merge, common, parting, kv)
 
 
-def levelled_kv(merge: Merge, budget: float) -> tuple[KVPrecision | None, str]:
-    """Return the precision that the KV caches of a merge's members get first, and why there is none.
+def levelled(merge: Merge, budget: float) -> tuple[CommonShape | str | None, KVPrecision | None]:
+    """Return the layers and the precision of KV that a merge's members get first; None: they are alike.
 
-    None and "" if they are alike. 8 bits if the loss is within the budget, since a long request needs room.
+    Text instead of layers: why there are none. What layers and KV lose together is within the budget. The KV
+    goes to 8 bits if that leaves it so, since a long request needs room.
     """
     full = [group for group in merge.groups if group.kv_precision == "full"]
     others = [group for group in merge.groups if group.kv_precision != "full"]
     if not full or not others:
-        return None, ""
-    lost = (
-        loss_of(group.layers, group.losses) - loss_of(_at_rest(group), group.losses) + (group.kv_loss or 0.0)
-        for group in full
-    )
-    if all(map(_may_convert, full)) and max(lost) <= budget + RESERVE:
-        return "int8", ""
+        return levelled_layers(merge, budget, "int8" if others else "full"), None
+    if all(map(_may_convert, full)):
+        common = levelled_layers(merge, budget, "int8")
+        if not isinstance(common, str) and _lost_with(merge, common, "int8") <= budget + RESERVE:
+            return common, "int8"
     if all(group.used_tokens * group.kv_gain <= (group.kv_tokens or group.max_tokens) for group in others):
-        return "full", ""
+        return levelled_layers(merge, budget, "full"), "full"
     names = ", ".join(group.instance for group in others)
-    return None, f"KV is in int8 at {names}, which holds too much for full precision, and not at the others"
+    return f"KV is in int8 at {names}, which holds too much for full precision, and not at the others", None
+
+
+def _lost_with(merge: Merge, common: CommonShape | None, kv: KVPrecision) -> float:
+    """Return the most that a member then loses. common: the layers of all; None: those that each has."""
+    return max(
+        _lost_by_layers(group, common.layers if common else group.layers) + _lost_by_kv(group, kv)
+        for group in merge.groups
+    )
 
 
 def _at_rest(group: Group) -> list[LayerShape]:
     return [LayerShape(attention=group.rest.precision, ffn=group.rest.precision)]
 
 
-def levelled(merge: Merge, budget: float) -> CommonShape | str | None:
-    """Return the layers that the members of a merge get first; None if they are alike."""
+def levelled_layers(merge: Merge, budget: float, kv: KVPrecision) -> CommonShape | str | None:
+    """Return the layers that the members of a merge get first; None if they are alike.
+
+    kv: what the KV caches of all will be in. The layers may lose what that leaves of the budget.
+    """
     if len({group.layers for group in merge.groups}) == 1:
         return None
     members, first = merge.groups, merge.groups[0]
@@ -246,7 +263,7 @@ def levelled(merge: Merge, budget: float) -> CommonShape | str | None:
     return common_shape(
         [group.layers for group in members],
         first.losses,
-        budget,
+        max(0.0, budget - max(_lost_by_kv(group, kv) for group in members)),
         resting=first.rest.precision,
         may_rise=lambda member, orders: _has_room_for(members[member], orders),
     )
@@ -313,14 +330,15 @@ def _offer(one: WeighedMerge, num_tokens: int) -> MergeOffer:
         room_s=missing / speed if missing and speed else 0.0,
         parted=one.parting.instances if one.parting else (),
         halves=max(map(len, change.orders)) if change else 0,
-        loss=(change.loss if change else 0.0) + (_added_by_kv(merge) if one.kv == "int8" else 0.0),
+        loss=(change.loss if change else 0.0) + (_added_by_kv(merge, one.kv) if one.kv else 0.0),
         is_kv_converted=one.kv is not None,
         refusal=refusal,
     )
 
 
-def _added_by_kv(merge: Merge) -> float:
-    return max(group.kv_loss or 0.0 for group in merge.groups if group.kv_precision == "full")
+def _added_by_kv(merge: Merge, precision: KVPrecision) -> float:
+    """Return the most that the conversion adds to a member's loss."""
+    return max(_lost_by_kv(one, precision) - _lost_by_kv(one, one.kv_precision) for one in merge.groups)
 
 
 def _names(merge: Merge) -> list[str]:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from bus.groups import Members, parted
-from bus.messages import LayerShape
+from bus.messages import InstanceCard, InstanceTelemetry
 from bus.morphs import HalfOrder
 from bus.policy import Policy
-from bus.shapes import common_shape
+from bus.shapes import common_shape, loss_of_kv
 from gateway.delivery.cluster import Cluster, PlacedInstance
 from gateway.errors import ApiError
 from gateway.operations.steps import DegreeStep
@@ -41,17 +41,21 @@ def with_equal_layers(
     """Return the steps, with swaps before the first merge where layers differ. Raises ApiError 409.
 
     Without a report of the layers there is no swap, and the workers refuse to merge if these differ.
+    What their KV caches lose in 8 bits is taken off the budget of loss.
     """
     first = next((number for number, step in enumerate(steps) if step.tp == len(step.workers)), len(steps))
     joining = {name for step in steps[first:] for name in step.workers}
     members = [one for one in _parts(groups, steps[:first]) if joining.issuperset(one)]
-    layers = [found for one in members if (found := _layers(cluster, places[one[0]], now))]
-    if len(layers) < len(members) or len({tuple(one) for one in layers}) < 2:
+    places_of = [places[one[0]] for one in members]
+    known = [(place.card, found) for place in places_of if (found := _report(cluster, place, now))]
+    layers = [report.layers for _, report in known]
+    if len(known) < len(members) or not all(layers) or len({tuple(one) for one in layers}) < 2:
         return list(steps)
-    card = places[members[0][0]].card
+    card = places_of[0].card
     in_force = policy.in_force() or Policy(loss_budget=policy.loss_budget).in_force() or policy
     resting = card.precision if card.deployed else card.best
-    common = common_shape(layers, card.losses, in_force.most_loss, resting=resting)
+    budget = max(0.0, in_force.most_loss - _lost_by_kv(known))
+    common = common_shape(layers, card.losses, budget, resting=resting)
     if isinstance(common, str):
         raise ApiError(409, f"these workers form no group: {common}", param="workers", code="shapes_differ")
     swaps = [SwapStep(one, halves) for one, halves in zip(members, common.orders, strict=True) if halves]
@@ -64,6 +68,10 @@ def _parts(groups: Iterable[Members], parting: Sequence[DegreeStep]) -> list[Mem
     return [part for group in groups for part in parted(group, degrees.get(group, len(group)))]
 
 
-def _layers(cluster: Cluster, place: PlacedInstance, now: float) -> list[LayerShape]:
+def _report(cluster: Cluster, place: PlacedInstance, now: float) -> InstanceTelemetry | None:
     found = cluster.instance_metrics(place.card.id, place.worker.epoch, now)
-    return found.last.layers if found else []
+    return found.last if found else None
+
+
+def _lost_by_kv(members: Iterable[tuple[InstanceCard, InstanceTelemetry]]) -> float:
+    return max(loss_of_kv(report.kv_precision, card.kv_dtype, card.kv_loss) for card, report in members)

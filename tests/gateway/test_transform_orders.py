@@ -13,6 +13,7 @@ from bus.client import LiveWorker
 from bus.messages import LayerShape, Stage, WorkerCard
 from bus.morphs import MorphOutcome, MorphReport, Transform, TransformOrder
 from bus.policy import Policy
+from bus.precisions import KVPrecision
 from gateway.delivery.cluster import Cluster, PlacedInstance
 from gateway.errors import ApiError
 from gateway.morphs import Morphs
@@ -298,12 +299,15 @@ LOW = [LayerShape(attention="int8", ffn="int8"), *FULL[1:]]
 LOWER = [*[LayerShape(attention="int8", ffn="int8")] * 3, LayerShape()]
 
 
-def levelled(cards: list[WorkerCard], tp: int, **layers: list[LayerShape]) -> list[str]:
-    """The steps that join all of them, which have these layers."""
+def levelled(
+    cards: list[WorkerCard], tp: int, kv: KVPrecision = "full", **layers: list[LayerShape]
+) -> list[str]:
+    """The steps that join all of them, which have these layers and KV caches."""
     there = cluster(cards)
     told = [metrics_of(one.instances[0].id, one.epoch, layers=layers.get(one.id, FULL)) for one in cards]
     workers = [report for one in told for report in one.workers]
-    instances = [found for one in told for found in one.instances]
+    found = [one for report in told for one in report.instances]
+    instances = [replace(one, last=replace(one.last, kv_precision=kv)) for one in found]
     there.add_metrics(replace(told[0], workers=workers, instances=instances), 0.0)
     order = TransformOrder(workers=[one.id for one in cards], tp=tp)
     model, steps = transforms.plan(there, order, Policy(mode="manual"), 0.0)
@@ -320,6 +324,16 @@ def test_workers_with_unlike_layers_get_equal_ones_before_they_join() -> None:
     assert levelled(two, 2) == ["tp 2 on w0, w1"]
     assert levelled(two, 2, w1=LOW) == ["2 halves of layers to full on w1", "tp 2 on w0, w1"]
     assert levelled(two, 2, w0=LOW, w1=LOWER) == ["4 halves of layers to int8 on w0", "tp 2 on w0, w1"]
+
+
+def test_what_kv_in_8_bits_loses_is_not_left_for_layers_to_lose() -> None:
+    two = [replace(one, instances=[replace(one.instances[0], kv_loss=0.0024)]) for one in ALONE[:2]]
+    kept = ["4 halves of layers to int8 on w0", "tp 2 on w0, w1"]
+    assert levelled(two, 2, "full", w0=LOW, w1=LOWER) == kept
+    back = ["2 halves of layers to full on w0", "6 halves of layers to full on w1", "tp 2 on w0, w1"]
+    assert levelled(two, 2, "int8", w0=LOW, w1=LOWER) == back
+    at_rest = [replace(one, instances=[replace(one.instances[0], kv_dtype="int8")]) for one in two]
+    assert levelled(at_rest, 2, "int8", w0=LOW, w1=LOWER) == kept
 
 
 def test_groups_part_first_and_swap_as_what_they_then_are() -> None:

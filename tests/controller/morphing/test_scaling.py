@@ -24,6 +24,7 @@ from bus.policy import Policy
 from bus.precisions import KVPrecision
 from controller.morphing.decision import MorphDecision, parting
 from controller.morphing.groups import Group
+from controller.morphing.resting import Rest
 from controller.morphing.scaling import hear, scale_down, scale_up
 from controller.morphing.track import FORGET_S, Freshness, State, Track, observe, sent, unsent
 from tests.support.parallelism_groups import group, singles
@@ -449,6 +450,28 @@ def test_members_that_would_lose_more_than_the_budget_are_not_made_alike() -> No
     assert Hand(kv_of(0, FULL), full, loss_budget=0.0005).demand(300, times=9) is None
     swapped = Hand(kv_of(0, FULL), full, loss_budget=0.001).demand(300, times=9)
     assert swapped is not None
+
+
+def test_layers_and_kv_are_made_alike_within_one_budget_of_loss() -> None:
+    """Each of the two costs 0.1 %; the member without room for more bits keeps its fewer ones."""
+    tight = {"used_tokens": 50, "kv_tokens": 80}
+    low = replace(kv_group(1, "int8", **tight), layers=LOW)
+    assert Hand(kv_group(0, "full"), low, loss_budget=0.0015).demand(300, times=9) is None
+    first = Hand(kv_group(0, "full"), low, loss_budget=0.002).demand(300, times=3)
+    assert first is not None and (first.instance, first.kv_dtype) == ("m@w0", "int8")
+    converted = kv_group(0, "int8")
+    assert Hand(converted, low, loss_budget=0.0015).demand(300, times=9) is None
+    then = Hand(converted, low, loss_budget=0.002).demand(300, times=3)
+    assert then is not None and (then.instance, len(then.halves)) == ("m@w0", len(PARTS))
+    at_rest = [replace(one, kv_rest="int8") for one in (converted, low)]
+    assert Hand(*at_rest, loss_budget=0.0015).demand(300, times=3) is not None, "what rests in int8 is free"
+
+
+def test_members_of_a_deployment_are_made_alike_within_its_own_limit_of_loss() -> None:
+    low = kv_of(1, LOW, used_tokens=50, kv_tokens=80)
+    for left, levels in ((0.0005, False), (0.001, True)):
+        hand = Hand(*(replace(one, rest=Rest(loss_left=left)) for one in (kv_of(0, FULL), low)))
+        assert (hand.demand(300, times=9) is not None) == levels
 
 
 def test_a_request_that_a_swap_makes_room_for_needs_no_group() -> None:
