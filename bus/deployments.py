@@ -146,7 +146,8 @@ class Profile:
     degrees: list[int] = field(default_factory=list)  # tensor-parallel degrees of its weights; empty: unknown
     loss: dict[Precision, float] = field(default_factory=dict)  # share of perplexity added; absent: unknown
     kv_gain: float = 1.0  # KV blocks in 8 bits in the bytes of one that was measured; 1: not to be had
-    kv_loss: float | None = None  # share of perplexity that these cost; None: unknown
+    kv_loss: float | None = None  # share of perplexity that KV in 8 bits costs; None: unknown
+    kv_dtype: KVPrecision = "full"  # that was measured, by the settings of the workers
     device_seconds: float = 0.0  # spent on measuring
     peak_bytes: int = 0  # most pages in use at once
     ended_ms: int = 0

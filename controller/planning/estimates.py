@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from bus.deployments import Configuration, Estimate, Intent, Profile
-from bus.precisions import KV_PRECISIONS
+from bus.precisions import KVPrecision
 from controller.planning.latency import LatencyModel
 from controller.planning.memory import MemoryModel
 from controller.planning.uncertainty import Uncertain, exactly, weakest
@@ -32,9 +32,17 @@ def estimate_all(
         for tp, pp in sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
         for precision in latency.precisions()
         if precision in memory.precisions()
-        for kv_dtype in KV_PRECISIONS
-        if kv_dtype == "full" or profile.kv_gain > 1
+        for kv_dtype in _kv_forms(profile, intent)
     ]
+
+
+def _kv_forms(profile: Profile, intent: Intent) -> list[KVPrecision]:
+    """Return the forms of KV to choose from.
+
+    Where the workers hold it in 8 bits by their settings, that is "full"; an intent may also fix it by name.
+    """
+    is_had = profile.kv_gain > 1 or profile.kv_dtype == intent.kv_dtype == "int8"
+    return ["full", "int8"] if is_had else ["full"]
 
 
 def _estimate(

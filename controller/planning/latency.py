@@ -51,6 +51,8 @@ class LatencyModel:
         """
         if configuration.kv_dtype != "full":
             same = self.timing(replace(configuration, kv_dtype="full"), intent)
+            if configuration.kv_dtype == self._profile.kv_dtype:
+                return same
             return Timing(
                 same.ttft.weakened("extrapolated"), same.tpot.weakened("extrapolated"), same.context
             )

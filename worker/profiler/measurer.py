@@ -19,7 +19,7 @@ import torch
 
 from bus.checkpoints import BadCheckpoint, folder_digest
 from bus.deployments import Configuration, LinkSample, Measure, MemorySample, Profile
-from bus.precisions import KV_PRECISIONS, Precision
+from bus.precisions import Precision
 from bus.settings import WorkerSettings
 from bus.version import program_version
 from worker.deploy.loader import dtype_of
@@ -156,17 +156,19 @@ class Measurer:
             log.warning("the profile of %s is kept only in Redis: %s", command.model, error)
 
     def _with_kv(self, profile: Profile, plan: CutPlan, config: ModelConfig) -> Profile:
-        """Add what a KV cache in 8 bits would gain and lose, where it was measured in the model's dtype."""
+        """Add the form of KV that was measured, what one in 8 bits loses, and what it would gain."""
         tokens, dtype = self.settings.block_tokens, plan.model.dtype
-        if self.settings.kv_dtype != "full" or tokens % 2:
-            return replace(profile, kv_gain=1.0, kv_loss=None)
-        full, in_8_bits = (plan.config.kv_block_bytes(tokens, dtype, one) for one in KV_PRECISIONS)
+        profile = replace(profile, kv_gain=1.0, kv_loss=None, kv_dtype=self.settings.kv_dtype)
+        if tokens % 2:
+            return profile
+        measured = plan.config.kv_block_bytes(tokens, dtype, profile.kv_dtype)
+        in_8_bits = plan.config.kv_block_bytes(tokens, dtype, "int8")
         loss = None
         if self.settings.load_format != "dummy":
             loss, why = kv_loss_or_why(config)
             if loss is None:
                 log.info("the loss of KV in 8 bits of %s is unknown: %s", profile.model, why)
-        return replace(profile, kv_gain=full / in_8_bits, kv_loss=loss)
+        return replace(profile, kv_gain=measured / in_8_bits, kv_loss=loss)
 
     def _losses(self, command: Measure, config: ModelConfig) -> dict[Precision, float]:
         """Return what `instar profile` stored beside the model; read each time, as it may come later."""

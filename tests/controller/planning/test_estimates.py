@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from bus.deployments import Configuration, CostModel, Estimate, Intent, Profile
 from bus.precisions import Precision
 from controller.planning.estimates import estimate_all
+from controller.planning.intent import rank
 from controller.planning.latency import LatencyModel
 from controller.planning.memory import MemoryModel, kv_blocks
 from controller.planning.uncertainty import between, exactly, line_at, repeated, slope_of
@@ -457,3 +458,15 @@ def test_kv_in_8_bits_is_one_more_choice_with_its_memory_and_its_loss() -> None:
     unknown = estimate_all(replace(profile, kv_loss=None), intent)
     assert all((one.loss is None) == (one.configuration.kv_dtype == "int8") for one in unknown)
     assert {one.configuration.kv_dtype for one in estimate_all(profile_of(Truth()), intent)} == {"full"}
+
+
+def test_kv_in_8_bits_by_the_workers_settings_is_also_had_by_its_name() -> None:
+    """As in the intent of a deployment whose record was lost, which fixes all that it has."""
+    profile = replace(profile_of(Truth()), kv_dtype="int8", kv_loss=0.001)
+    asked = Intent(tp=1, pp=1, precision="full", kv_dtype="int8")
+    (named,) = rank(estimate_all(profile, asked), asked)
+    by_shape = {one.configuration: one for one in estimate_all(profile, Intent())}
+    assert {shape.kv_dtype for shape in by_shape} == {"full"}
+    as_set = by_shape[replace(named.configuration, kv_dtype="full")]
+    assert (named.memory_bytes, named.latency_s) == (as_set.memory_bytes, as_set.latency_s)
+    assert named.loss and named.loss.value == 0.001

@@ -249,6 +249,8 @@ def test_a_profile_with_another_kv_cache_is_measured_again(folder: Path, pool: P
     assert in_8_bits.find(command) is None
     profile = measured(in_8_bits, command)
     assert profile.block_bytes_per_layer == full.block_bytes_per_layer * (8 + 2) // (8 * 4)  # heads of 8
+    assert (full.kv_dtype, full.kv_gain) == ("full", 8 * 4 / (8 + 2))
+    assert (profile.kv_dtype, profile.kv_gain) == ("int8", 1.0)
     assert in_8_bits.find(command) == profile
 
 
