@@ -53,9 +53,9 @@ def exactly(value: float, basis: Basis = "measured") -> Uncertain:
     return Uncertain(value, basis=basis)
 
 
-def within(low: float, value: float, high: float, basis: Basis = "assumed") -> Uncertain:
-    """Return a value between two limits."""
-    return Uncertain(value, value - low, high - value, basis)
+def within(low: float, value: float, high: float) -> Uncertain:
+    """Return a value that is assumed between two limits."""
+    return Uncertain(value, value - low, high - value, "assumed")
 
 
 def repeated(values: Sequence[float]) -> Uncertain:

@@ -204,15 +204,13 @@ def _problem(found: EngineCalibration) -> str:
 
 
 def not_covered(
-    calibration: EngineCalibration, longest_prompt: int, precisions: list[Precision], running: int = 0
+    calibration: EngineCalibration, longest_prompt: int, precisions: list[Precision]
 ) -> list[str]:
     """Return what is asked for and was not measured: what, the value and the limit."""
     covers, missing = calibration.covers, []
     if longest_prompt > covers.prompt_tokens:
         limit = covers.prompt_tokens
         missing.append(f"prompts of {longest_prompt} tokens, and the longest measured has {limit}")
-    if running > covers.running:
-        missing.append(f"{running} sequences at once, and at most {covers.running} were measured")
     if unknown := [one for one in precisions if one not in covers.precisions]:
         measured = ", ".join(covers.precisions)
         missing.append(f"layers in {' and '.join(unknown)}, and measured are {measured}")
