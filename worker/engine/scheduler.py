@@ -19,8 +19,8 @@ Sarathi-Serve (OSDI '24, decodes first, prefills fill the rest of the token budg
     group other members may hold the missing blocks: the oldest then waits until they lend them.
 5.  A sequence that would not fit even alone leaves with an error.
 6.  A model with two sets of rotary frequencies (longrope) takes those for the number of a sequence's known
-    tokens. A sequence that outgrows the short ones gives up its blocks, and is recomputed at once with the
-    long ones, as transformers does.
+    tokens. A sequence that outgrows the short ones gives up its blocks, keeps its place, and is recomputed at
+    once with the long ones, as transformers does.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SchedulerOutput:
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)  # need a row before the step
-    preempted: list[Sequence] = field(default_factory=list)  # lost their blocks; wait at the head again
+    preempted: list[Sequence] = field(default_factory=list)  # lost their blocks and rows, also to begin anew
     rejected: list[tuple[Sequence, str]] = field(default_factory=list)  # left the scheduler, with the reason
     num_tokens: int = 0
 
@@ -254,31 +254,40 @@ class Scheduler:
     # ----------------------------------------------------------------------------- the five passes
 
     def _restart_outgrown(self, output: SchedulerOutput) -> None:
-        """Move sequences whose KV turns by frequencies that no longer are theirs to the head of the queue."""
+        """Take the blocks of sequences whose KV turns by frequencies that no longer are theirs.
+
+        They run on in their places, and begin again when `_find_blocks` comes to them.
+        """
         if not self.limits.short_context:
             return
-        for seq in reversed([seq for seq in self.running if not seq.is_long]):
-            if self.limits.is_long(len(seq.token_ids)):
+        for seq in self.running:
+            if not seq.is_long and self.limits.is_long(len(seq.token_ids)):
                 self._needed_at = -1
-                self.running.remove(seq)
-                self._return_to_queue(seq, output)
+                self._free(seq)
+                output.preempted.append(seq)
 
     def _find_blocks(self, output: SchedulerOutput) -> None:
         """Give each running sequence the block of its newest token, oldest first, preempting the youngest."""
         block_tokens, i = self.limits.block_tokens, 0
         while i < len(self.running):
             seq = self.running[i]
+            if begins := not seq.block_ids:
+                self._start_from(seq, self._cached(seq))
             missing = seq.num_blocks_needed(block_tokens) - len(seq.block_ids)
             while missing > self.blocks.num_free and len(self.running) > i + 1:
                 self._preempt_youngest(output)
             if missing <= self.blocks.num_free:
                 if missing:
                     self._hold(seq, self.blocks.allocate(missing))
+                if begins:
+                    output.admitted.append(seq)
                 i += 1
             elif i or seq.num_blocks_needed(block_tokens) <= self.blocks.capacity:
                 self._preempt_youngest(output)  # itself
             else:
-                self.remove(seq)
+                self._needed_at = -1
+                self.running.remove(seq)
+                self._free(seq)
                 output.rejected.append((seq, self._too_long(seq)))
 
     def _run_decodes(self, output: SchedulerOutput, max_tokens: int) -> None:
@@ -346,7 +355,7 @@ class Scheduler:
         self._forget_kv(seq)
 
     def _forget_kv(self, seq: Sequence) -> None:
-        seq.num_lost_tokens = seq.num_computed_tokens
+        seq.num_lost_tokens = max(seq.num_lost_tokens, seq.num_computed_tokens)
         seq.block_ids, seq.num_computed_tokens, seq.num_indexed_blocks = [], 0, 0
         seq.precision = "full"
         self._choose_rope(seq)

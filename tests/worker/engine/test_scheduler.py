@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -121,6 +122,23 @@ def test_the_youngest_is_preempted_and_recomputed_first_when_blocks_run_out() ->
         assert all(seq.request.request_id != "a" for seq in plan.preempted), "the oldest is never preempted"
     assert seen == ["a", "b", "c"]
     assert scheduler.num_preemptions > 0
+
+
+def test_a_sequence_that_outgrows_the_short_frequencies_keeps_its_place() -> None:
+    """The first one begins again at 7 tokens, while the second fills the cache; so does the second later."""
+    scheduler = make(capacity=7, block_tokens=2)
+    expect_no_growth(scheduler)
+    scheduler.limits = replace(scheduler.limits, short_context=6)
+    first, second = sequence("first", 5), sequence("second", 3)
+    for seq in (first, second):
+        scheduler.add(seq)
+    ended: list[Sequence] = []
+    for _ in range(40):
+        ended += step(scheduler)[1]
+        assert first in ended or scheduler.running[0] is first
+    assert ended == [first, second]
+    assert scheduler.num_recomputed == 6 + 6, "each what it had when it began again"
+    assert scheduler.num_preemptions == 1, "the second could not begin again beside the first"
 
 
 def work_off(scheduler: Scheduler, seqs: list[Sequence]) -> list[Sequence]:
