@@ -30,6 +30,9 @@ class NamedWeights:
     def check(self, sources: Iterable[CheckpointTensor]) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
     def fill(
         self,
         targets: Sequence[torch.Tensor],

@@ -72,6 +72,7 @@ class Model:
 
     def complete(self) -> None:
         """Finish a model made by `reserve_model`, once its layers, embedding and head have pages."""
+        self.source.close()
         self._transformer = Transformer(self.config, self.layers, ends=_ends(self._weights))
 
     def shape(self) -> list[LayerShape]:

@@ -53,6 +53,9 @@ class WeightSource(Protocol):
         targets: its runs of rows (`CheckpointTensor.targets`). Raises ModelError, and what `pause` raises.
         """
 
+    def close(self) -> None:
+        """Close what is still open for the next tensors, which can be read all the same."""
+
 
 class CheckpointWeights:
     """The tensors of model.safetensors, or of the shards that its index names."""
@@ -163,12 +166,17 @@ class CheckpointWeights:
         except SafetensorError as error:
             raise ModelError(f"{path}: tensor {tensor}: {error}") from error
 
+    def close(self) -> None:
+        self._last = None
+
     def _slice(self, path: Path, tensor: str) -> Any:
         """Return a tensor of the file that is open; it is opened anew after REOPEN_BYTES."""
         for _ in range(2):
-            if self._last is None or self._last[0] != path:
-                self._last, self._bytes_read = (path, _open(path)), 0
-            stored = self._last[1].get_slice(tensor)
+            last = self._last  # another thread may close it
+            if last is None or last[0] != path:
+                self._last = last = path, _open(path)
+                self._bytes_read = 0
+            stored = last[1].get_slice(tensor)
             size = math.prod(stored.get_shape()) * _SIZES.get(stored.get_dtype(), 4)
             if not self._bytes_read or self._bytes_read + size <= REOPEN_BYTES:
                 break
@@ -190,6 +198,9 @@ class RandomWeights:
 
     def check(self, sources: Iterable[CheckpointTensor]) -> None:
         """Accept every tensor."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
     def fill(
         self,

@@ -364,6 +364,9 @@ def lay_out(
     """Return uint8 [plan.nbytes] in full precision, as it lies in a model's pages."""
     laid_out = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device)
     tensors = tensors_in(laid_out, plan)
-    for each in plan.sources:
-        source.fill(each.targets(tensors), each, pause)
+    try:
+        for each in plan.sources:
+            source.fill(each.targets(tensors), each, pause)
+    finally:
+        source.close()
     return laid_out

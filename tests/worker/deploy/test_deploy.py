@@ -115,6 +115,7 @@ def test_a_model_can_come_with_its_kv_cache_in_8_bits(
 ) -> None:
     assert place.end_of(place.deploy("second", folders["second"], kv_dtype="int8")).state == "applied"
     assert place.engine.instances["second@w0"].shape_id == "tp1-full-kv8"
+    assert str(folders["second"]) not in Path("/proc/self/maps").read_text(), "its checkpoint is closed"
     for name, prompt in PROMPTS.items():
         place.submit(name, "second", prompt, 20)
     place.run()

@@ -89,6 +89,22 @@ def test_a_large_tensor_is_filled_in_pieces_and_can_be_stopped_after_each(
     assert int(stopped.count_nonzero()) == pauses[0]
 
 
+def test_a_file_stays_open_over_the_tensors_of_it_until_it_is_closed(sharded: Path) -> None:
+    checkpoint = CheckpointWeights(sharded)
+    for name in ("model.norm.weight", "model.embed_tokens.weight"):
+        assert checkpoint.read(name).numel()
+    assert len(open_files(sharded)) == 1
+    checkpoint.close()
+    assert not open_files(sharded)
+    assert checkpoint.read("model.norm.weight").numel() == TINY["hidden_size"]
+
+
+def open_files(folder: Path) -> set[str]:
+    """Return the files of a folder that this process has in its memory."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.partition("/")[2] for line in lines if f"{folder}/" in line}
+
+
 def test_one_file_and_many_shards_load_the_same_weights(whole: Path, sharded: Path) -> None:
     assert len(list(sharded.glob("*.safetensors"))) > 3
     runners = [Runner(whole), Runner(sharded)]

@@ -78,6 +78,9 @@ class NamedMatrices:
     def check(self, sources: object) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
     def fill(
         self,
         targets: Sequence[torch.Tensor],
