@@ -150,6 +150,35 @@ def never_so_precise(model: str, floor: str, best: str) -> ApiError:
     return invalid(message, "min_precision", "precision_unavailable")
 
 
+def never_so_precise_kv(model: str, floor: str, best: str) -> ApiError:
+    """Refuse a floor above what the KV cache rests in at every instance."""
+    message = (
+        f"the KV cache of {model!r} rests in {best!r} at every instance (worker.kv_dtype, or kv_dtype of its"
+        f" deployment), below {floor!r}; lower min_precision to {best!r}, raise max_loss, or have it held in"
+        " full precision (`instar morph kv full`)"
+    )
+    return invalid(message, "min_precision", "precision_unavailable")
+
+
+def never_within_loss(model: str, max_loss: float, kv: str, least: float | None) -> ApiError:
+    """Refuse a limit of loss that the KV cache, as it rests at every instance, cannot keep.
+
+    least: the lowest limit that can be kept; None: not measured.
+    """
+    remedy = (
+        f"what that or layers in {kv!r} lose is not measured; run `instar profile` on the model's folder and"
+        " load it again, or leave max_loss out"
+        if least is None
+        else f"the lowest limit that can be kept is {math.ceil(least * 1e6) / 1e6:g}; raise max_loss to that,"
+        " or have it deployed with its KV cache in full precision"
+    )
+    message = (
+        f"max_loss is {max_loss:g}, and the KV cache of {model!r} rests in {kv!r} at every instance"
+        f" (worker.kv_dtype, or kv_dtype of its deployment): {remedy}"
+    )
+    return invalid(message, "max_loss", "precision_unavailable")
+
+
 def deadline_exceeded(waited_s: float, unmet_wish: str = "") -> ApiError:
     """`unmet_wish`: what the request waited for, if that is known."""
     why = f" ({unmet_wish})" if unmet_wish else ""

@@ -10,16 +10,17 @@ from math import inf
 from typing import Final, Literal
 
 from bus.messages import InstanceCard, SamplingParams
-from bus.precisions import Precision, is_below, lowest
+from bus.precisions import PRECISIONS, KVPrecision, Precision, is_below, lowest
 from gateway.delivery.cluster import Cluster
 from gateway.delivery.request import GenerationRequest
-from gateway.errors import invalid, never_so_precise, too_long
+from gateway.errors import invalid, never_so_precise, never_within_loss, too_long
 from gateway.openai.params import CallBody, ChatBody, CompletionBody, SamplingBody
 from gateway.openai.request_log import RequestLog
 from gateway.text.tokenizer import Tokenizer
 
 _SEED_MASK = 2**63 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the seeds of n choices
+_ROUNDING: Final = 1e-9  # of sums of losses
 
 # Parameters that a worker gets as the client sent them. Each choice has a seed of its own.
 _PASSED_ON: Final = {one.name for one in fields(SamplingParams)} & SamplingBody.model_fields.keys() - {"seed"}
@@ -70,6 +71,7 @@ class RequestBuilder:
                 "max_tokens",
             )
         sampling = _sampling(body, max_tokens, () if body.ignore_eos else tokenizer.stop_token_ids)
+        floor = floor_of(body.min_precision, body.max_loss, card, self._kv_rest(card))
         return [
             GenerationRequest(
                 id=f"{call_id}-{i * body.n + choice}",
@@ -79,7 +81,7 @@ class RequestBuilder:
                 sampling=sampling[choice],
                 arrived=log.arrived,
                 trace_id=log.request_id,
-                min_precision=floor_of(body.min_precision, body.max_loss, card),
+                min_precision=floor,
                 waits_for_precision=body.min_precision_wait,
                 cache_salt=body.cache_salt,
                 stop=tuple(body.stop),
@@ -90,6 +92,11 @@ class RequestBuilder:
             for i in range(len(given))
             for choice in range(body.n)
         ]
+
+    def _kv_rest(self, card: InstanceCard) -> KVPrecision:
+        """Return what the KV cache rests in, of the ready instance of the model where it has most bits."""
+        rests = (one.card.kv_dtype for one in self._cluster.ready(card.model))
+        return min(rests, key=PRECISIONS.index, default=card.kv_dtype)
 
     def _max_tokens(self, body: CallBody, num_prompt: int, context: int, card: InstanceCard) -> int:
         """Return what the client asked for, else a default that needs no group beside the prompt."""
@@ -105,23 +112,44 @@ class RequestBuilder:
 
 
 def floor_of(
-    min_precision: Precision | None, max_loss: float | None, card: InstanceCard
+    min_precision: Precision | None,
+    max_loss: float | None,
+    card: InstanceCard,
+    kv_rest: KVPrecision = "full",
 ) -> Precision | Literal[""]:
     """Return the precision that no layer may be below; "": any will do.
 
     `max_loss` is kept by the fewest bits that all layers can be in, and the KV cache in 8 bits, without
     losing more. A precision whose loss was not measured is not among them. Where both are asked for, more
-    bits win. Raises ApiError 400 if the model's checkpoint has fewer bits.
+    bits win. kv_rest: what the KV cache rests in, at the instance where it has most bits.
+
+    Raises ApiError 400 if the model's checkpoint has fewer bits, or its KV cache loses more at rest.
     """
     if min_precision and is_below(card.best, min_precision):
         raise never_so_precise(card.model, min_precision, card.best)
     if max_loss is None:
         return min_precision or ""
-    by_kv = card.kv_loss or 0.0
-    kept = lowest(
-        [one for one in card.variants if card.losses.get(one, inf) + by_kv <= max_loss] or [card.best]
-    )
+    if kv_rest != "full":
+        kept = _floor_beside_kv(kv_rest, max_loss, card)
+    else:
+        by_kv = card.kv_loss or 0.0
+        within = [one for one in card.variants if card.losses.get(one, inf) + by_kv <= max_loss]
+        kept = lowest(within or [card.best])
     return min_precision if min_precision and is_below(kept, min_precision) else kept
+
+
+def _floor_beside_kv(kv: KVPrecision, max_loss: float, card: InstanceCard) -> Precision:
+    """Return the floor by `max_loss` where every KV cache rests in `kv`. Raises ApiError 400 without one."""
+    losses = {one: card.losses.get(one, inf) for one in card.variants} | {card.best: 0.0}
+    by_kv = inf if card.kv_loss is None else card.kv_loss
+    kept = lowest(one for one, loss in losses.items() if loss + by_kv <= max_loss + _ROUNDING)
+    if not is_below(kv, kept):
+        return kept
+    # A floor above `kv` is one for the KV cache, too: layers can be kept above only where none can be in it.
+    least = losses.get(kv, 0.0) + by_kv
+    if least <= max_loss + _ROUNDING:
+        return kv
+    raise never_within_loss(card.model, max_loss, kv, None if least == inf else least)
 
 
 def _sampling(body: CallBody, max_tokens: int, stop_token_ids: tuple[int, ...]) -> list[SamplingParams]:

@@ -18,7 +18,7 @@ from bus.messages import (
     lowest_half,
     lowest_precision,
 )
-from bus.precisions import PRECISIONS, Precision, is_below
+from bus.precisions import PRECISIONS, KVPrecision, Precision, is_below
 from gateway.delivery.dispatch import Candidate, TooLong, Wait, choose
 from gateway.delivery.request import RequestState
 from gateway.errors import ApiError
@@ -183,6 +183,58 @@ def test_a_stream_that_lost_its_worker_waits_for_its_precision_though_it_would_n
     assert state.target is not None and state.received == [7]
 
 
+def rests_in_8_bits(core: Core, worker: str) -> None:
+    card = core.cards[worker]
+    core.cards[worker] = replace(card, instances=[replace(card.instances[0], kv_dtype="int8")])
+    core.poll()
+
+
+def told_of_kv(core: Core, kv_precision: KVPrecision) -> None:
+    told = sample_of()
+    instances = [replace(one, last=replace(one.last, kv_precision=kv_precision)) for one in told.instances]
+    core.report(replace(told, instances=instances))
+
+
+def test_a_floor_above_the_kv_cache_at_rest_is_refused_at_once() -> None:
+    core = core_of("w0")
+    rests_in_8_bits(core, "w0")
+    told_of_kv(core, "int8")
+    for waits in (True, False):
+        with pytest.raises(ApiError, match=r"rests in 'int8' .* lower min_precision to 'int8'") as no:
+            floored(core, waits=waits)
+        assert (no.value.status, no.value.param, no.value.code) == (
+            400,
+            "min_precision",
+            "precision_unavailable",
+        )
+    core.delivery.submit(core.state("kept", min_precision="int8"))
+    assert core.delivery.table.requests["kept"].target is not None
+    core.gateway.check_integrity()
+
+
+def test_a_kv_cache_at_rest_in_8_bits_that_was_converted_by_hand_keeps_a_floor_above() -> None:
+    core = core_of("w0")
+    rests_in_8_bits(core, "w0")
+    state = floored(core)  # there is no report: it may have been converted
+    assert state.target is not None
+    core.sent(state, begun=False)
+    core.deliver(state, [], finish="error", error="the KV cache is in int8", reject_reason=BELOW_FLOOR)
+    assert isinstance(state.sink, Ear) and state.sink.error is not None and state.sink.error.status == 400
+    told_of_kv(core, "full")
+    assert floored(core, "r2").target is not None
+
+
+def test_a_floor_above_one_kv_cache_at_rest_waits_for_another_instance() -> None:
+    core = core_of("w0", "w1")
+    rests_in_8_bits(core, "w0")
+    told, other = sample_of(), sample_of("m@w1", layers=[INT4])
+    (one,) = told.instances
+    one = replace(one, last=replace(one.last, kv_precision="int8"))
+    core.report(replace(told, workers=[*told.workers, *other.workers], instances=[one, *other.instances]))
+    state = floored(core)
+    assert state.target is None and state in core.delivery.table.for_precision
+
+
 @pytest.mark.parametrize(
     ("min_precision", "max_loss", "floor"),
     [
@@ -220,6 +272,24 @@ def test_more_bits_than_a_quantised_checkpoint_has_are_refused_at_once() -> None
         ) as no:
             floor_of(floor, None, card)
         assert no.value.status == 400
+
+
+def test_a_limit_of_loss_counts_the_kv_cache_at_rest_and_is_refused_where_that_loses_more() -> None:
+    card = replace(card_with(losses={"int8": 0.0005, "int4": 0.03}), kv_loss=0.0001)
+    assert [floor_of(None, most, card, "int8") for most in (0.0006, 0.0301, 0.9)] == ["int8", "int4", "int4"]
+    with pytest.raises(ApiError, match=r"max_loss is 0\.0005, .* kept is 0\.0006; raise max_loss") as no:
+        floor_of(None, 0.0005, card, "int8")
+    assert (no.value.status, no.value.param) == (400, "max_loss")
+    assert floor_of(None, 0.0, card) == "full", "where some KV cache rests in full precision"
+    no_int8 = replace(card, variants=["full", "int4"])
+    assert floor_of(None, 0.0001, no_int8, "int8") == "int8", "no layer can be in it"
+    with pytest.raises(ApiError, match=r"can be kept is 0\.0001"):
+        floor_of(None, 0.0, no_int8, "int8")
+    for unknown in (replace(card, kv_loss=None), replace(card, losses={})):
+        with pytest.raises(ApiError, match="is not measured; run `instar profile`"):
+            floor_of(None, 0.01, unknown, "int8")
+    quantised = replace(card, variants=["int4"], losses={"int4": 0.0})
+    assert floor_of(None, 0.0001, quantised, "int8") == "int4"
 
 
 def card_with(losses: dict[Precision, float], variants: Sequence[Precision] = PRECISIONS) -> InstanceCard:
