@@ -140,7 +140,8 @@ def test_ranks_of_every_degree_sum_to_the_whole_and_only_unmap(
     x = torch.randn(3, hidden, generator=torch.Generator().manual_seed(1))
     wanted = F.silu(x @ named["gate_proj"].T) * (x @ named["up_proj"].T) @ named["down_proj"].T
     units = full_units(intermediate, max_tp)
-    assert int(image.view(torch.float32).count_nonzero()) == 3 * intermediate * hidden
+    drawn = sum(int(matrix.count_nonzero()) for matrix in named.values())  # a number may be 0 by chance
+    assert int(image.view(torch.float32).count_nonzero()) == drawn > 3 * intermediate * hidden - 9
     for tp in tps:
         ranks = [
             build_feed_forward(config, tensors_in(image, plan.at(shard)), shard=shard)
