@@ -17,6 +17,8 @@ from bus.names import Names
 from tests.faults.load import Stream
 
 NUM_LAYERS = 8  # of models/demo
+ENDED_S = 90.0  # within which an order ends
+COMPILED_S = 300.0  # and one that compiles kernels, on a busy machine
 FULL = {"attention": "full", "ffn": "full"}
 TOKENS = {"frequency_penalty": 0.5, "logprobs": 0}
 SHAPED = {"extra_body": {"ignore_eos": True, "return_precision": True}}
@@ -73,16 +75,19 @@ class Hand:
         return self.order("resize", {"blocks": blocks} | more, wait=wait)
 
     def convert(self, kv_dtype: str, *, wait: bool = True, **more: Any) -> dict[str, Any]:
-        return self.order("kv", {"kv_dtype": kv_dtype} | more, wait=wait)
+        """Convert its KV cache, for which the kernels may have to be compiled first."""
+        return self.order("kv", {"kv_dtype": kv_dtype} | more, wait=wait, within_s=COMPILED_S)
 
-    def order(self, kind: str, body: dict[str, Any], *, wait: bool = False) -> dict[str, Any]:
+    def order(
+        self, kind: str, body: dict[str, Any], *, wait: bool = False, within_s: float = ENDED_S
+    ) -> dict[str, Any]:
         answer = httpx.post(self._url(f"instances/{self.instance}/{kind}"), json=body, timeout=20).json()
-        return self.ended(answer["id"]) if wait and "id" in answer else dict(answer)
+        return self.ended(answer["id"], within_s) if wait and "id" in answer else dict(answer)
 
     def cancel(self, morph_id: str) -> dict[str, Any]:
         return dict(httpx.delete(self._url(f"morphs/{morph_id}"), timeout=20).json())
 
-    def ended(self, morph_id: str, within_s: float = 90.0) -> dict[str, Any]:
+    def ended(self, morph_id: str, within_s: float = ENDED_S) -> dict[str, Any]:
         """Return the end of the morph."""
 
         def look() -> dict[str, Any] | None:

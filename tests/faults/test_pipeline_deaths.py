@@ -18,7 +18,7 @@ from bus.settings import RedisSettings
 from tests.faults.morphs import Hand
 from tests.support.paths import DEMO_MODEL
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow]
+pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
 
 LAYERS, CUT = 8, 3
 PROMPT, NUM_TOKENS = "Once upon a time", 1200

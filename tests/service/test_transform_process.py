@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not (DEMO_MODEL / "config.json").is_file(), reason="models/demo is not built"),
     pytest.mark.faults,
     pytest.mark.slow,
+    pytest.mark.timeout(600),  # of the first one, which compiles kernels where no worker has done so
 ]
 
 NUM_LAYERS = 8
@@ -192,6 +193,7 @@ def test_workers_whose_layers_differ_get_equal_ones_and_become_one(
 def test_a_group_converts_its_kv_cache_while_streams_run_and_parts_in_8_bits(
     service: Service, oracle: list[str]
 ) -> None:
+    recomputed = service.metric("instar_recomputed_tokens_total")
     with service.explained():
         transform(service, 2, "w0", "w1")
         wait_for("one instance", lambda: len(shape(service)) == 1)
@@ -213,6 +215,6 @@ def test_a_group_converts_its_kv_cache_while_streams_run_and_parts_in_8_bits(
         transform(service, 2, "w0", "w1")
         wait_for("one instance", lambda: len(shape(service)) == 1)
         assert Stream(service, LONG, prompt=PROMPTS[0]).start().finished().text == oracle[0]
-        assert service.metric("instar_recomputed_tokens_total") == 0
+        assert service.metric("instar_recomputed_tokens_total") == recomputed
         transform(service, 1, "w0", "w1")
         wait_for("two instances", lambda: len(shape(service)) == 2)
