@@ -131,6 +131,20 @@ class LinkSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankSize:
+    """The most that a rank of a degree that stays takes, by the layout and in whole pages.
+
+    Every rank has a part of everything large, so that nothing is left with which it could serve alone.
+    """
+
+    tp: int
+    precision: Precision
+    layer_bytes: int  # weights of a layer
+    lead_bytes: int  # embedding and head, of each rank of the first stage
+    block_bytes_per_layer: int  # a KV block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """The measurements of a model on one kind of device; key `profile:{model}:{device kind}` and a file."""
 
@@ -143,7 +157,7 @@ class Profile:
     block_tokens: int
     latency: list[LatencySample]
     memory: list[MemorySample]
-    degrees: list[int] = field(default_factory=list)  # tensor-parallel degrees of its weights; empty: unknown
+    degrees: list[int] = field(default_factory=list)  # degrees of groups that may part again; empty: unknown
     loss: dict[Precision, float] = field(default_factory=dict)  # share of perplexity added; absent: unknown
     kv_gain: float = 1.0  # KV blocks in 8 bits in the bytes of one that was measured; 1: not to be had
     kv_loss: float | None = None  # share of perplexity that KV in 8 bits costs; None: unknown
@@ -154,6 +168,18 @@ class Profile:
     links: list[LinkSample] = field(default_factory=list)  # empty: no other worker to measure with
     row_bytes: int = 0  # bytes of a token between two layers; 0: unknown
     max_num_batched_tokens: int = 0  # most tokens in a step; 0: unknown
+    page_bytes: int = 1  # sizes of weights are whole pages of so many bytes; 1: unknown
+    ranks: list[RankSize] = field(default_factory=list)  # of degrees that stay; empty: unknown
+
+    @property
+    def fixed_degrees(self) -> list[int]:
+        """The degrees that its weights can be cut for if the degree stays."""
+        return sorted({one.tp for one in self.ranks})
+
+    def rank_block_bytes(self, tp: int) -> int:
+        """Return the bytes of a KV block in one layer at each rank of a degree that stays; 1: the whole."""
+        of_ranks = (one.block_bytes_per_layer for one in self.ranks if one.tp == tp)
+        return next(of_ranks, self.block_bytes_per_layer // tp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +205,11 @@ class Estimate:
     gpu_hours: Quantity  # per request: devices times latency
     loss: Quantity | None = None  # added perplexity against full precision, as a share; None: unknown
     refusal: str = ""  # why this configuration cannot be deployed now; "": it can
+    # Bytes of the fullest worker's pages, with the KV of the batch: in a group that may part again, whose
+    # workers load the whole model, and where the degree stays. 0: it cannot be so, or is not weighed.
+    group_worker_bytes: int = 0
+    fixed_worker_bytes: int = 0
+    is_fixed: bool = False  # deployed now, the degree would stay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +251,7 @@ class Deployment:
     heir: str = ""  # the deployment that replaced it
     copies: str = ""  # the deployment that the planner serves once more with this one, for a time
     is_ungrouped: bool = False  # workers refused to form a group for it: it is served without
+    is_fixed: bool = False  # each of its workers has a part of the model for good
 
     @property
     def workers(self) -> list[str]:
@@ -227,19 +259,19 @@ class Deployment:
         return [worker for stage in self.stages for worker in stage.workers]
 
     @property
-    def is_pipeline(self) -> bool:
-        """True for several stages: ranks have their shares from the start, nothing transforms it."""
-        return len(self.stages) > 1
+    def is_divided(self) -> bool:
+        """True if workers have their parts from the start, as those of several stages do."""
+        return self.is_fixed or len(self.stages) > 1
 
     @property
     def shown_by(self) -> list[str]:
-        """The workers whose cards show it: all of a group, or the leader of a pipeline."""
-        return self.workers[:1] if self.is_pipeline else self.workers
+        """The workers whose cards show it: all of a group, or the leader of what is divided."""
+        return self.workers[:1] if self.is_divided else self.workers
 
     @property
     def degree_by_transform(self) -> int:
         """The degree of the group to be made of its workers once they serve alone."""
-        return self.configuration.tp if self.configuration and not self.is_pipeline else 1
+        return self.configuration.tp if self.configuration and not self.is_divided else 1
 
     def instance_at(self, worker: str) -> str:
         """Return the id of its instance on `worker`."""

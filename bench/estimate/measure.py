@@ -202,7 +202,9 @@ class Whole:
             pool.check_integrity()
             found = profiler.profile(model=name, digest="", device="cpu", version="")
             device_seconds = round(found.device_seconds + links_s, 3)
-            profile = with_shapes(replace(found, links=links, device_seconds=device_seconds), profiler.plan)
+            profile = with_shapes(
+                replace(found, links=links, device_seconds=device_seconds), profiler.plan, profiler.grid
+            )
             say(f"profiled in {profile.device_seconds:.1f} s")
             for truth in truths:
                 say(in_words(truth))

@@ -22,8 +22,8 @@ _DEPLOY = re.compile(r"(?P<deployment>[^-]+)-(?P<load>[0-9]+)-.+")  # `deploy_id
 
 
 def kept(deployment: Deployment, seen: Observation) -> Transition | None:
-    """Note new epochs of a serving deployment's workers. A pipeline ends with the lease of a stage."""
-    if deployment.is_pipeline:
+    """Note new epochs of a serving deployment's workers. What is divided ends with a lease."""
+    if deployment.is_divided:
         return None
     epochs = dict(deployment.epochs)
     for worker in epochs:
@@ -91,6 +91,7 @@ def _deployment_of(card: InstanceCard, stages: list[Stage], seen: Observation) -
         reason=f"{card.workers[0]} serves it; its record was lost, and its intent: it keeps its shape",
         configuration=shape,
         stages=stages,
+        is_fixed=card.is_divided,
         instance=card.id,
         since_ms=seen.now_ms,
         loads=int(match["load"]),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import ceil
 
 from bus.catalogue import Contents
 from bus.deployments import Deployment
 from bus.messages import InstanceMetrics, Metrics, Stage
+from bus.pages import kv_pages_per_layer
 from controller.deployments.observation import WorkerView
 from controller.deployments.transitions import deployment_of
 from controller.planning.making_room import Tenant
@@ -17,11 +17,15 @@ from controller.planning.making_room import Tenant
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """Memory by worker: `free_bytes` with idle KV; `held` with later stages, which no card shows."""
+    """Memory by worker: `free_bytes` with idle KV; `held` with later stages, which no card shows.
+
+    `ranks` are the instances there that compute each layer together with other workers, or will.
+    """
 
     free_bytes: dict[str, int]
     tenants: list[Tenant]
     held: dict[str, frozenset[str]] = field(default_factory=dict)
+    ranks: dict[str, frozenset[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +45,22 @@ def free_memory(metrics: Metrics | None, devices: Iterable[WorkerView], contents
     """Return what is free and held; workers without a report of their epoch have nothing free."""
     seen = {(one.worker, one.id, one.epoch): one for one in metrics.instances} if metrics else {}
     hidden: dict[str, list[tuple[Deployment, Stage]]] = defaultdict(list)  # stages that no card shows
+    ranks: dict[str, set[str]] = defaultdict(set)
     for one in contents.deployments.values():
         for stage in one.stages:
-            for name in set(stage.workers) - set(one.shown_by):
-                hidden[name].append((one, stage))
+            for name in stage.workers:
+                if name not in one.shown_by:
+                    hidden[name].append((one, stage))
+                if len(stage.workers) > 1:
+                    ranks[name].add(one.instance_at(name))
     memory = FreeMemory({}, [])
     for device in devices:
         worker = device.card.id
         later = [_later(*one, device, contents, seen) for one in hidden[worker]]
         shown = list(_shown(device, seen, sum(one.kv_pages for one in later)))
         memory.held[worker] = frozenset(one.instance for one in (*shown, *later))
+        groups = {card.id for card in device.card.instances if card.tp > 1}
+        memory.ranks[worker] = frozenset(groups | ranks[worker])
         if device.pages is not None:
             idle_pages = sum(max(0.0, one.kv_pages - one.kept_pages) for one in shown)
             memory.free_bytes[worker] = (device.pages.free + int(idle_pages)) * device.card.page_bytes
@@ -61,14 +71,15 @@ def free_memory(metrics: Metrics | None, devices: Iterable[WorkerView], contents
 def _later(
     deployment: Deployment, stage: Stage, device: WorkerView, contents: Contents, seen: Seen
 ) -> _Holding:
-    """Return what a later stage holds: as many blocks as its leader."""
+    """Return what a rank or a later stage holds that no card shows: as many blocks as its leader."""
     lead = deployment.shown_by[0]
     leading = seen.get((lead, deployment.instance_at(lead), deployment.epochs.get(lead, 0)))
     profile = contents.profiles.get((deployment.model, device.kind))
     pages = 0
     if leading is not None and profile is not None:
-        layer_bytes = leading.last.kv_blocks * profile.block_bytes_per_layer / len(stage.workers)
-        pages = (stage.end - stage.first) * ceil(layer_bytes / device.card.page_bytes)
+        block_bytes = profile.rank_block_bytes(len(stage.workers))
+        of_layer = kv_pages_per_layer(leading.last.kv_blocks, block_bytes, device.card.page_bytes)
+        pages = (stage.end - stage.first) * of_layer
     return _Holding(deployment.instance_at(device.card.id), deployment.id, pages, pages)
 
 

@@ -172,12 +172,12 @@ def _check_plannable(intent: Intent, card: ModelCard, contents: Contents, facts:
         both = f"prompt_tokens {intent.prompt_tokens} and output_tokens {intent.output_tokens}"
         why = f"intent: {both} are {tokens} tokens, and the context of {name} has {context}"
         raise OrderRefused(400, f"{why}; ask for {context} or fewer of both together")
-    degrees = [one.degrees for one in profiles_of(contents, card).values()]
+    degrees = [{*one.degrees, *one.fixed_degrees} for one in profiles_of(contents, card).values()]
     possible = {1}.union(*degrees)
     if intent.tp is not None and degrees and all(degrees) and intent.tp not in possible:
         could = ", ".join(map(str, sorted(set().union(*degrees))))
         why = f"intent: tp is {intent.tp}, and the weights of {name} can be cut for {could}"
-        raise OrderRefused(400, f"{why}: its KV heads, its experts and worker.max_tp set that")
+        raise OrderRefused(400, f"{why}: its heads, its KV heads and its experts set that")
     if card.state == "failed":
         raise OrderRefused(409, f"{name} could not be measured: {card.reason}; remove it and add it again")
 

@@ -17,8 +17,8 @@ from controller.planning.placement import Placing
 from controller.planning.plan import Plan, plan
 
 MAX_STAGES = 4
-DEGREES = (1, 2, 4)
-NOT_CUT = "the weights cannot be cut for this degree (worker.max_tp, the numbers of KV heads and experts)"
+DEGREES = (1, 2, 4, 8)
+NOT_CUT = "the weights cannot be cut for this degree (the numbers of heads, KV heads and experts)"
 NO_GROUP = "workers would not form a group for it"
 
 
@@ -128,14 +128,22 @@ def _plan(
             is_empty=question.gone.issuperset(
                 {*(card.id for card in device.card.instances), *memory.held.get(device.card.id, ())}
             ),
+            has_ranks=not question.gone.issuperset(memory.ranks.get(device.card.id, ())),
         )
         for device in devices
     ]
     profile = kept_by(profile, devices)
     degrees, stages = _shapes(question, profile, devices)
-    intent, tenants = question.intent, memory.tenants
+    intent = question.intent
     found = plan(
-        profile, intent, candidates, degrees=degrees, max_stages=stages, placing=placing, tenants=tenants
+        profile,
+        intent,
+        candidates,
+        degrees=degrees,
+        max_stages=stages,
+        placing=placing,
+        tenants=memory.tenants,
+        groups=profile.degrees if question.may_group else (),
     )
     # The map shows degrees that cannot be had here, too.
     others = estimate_all(profile, intent, degrees=set(DEGREES) - set(degrees))
@@ -158,7 +166,7 @@ def _shapes(question: Question, profile: Profile, devices: Sequence[WorkerView])
     fixed_tp, stages = question.intent.tp, max(question.intent.pp or 1, min(MAX_STAGES, len(devices)))
     if fixed_tp:
         return [fixed_tp], stages
-    possible = profile.degrees if question.may_group else []
+    possible = {*(profile.degrees if question.may_group else ()), *profile.fixed_degrees}
     return [degree for degree in DEGREES if degree == 1 or degree in possible], stages
 
 

@@ -96,10 +96,10 @@ def deployment_of(command_id: str) -> str:
 
 
 def deploys(deployment: Deployment, card: ModelCard, blocks: int) -> tuple[tuple[str, Command], ...]:
-    """Return a command for every worker: the whole model, or in a pipeline its share of a stage."""
+    """Return a command for every worker: the whole model, or its part of what is divided."""
     assert deployment.configuration is not None
     shape, epochs = deployment.configuration, deployment.epochs
-    alone = not deployment.is_pipeline
+    alone = not deployment.is_divided
 
     def command(worker: str, number: int, stage: Stage) -> Deploy:
         return Deploy(

@@ -73,6 +73,7 @@ def load(
         state="loading",
         reason=why or f"{', '.join(plan.workers)} load{'s' if len(plan.workers) == 1 else ''} it",
         configuration=plan.chosen.configuration,
+        is_fixed=plan.chosen.is_fixed,
         stages=plan.stages,
         expected=plan.chosen,
         since_ms=seen.now_ms,

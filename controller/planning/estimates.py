@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from bus.deployments import Configuration, Estimate, Intent, Profile
@@ -15,9 +15,17 @@ SECONDS_PER_HOUR = 3600.0
 
 
 def estimate_all(
-    profile: Profile, intent: Intent, *, degrees: Iterable[int] = (1,), max_stages: int = 1
+    profile: Profile,
+    intent: Intent,
+    *,
+    degrees: Iterable[int] = (1,),
+    max_stages: int = 1,
+    groups: Collection[int] | None = None,
 ) -> list[Estimate]:
-    """Return every degree x stages x measured precision x form of KV: fewest devices, then most bits."""
+    """Return every degree x stages x measured precision x form of KV: fewest devices, then most bits.
+
+    groups: the degrees of the groups that may part again; at others the degree stays. None: all may.
+    """
     latency, memory = LatencyModel(profile), MemoryModel(profile)
     most = min(max_stages, profile.num_layers)
     shapes = [(tp, pp) for tp in {1, *degrees} for pp in range(1, most + 1)]
@@ -28,6 +36,7 @@ def estimate_all(
             intent,
             latency,
             memory,
+            is_fixed=not may_part(tp, groups),
         )
         for tp, pp in sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
         for precision in latency.precisions()
@@ -45,12 +54,23 @@ def _kv_forms(profile: Profile, intent: Intent) -> list[KVPrecision]:
     return ["full", "int8"] if is_had else ["full"]
 
 
+def may_part(tp: int, groups: Collection[int] | None) -> bool:
+    """Return True if so many ranks of one stage are a group that may part again, or one worker alone."""
+    return tp == 1 or groups is None or tp in groups
+
+
 def _estimate(
-    configuration: Configuration, profile: Profile, intent: Intent, latency: LatencyModel, memory: MemoryModel
+    configuration: Configuration,
+    profile: Profile,
+    intent: Intent,
+    latency: LatencyModel,
+    memory: MemoryModel,
+    *,
+    is_fixed: bool,
 ) -> Estimate:
     timing = latency.timing(configuration, intent)
     seconds = timing.ttft + (intent.output_tokens - 1) * timing.tpot
-    size = memory.total(configuration, intent)
+    size = memory.total(configuration, intent, is_fixed=is_fixed)
     device_hours = configuration.num_devices / SECONDS_PER_HOUR * seconds
     costs = {"memory": size, "gpu_hours": device_hours, "memory_seconds": _product(size, seconds)}
     is_full = configuration.precision == "full" and configuration.kv_dtype == "full"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from bus.deployments import Configuration
 from bus.groups import natural
 from bus.messages import Stage
+from bus.pages import pages_for
 from controller.planning.memory import Footprint
 
 
@@ -21,7 +22,8 @@ class Device:
     free_bytes: int  # room for new layers and their KV
     load: float = 0.0  # busy seconds in the window over the window, 0..1
     page_bytes: int = 1  # a layer takes whole pages
-    is_empty: bool = True  # without a model: others cannot join a group
+    is_empty: bool = True  # without a model: others cannot join a group that may part
+    has_ranks: bool = False  # a rank of a group already; in a second one it could wait for both crosswise
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +38,17 @@ def fit(
     need: Footprint, configuration: Configuration, num_layers: int, devices: Iterable[Device]
 ) -> list[Stage] | Refusal:
     """Return the stages on the tp x pp freest devices, each tried as the leader, or why there are none."""
-    rows = freest(configuration, devices)
+    rows = freest(need, configuration, devices)
     return rows if isinstance(rows, Refusal) else partition(need, num_layers, rows)
 
 
-def freest(configuration: Configuration, devices: Iterable[Device]) -> list[list[Device]] | Refusal:
+def freest(
+    need: Footprint, configuration: Configuration, devices: Iterable[Device]
+) -> list[list[Device]] | Refusal:
     """Return pp rows of tp devices of one host each; a row holds as much as its fullest device."""
     usable = sorted(devices, key=_freest_first)
     if configuration.tp > 1:
-        usable = [one for one in usable if one.is_empty]
+        usable = [one for one in usable if (not one.has_ranks if need.is_fixed else one.is_empty)]
     hosts: dict[str, list[Device]] = defaultdict(list)
     for one in usable:
         hosts[one.host if configuration.tp > 1 else ""].append(one)
@@ -52,7 +56,8 @@ def freest(configuration: Configuration, devices: Iterable[Device]) -> list[list
     rows = [there[i : i + tp] for there in hosts.values() for i in range(0, len(there) - tp + 1, tp)]
     rows.sort(key=_by_fullest)
     if len(rows) < configuration.pp:
-        groups = f"group{'s' * (configuration.pp > 1)} of {tp} devices of one host without another model"
+        without = "in no other group" if need.is_fixed else "without another model"
+        groups = f"group{'s' * (configuration.pp > 1)} of {tp} devices of one host {without}"
         kind = "devices" if tp == 1 else groups
         return Refusal(f"needs {configuration.pp} {kind}, there are {len(rows)}")
     return rows[: configuration.pp]
@@ -152,7 +157,7 @@ def _stages(rows: Sequence[Sequence[Device]], shares: Sequence[int], need: Footp
 
 
 def _paged(size: int, device: Device) -> int:
-    return -(-size // device.page_bytes) * device.page_bytes
+    return pages_for(size, device.page_bytes) * device.page_bytes
 
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")

@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from bus.deployments import Configuration, Intent, MemorySample, Profile
+from bus.deployments import Configuration, Intent, MemorySample, Profile, RankSize
+from bus.pages import kv_pages_per_layer
 from bus.precisions import PRECISIONS, Precision
 from controller.planning.uncertainty import Uncertain, line_at, slope_of, within
 from controller.planning.uncertainty import exactly as known
@@ -66,13 +67,16 @@ class Footprint:
     """Bytes of pages on each device of a stage: `device_bytes`, and `layer_bytes` for each layer.
 
     The leader has `lead_bytes` more for embedding and head, as do all ranks of the first stage if
-    `every_rank_leads`. `layer_bytes` alone is the paper's memory block, mem_base / (tp x layers).
+    `every_rank_leads`. `layer_bytes` alone is the paper's memory block, mem_base / (tp x layers). `is_fixed`:
+    ranks have parts that they keep, so that other models may be beside; else they form a group of empty
+    workers.
     """
 
     layer_bytes: int
     lead_bytes: int = 0
     device_bytes: int = 0
     every_rank_leads: bool = False
+    is_fixed: bool = False
 
     def of(self, num_layers: int, *, leads: bool = False) -> int:
         """Return the bytes of a device with so many layers."""
@@ -92,46 +96,73 @@ class MemoryModel:
             for precision, samples in by_precision.items()
             if any(one.configuration.num_devices == 1 for one in samples)
         }
+        self._ranks = {(one.tp, one.precision): one for one in profile.ranks}
 
     def precisions(self) -> list[Precision]:
         """Return the precisions that were measured on a single device."""
         return [one for one in PRECISIONS if one in self._parts]
 
-    def total(self, configuration: Configuration, intent: Intent) -> Uncertain:
-        """Return the memory of all devices together, the KV of the intent's batch included."""
+    def total(self, configuration: Configuration, intent: Intent, *, is_fixed: bool = False) -> Uncertain:
+        """Return the memory of all devices together, the KV of the intent's batch included.
+
+        is_fixed: the ranks of a single stage stay together, as those of several do.
+        """
         weights, activations = self._parts[configuration.precision]
-        num_layers = self._profile.num_layers
-        kv_bytes = kv_blocks(self._profile, intent) * self._block_bytes(configuration) * num_layers
-        found = weights.at(configuration, num_layers) + activations.at(configuration, num_layers)
+        tp, num_layers = configuration.tp, self._profile.num_layers
+        active = activations.at(configuration, num_layers)
+        if (is_fixed or configuration.pp > 1) and (need := self.fixed_need(configuration, intent)):
+            return active + known(tp * need.of(num_layers, leads=True))
+        kv_bytes = tp * num_layers * self._kv_bytes(configuration, intent, degree=tp)
+        found = weights.at(configuration, num_layers) + active
         is_whole = any(
             one.num_layers == num_layers and one.configuration == configuration
             for one in self._profile.memory
         )
         return (found + known(kv_bytes)).weakened("measured" if is_whole else "extrapolated")
 
-    def need(self, configuration: Configuration, intent: Intent, *, whole_first: bool = True) -> Footprint:
-        """Return what each device needs of its pages; activations have their own reserve.
+    def fixed_need(self, configuration: Configuration, intent: Intent) -> Footprint | None:
+        """Return what each rank needs of its pages if the degree stays; None where that cannot be."""
+        if (size := self._ranks.get((configuration.tp, configuration.precision))) is None:
+            return None
+        return Footprint(
+            layer_bytes=size.layer_bytes + self._kv_bytes(configuration, intent, rank=size),
+            lead_bytes=size.lead_bytes,
+            every_rank_leads=True,
+            is_fixed=True,
+        )
 
-        `whole_first`: workers of a single stage each load all of it before they form a group, so that is the
-        most a device needs; else, and in a pipeline, it is a rank's shard.
+    def need(self, configuration: Configuration, intent: Intent, *, whole_first: bool = True) -> Footprint:
+        """Return what each device needs of its pages where ranks keep what they need to part again.
+
+        Activations have their own reserve. `whole_first`: workers of a single stage each load all of it
+        before they form a group, so that is the most a device needs; else, and in a pipeline, it is a rank's
+        shard.
         """
         weights, _ = self._parts[configuration.precision]
-        blocks = kv_blocks(self._profile, intent)
         is_one_stage = configuration.pp == 1
         tp = 1 if whole_first and is_one_stage else configuration.tp
         ranks = 1 / tp * weights.base.layer + (tp - 1) / tp * weights.per_rank.layer
         ends = 1 / tp * weights.base.other + (tp - 1) / tp * weights.per_rank.other
         lead = ends if is_one_stage else weights.base.other
         return Footprint(
-            layer_bytes=math.ceil(ranks.value + blocks * self._block_bytes(configuration) / tp),
+            layer_bytes=math.ceil(ranks.value) + self._kv_bytes(configuration, intent, degree=tp),
             lead_bytes=math.ceil(lead.value),
             every_rank_leads=is_one_stage,
         )
 
-    def _block_bytes(self, configuration: Configuration) -> float:
-        """Return the bytes of a KV block in one layer."""
-        nbytes = self._profile.block_bytes_per_layer
-        return nbytes if configuration.kv_dtype == "full" else nbytes / self._profile.kv_gain
+    def _kv_bytes(
+        self, configuration: Configuration, intent: Intent, *, degree: int = 1, rank: RankSize | None = None
+    ) -> int:
+        """Return the bytes of the pages that the KV of the batch takes in a layer on one device.
+
+        degree: of the group that it is in. rank: or the sizes of such a rank, whose degree stays.
+        """
+        profile = self._profile
+        block_bytes = (rank or profile).block_bytes_per_layer
+        if configuration.kv_dtype != "full":
+            block_bytes = round(block_bytes / profile.kv_gain)
+        page_bytes = profile.page_bytes
+        return page_bytes * kv_pages_per_layer(kv_blocks(profile, intent), block_bytes, page_bytes, degree)
 
 
 def kv_blocks(profile: Profile, intent: Intent) -> int:

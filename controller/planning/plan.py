@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from bus.deployments import Estimate, Intent, Profile
+from bus.deployments import Configuration, Estimate, Intent, Profile
 from bus.messages import Stage
-from controller.planning.estimates import estimate_all
+from controller.planning.estimates import estimate_all, may_part
 from controller.planning.fitting import Device, Refusal
 from controller.planning.intent import UnmetError, judge, name_of, rank, validate
 from controller.planning.making_room import Retirement, Tenant, retirements_to_fit
-from controller.planning.memory import MemoryModel, kv_blocks
+from controller.planning.memory import Footprint, MemoryModel, kv_blocks
 from controller.planning.placement import Placing, place
 
 
@@ -50,34 +51,107 @@ def plan(
     placing: Placing | None = None,
     tenants: Iterable[Tenant] = (),
     whole_first: bool = True,
+    groups: Collection[int] | None = None,
 ) -> Plan:
     """Plan on `devices`, all of the profile's kind. Raises IntentError.
 
-    `tenants`: what might make room. `whole_first`: see `MemoryModel.need`.
+    `tenants`: what might make room. `whole_first`: see `MemoryModel.need`. `groups`: see `estimate_all`.
+    Where a group that may part again has no place, the degree stays.
     """
     validate(intent)
-    there, memory = list(devices), MemoryModel(profile)
-    estimates = estimate_all(profile, intent, degrees=degrees, max_stages=max_stages)
+    there, memory, layers = list(devices), MemoryModel(profile), profile.num_layers
+    estimated = partial(estimate_all, profile, intent, degrees=list(degrees), max_stages=max_stages)
+    estimates = estimated(groups=groups)
     try:
         allowed = rank(estimates, intent, len(there))
     except UnmetError as unmet:
         return Plan(estimates=judge(estimates, intent), reason=str(unmet), best=unmet.best, is_unmet=True)
-    needs = [memory.need(one.configuration, intent, whole_first=whole_first) for one in allowed]
-    places = {
-        one.configuration: place(need, one.configuration, profile.num_layers, there, placing)
-        for one, need in zip(allowed, needs, strict=True)
+    shapes = [one.configuration for one in estimates]
+    needs = {shape: _needs(memory, shape, intent, groups, whole_first) for shape in shapes}
+    ways = {
+        shape: _way(needs[shape], shape, layers, there, placing)
+        for shape in (one.configuration for one in allowed)
     }
-    refused = {shape: found.reason for shape, found in places.items() if isinstance(found, Refusal)}
-    judged = judge([replace(one, refusal=refused.get(one.configuration, "")) for one in estimates], intent)
-    for one in allowed:
-        stages = places[one.configuration]
-        if not isinstance(stages, Refusal):
-            return Plan(estimates=judged, chosen=one, stages=stages, blocks=kv_blocks(profile, intent))
+    fixed = {one.configuration: one for one in estimated(groups=())} if profile.ranks else {}
+    told = [_in_its_place(one, ways.get(one.configuration), fixed) for one in estimates]
+    judged = judge([_with_sizes(one, needs[one.configuration], layers) for one in told], intent)
+    chosen = judged[0]
+    if not chosen.refusal:
+        stages = ways[chosen.configuration].stages
+        return Plan(estimates=judged, chosen=chosen, stages=stages, blocks=kv_blocks(profile, intent))
     best, gone, all_tenants = allowed[0], list[Retirement](), list(tenants)
-    for one, need in zip(allowed, needs, strict=True):
-        if gone := retirements_to_fit(need, one.configuration, profile.num_layers, there, all_tenants):
+    for one in allowed:
+        need = ways[one.configuration].need
+        if gone := retirements_to_fit(need, one.configuration, layers, there, all_tenants):
             best = one  # the first for which something would make room
             break
+    refused = {one.configuration: one.refusal for one in judged}
     reason = f"{name_of(best)} {refused[best.configuration]}"
     free = {one.worker: one.free_bytes for one in there}
     return Plan(estimates=judged, reason=reason, best=best, retirements=gone, free_bytes=free)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A way to have a configuration: what each device needs, and its place or why there is none."""
+
+    need: Footprint
+    place: list[Stage] | Refusal
+
+    @property
+    def stages(self) -> list[Stage]:
+        return [] if isinstance(self.place, Refusal) else self.place
+
+    @property
+    def refusal(self) -> str:
+        return self.place.reason if isinstance(self.place, Refusal) else ""
+
+
+def _needs(
+    memory: MemoryModel,
+    shape: Configuration,
+    intent: Intent,
+    groups: Collection[int] | None,
+    whole_first: bool,
+) -> list[Footprint]:
+    """Return what a device needs in each way to have `shape`: as a group that may part again, then fixed."""
+    fixed = memory.fixed_need(shape, intent) if shape.tp > 1 else None
+    if fixed and (shape.pp > 1 or not may_part(shape.tp, groups)):
+        return [fixed]
+    whole = memory.need(shape, intent, whole_first=whole_first)
+    return [whole, fixed] if fixed else [whole]
+
+
+def _way(
+    needs: Sequence[Footprint],
+    shape: Configuration,
+    num_layers: int,
+    devices: Sequence[Device],
+    placing: Placing | None,
+) -> _Way:
+    """Return the first way that has a place, or the last one that was tried."""
+    for need in needs:
+        way = _Way(need, place(need, shape, num_layers, devices, placing))
+        if way.stages:
+            break
+    return way
+
+
+def _in_its_place(one: Estimate, way: _Way | None, fixed: Mapping[Configuration, Estimate]) -> Estimate:
+    """Return the estimate of the way that has a place, or why there is none. None: it was not tried.
+
+    fixed: the estimates of degrees that stay.
+    """
+    if way is None:
+        return one
+    if not way.stages:
+        return replace(one, refusal=way.refusal)
+    return replace(fixed[one.configuration], is_fixed=True) if way.need.is_fixed else one
+
+
+def _with_sizes(one: Estimate, needs: Iterable[Footprint], num_layers: int) -> Estimate:
+    """Return the estimate of ranks of one stage with what the fullest worker needs in each way."""
+    if one.configuration.tp == 1 or one.configuration.pp > 1:
+        return one
+    sizes = {need.is_fixed: need.of(num_layers, leads=True) for need in needs}
+    return replace(one, group_worker_bytes=sizes.get(False, 0), fixed_worker_bytes=sizes.get(True, 0))

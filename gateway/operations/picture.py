@@ -67,7 +67,7 @@ def shown_instances(cluster: Cluster) -> Iterator[tuple[WorkerCard, InstanceCard
         for card in worker.instances:
             leader = cluster.workers.get(card.workers[0]) if card.workers else None
             led = [one for one in leader.instances if one.model == card.model] if leader else []
-            if led and worker is not leader and card.pp == 1 and worker.id not in led[0].workers:
+            if led and worker is not leader and not card.is_divided and worker.id not in led[0].workers:
                 yield worker, card
 
 
@@ -108,7 +108,7 @@ def _instance(gateway: Gateway, worker: WorkerCard, card: InstanceCard) -> dict[
         },
         "layer_tp": layer_degrees(card, gateway.morphs.transform_of(worker.id)),
         "layers_below_full": layers_below_full(last.layers) if last else None,
-        "max_blocks": card.max_blocks * card.tp,
+        "max_blocks": card.most_blocks,
         **{name: sum(getattr(one, name) for one in members) if members else None for name in _COUNTS},
     }
 
@@ -117,7 +117,7 @@ def _members(gateway: Gateway, leader: WorkerCard, card: InstanceCard) -> list[I
     """Return the last report of each worker of the instance; [] if one is missing: absent is not zero."""
     cluster, now = gateway.cluster, time.monotonic()
     found = []
-    names = card.workers if card.pp == 1 else []  # a pipeline's leader has all the requests
+    names = [] if card.is_divided else card.workers  # else the leader has all the requests
     for name in names or [leader.id]:
         worker = cluster.workers.get(name)
         own = next((one for one in worker.instances if one.model == card.model), None) if worker else None
@@ -173,6 +173,7 @@ def profile_json(profile: Profile) -> dict[str, Any]:
         "prompt_tokens": sorted({one.prompt_tokens for one in profile.latency}),
         "batch_sizes": sorted({one.batch_size for one in profile.latency}),
         "degrees": profile.degrees,
+        "fixed_degrees": profile.fixed_degrees,
         "links": sorted({one.kind for one in profile.links}),
         "device_seconds": profile.device_seconds,
         "peak_bytes": profile.peak_bytes,
@@ -202,8 +203,8 @@ def kv_json(deployment: Deployment, gateway: Gateway) -> dict[str, int] | None:
     is_reported = is_whole and cluster.is_of_shape(ReadyInstance(card, worker.id, worker.epoch), metrics)
     if profile is None or not is_reported:
         return None
-    blocks = metrics.last.kv_blocks
-    block_bytes = profile.block_bytes_per_layer * profile.num_layers
+    blocks, ranks = metrics.last.kv_blocks, card.tp if card.is_divided else 1
+    block_bytes = ranks * profile.rank_block_bytes(ranks) * profile.num_layers
     return {"blocks": blocks, "tokens": blocks * profile.block_tokens, "bytes": blocks * block_bytes}
 
 

@@ -96,6 +96,11 @@ def _heading(card: dict[str, Any]) -> str:
     return with_reason(f"{card['name']}: {card['state']}", card.get("progress") or card.get("reason")) + "\n"
 
 
+def _degrees(profile: dict[str, Any]) -> str:
+    groups, fixed = _listed(profile["degrees"]), _listed(profile.get("fixed_degrees") or [])
+    return f"{groups} of groups that may part again" + (f", {fixed} that stay" if fixed else "")
+
+
 def _profile_lines(profile: dict[str, Any]) -> list[str]:
     """Return what the numbers rest on, what measuring cost, and the loss of precisions where it is known."""
     losses = {name: loss for name, loss in profile["loss"].items() if name != "full"}
@@ -106,7 +111,7 @@ def _profile_lines(profile: dict[str, Any]) -> list[str]:
         f"{profile['device_seconds']:.1f} s, {profile['peak_bytes'] / MIB:.0f} MiB at most",
         f"    prompts of {_listed(profile['prompt_tokens'])} tokens in batches of "
         f"{_listed(profile['batch_sizes'])}; precisions: {_listed(profile['precisions'])}",
-        f"    tensor-parallel degrees that its weights can be cut to: {_listed(profile['degrees'])}",
+        f"    tensor-parallel degrees: {_degrees(profile)}",
         f"    between two workers: {links or 'not measured; no other worker of its kind was free then'}",
     ]
     if "full" not in profile["precisions"]:

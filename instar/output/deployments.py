@@ -15,7 +15,8 @@ def in_words(found: dict[str, Any]) -> str:
     """Return the state of a deployment, and of one that serves its place and its numbers."""
     lines = [_heading(found, found.get("reason"))]
     if found["state"] == "serving" and (expected := found.get("expected")):
-        lines.append(f"  {found['instance']}: {shape_of(expected['configuration'])} on {_workers(found)}")
+        shape = shape_of(expected["configuration"])
+        lines.append(f"  {found['instance']}: {shape} on {_workers(found)}{_price_text(found)}")
         memory, latency = marked(expected["memory_bytes"], 1 / MIB), marked(expected["latency_s"])
         requests = batch_of(found.get("intent") or {})
         lines.append(f"  expected: {memory} MiB, {latency} s a request, for {requests}")
@@ -36,6 +37,18 @@ def _heading(found: dict[str, Any], reason: str | None) -> str:
 def _workers(found: dict[str, Any]) -> str:
     """Return its workers, those of a stage joined by +."""
     return ", ".join("+".join(stage["workers"]) for stage in found["stages"])
+
+
+def _price_text(found: dict[str, Any]) -> str:
+    """Return what a worker holds to part again, or that it does not; "" for one worker."""
+    expected = found["expected"]
+    fixed, group = (expected.get(f"{way}_worker_bytes") or 0 for way in ("fixed", "group"))
+    if not fixed:
+        return ""
+    if found.get("is_fixed"):
+        could = f"; {group / MIB:.1f} MiB would be needed to part again" if group else ""
+        return f", fixed: {fixed / MIB:.1f} MiB on each{could}"
+    return f": {group / MIB:.1f} MiB on each, to part again; {fixed / MIB:.1f} MiB if the degree stayed"
 
 
 def _kv_text(found: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ MARKS: Final = {"measured": "", "extrapolated": "~", "assumed": "?"}
 SHOWN: Final = 10  # rows without --all
 WIDE: Final = 0.5  # spread at which the order of two configurations means little
 LEGEND: Final = "numbers: plain measured, ~ extrapolated, ? assumed; ± of the latency"
+FIXED: Final = "fixed: each worker holds a part of the model, and the degree stays"
 COST_UNITS: Final = {"memory_seconds": "MiB s", "memory": "MiB", "gpu_hours": "device s"}
 COST_SCALES: Final = {"memory_seconds": 1 / MIB, "memory": 1 / MIB, "gpu_hours": 3600.0}
 
@@ -42,6 +43,7 @@ def render(plan: Mapping[str, Any], card: Mapping[str, Any], *, shows_all: bool)
         f"memory: weights, the workspace of a step, and the KV of {batch_of(intent)}; a deployment takes its "
         "fair share of the free pages for KV"
     )
+    yield from price_lines(shown)
     yield from wide_lines(shown, card)
     yield from (f"({number}) {reason}" for reason, number in reasons_of(shown).items())
     if plan["unmet"]:
@@ -65,9 +67,21 @@ def plan_table(estimates: Sequence[Estimate], intent: Mapping[str, Any]) -> Tabl
             marked(one["cost"], scale),
             marked(one["gpu_hours"], 1e6),
             f"{loss['value']:.1%}{MARKS[loss['basis']]}" if (loss := one.get("loss")) else ABSENT,
-            f"no ({reasons[refusal]})" if refusal else "yes",
+            f"no ({reasons[refusal]})" if refusal else "fixed" if one.get("is_fixed") else "yes",
         )
     return table
+
+
+def price_lines(estimates: Sequence[Estimate]) -> Iterator[str]:
+    """Yield what ranks of one stage take, where they may part again and where the degree stays."""
+    if any(one.get("is_fixed") for one in estimates):
+        yield FIXED
+    for one in estimates:
+        if not (fixed := one.get("fixed_worker_bytes")):
+            continue
+        shape, group = shape_of(one["configuration"]), one["group_worker_bytes"]
+        text = f"{shape}: {short(fixed / MIB)} MiB on each worker if the degree stays"
+        yield text + (f", {short(group / MIB)} in a group that may part again" if group else "")
 
 
 def batch_of(intent: Mapping[str, Any]) -> str:

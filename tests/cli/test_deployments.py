@@ -141,6 +141,41 @@ def test_a_plan_shows_the_ten_best_and_says_how_many_more_there_are(
     assert out.count("tp1 pp1") == 24 and "--all" not in out
 
 
+def test_a_plan_tells_what_a_worker_takes_where_the_degree_stays(
+    gateway: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes: dict[str, Any] = {"fixed_worker_bytes": 24 << 20, "group_worker_bytes": 96 << 20}
+    only_fixed = sizes | {"group_worker_bytes": 0}
+    rows = [estimate(2, **sizes), estimate(4, is_fixed=True, **only_fixed)]
+    gateway.answers = [(200, CARD), (200, PLAN | {"estimates": rows})]
+    assert gateway.main("plan", "chat") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "fixed: each worker holds a part of the model, and the degree stays" in out
+    stays = "MiB on each worker if the degree stays"
+    assert f"tp2 pp1 full: 24 {stays}, 96 in a group that may part again" in out
+    assert f"tp4 pp1 full: 24 {stays}" in out
+
+
+@pytest.mark.parametrize(
+    ("is_fixed", "group_mib", "text"),
+    [
+        (True, 96, ", fixed: 24.0 MiB on each; 96.0 MiB would be needed to part again"),
+        (True, 0, ", fixed: 24.0 MiB on each"),
+        (False, 96, ": 96.0 MiB on each, to part again; 24.0 MiB if the degree stayed"),
+    ],
+)
+def test_a_deployment_of_ranks_tells_what_each_takes(
+    gateway: Script, capsys: pytest.CaptureFixture[str], is_fixed: bool, group_mib: int, text: str
+) -> None:
+    sizes: dict[str, Any] = {"fixed_worker_bytes": 24 << 20, "group_worker_bytes": group_mib << 20}
+    stages = [{"workers": ["w0", "w1"], "first": 0, "end": 8}]
+    both = {"is_fixed": is_fixed, "stages": stages, "expected": estimate(2, **sizes)}
+    gateway.answers = [(200, SERVING | both)]
+    assert gateway.main("deployments", "a1") == 0
+    out = capsys.readouterr().out
+    assert f"chat@w0: tp2 pp1 full on w0+w1{text} expected: " in " ".join(out.split())
+
+
 def test_a_plan_leaves_out_what_the_intent_fixes_otherwise(
     gateway: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,6 +330,7 @@ def test_deployments_are_listed_with_what_they_have_and_what_they_wait_for(
 
 def test_what_was_measured_of_a_model_is_shown(gateway: Script, capsys: pytest.CaptureFixture[str]) -> None:
     profile = {"device": "cpu", "version": "0.1.0", "samples": 96, "device_seconds": 12.34, "degrees": [1, 2]}
+    profile |= {"fixed_degrees": [2, 4]}
     profile |= {"peak_bytes": 64 << 20, "loss": {"int8": 0.001}, "precisions": ["full", "int8", "int4"]}
     profile |= {"prompt_tokens": [32, 128], "batch_sizes": [1, 4], "links": ["all_reduce", "hop"]}
     gateway.answers = [(200, CARD | {"context": 1024, "profiles": [profile]})]
@@ -304,7 +340,7 @@ def test_what_was_measured_of_a_model_is_shown(gateway: Script, capsys: pytest.C
         "  /models/chat: 8 layers, a context of 1024 tokens",
         "  measured on cpu by Instar 0.1.0: 96 samples, 12.3 s, 64 MiB at most",
         "    prompts of 32, 128 tokens in batches of 1, 4; precisions: full, int8, int4",
-        "    tensor-parallel degrees that its weights can be cut to: 1, 2",
+        "    tensor-parallel degrees: 1, 2 of groups that may part again, 2, 4 that stay",
         "    between two workers: all-reduces and hops of stages",
         "    loss of perplexity: int8 0.1%",
         "    loss of perplexity by int4: unknown; run `instar profile --precision P` on the folder, then "

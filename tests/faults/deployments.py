@@ -23,6 +23,7 @@ from tests.faults.load import PROMPT
 from tests.faults.morphs import NUM_LAYERS, QUICK_NUMBERS, told
 from tests.support.known_truths import BITS, Truth, profile_of
 from tests.support.paths import DEMO_MODEL
+from worker.engine.build import CPU_PAGE_BYTES
 from worker.profiler.measurer import profile_path, write_stored
 
 NUM_TOKENS: Final = 24
@@ -186,6 +187,7 @@ def pretend_measured(folder: Path, degrees: tuple[int, ...] = (1, 2)) -> None:
         known,
         digest=folder_digest(folder),
         version=version,
+        page_bytes=CPU_PAGE_BYTES,
         latency=[*known.latency, *_in_fewest_bits(known.latency)],
         memory=[*memory, *_in_fewest_bits(memory)],
     )

@@ -97,7 +97,8 @@ class Worker:
 class World:
     """`tp`, `pp`: of the configuration that the planner takes; `turn` is one look of the controller.
     `seconds`: what any model takes on a worker, 1 where nothing is said; the planner takes the fastest.
-    `lonely`: models that want workers without another. `may_change`: see Observation."""
+    `lonely`: models that want workers without another. `is_fixed`: degrees stay. `may_change`: see
+    Observation."""
 
     def __init__(self, *workers: str, tp: int = 1, pp: int = 1) -> None:
         self.tp, self.pp = tp, pp
@@ -115,7 +116,7 @@ class World:
         self.refusal: Plan | None = None
         self.seconds: dict[str, float] = {}
         self.lonely: set[str] = set()
-        self.may_change = False
+        self.may_change = self.is_fixed = False
         self.intent = Intent()
         self.num_orders = self.num_restarts = 0
         for name in workers:
@@ -188,7 +189,9 @@ class World:
     def _load(self, worker: Worker, command: Deploy) -> MorphOutcome:
         if any(card.model == command.model for card in worker.instances) or len(worker.instances) >= ROOM:
             return "conflict"
-        shape = {"tp": len(command.stages[command.stage].workers), "pp": len(command.stages)}
+        shape: dict[str, Any] = {"tp": len(command.stages[command.stage].workers), "pp": len(command.stages)}
+        if command.is_divided and len(command.stages) == 1:
+            shape["stages"] = command.stages
         worker.instances.append(instance(command.model, worker.id, deployed=command.id, **shape))
         return "applied"
 
@@ -237,7 +240,8 @@ class World:
             for i in range(self.pp)
         ]
         taken = [self.seconds.get(name, 1.0) for stage in stages for name in stage.workers]
-        return Plan(chosen=estimate(max(taken), tp=tp, pp=self.pp), stages=stages, blocks=8)
+        chosen = estimate(max(taken), tp=tp, pp=self.pp)
+        return Plan(chosen=replace(chosen, is_fixed=self.is_fixed), stages=stages, blocks=8)
 
     def _has_room(self, device: WorkerView, question: Question) -> bool:
         stay = [card for card in device.card.instances if card.id not in question.gone]

@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from bus.pages import kv_pages_per_layer
 from bus.precisions import KVPrecision
 from kernels import copy_blocks, store_kv
 from kernels.kv_codes import cache_format, dequantize, is_codes, parts_of
@@ -136,7 +137,7 @@ class KVCache:
 
     def pages_for(self, num_blocks: int, degree: int = 1) -> int:
         """Return the pages per layer that hold `num_blocks` blocks of a group of `degree` workers."""
-        return self.pool.pages_for(-(-num_blocks * self.block_bytes // degree))
+        return kv_pages_per_layer(num_blocks, self.block_bytes, self.pool.page_bytes, degree)
 
     def blocks_in(self, pages_per_layer: int, degree: int = 1, precision: KVPrecision | None = None) -> int:
         """Return the whole blocks, of a group of `degree` workers, that so many pages per layer hold.

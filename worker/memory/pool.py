@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from bus.messages import PageCounts
+from bus.pages import pages_for
 from worker.memory.backend import (
     NO_PAGE,
     AddressSpace,
@@ -58,7 +59,7 @@ class PagePool:
 
     def pages_for(self, nbytes: int) -> int:
         """Return the whole pages that hold `nbytes`."""
-        return -(-nbytes // self.page_bytes)
+        return pages_for(nbytes, self.page_bytes)
 
     def reserve(self, nbytes: int, *, kind: RangeKind, owner: str) -> VirtualRange:
         """Reserve addresses for `nbytes` without pages: they cost no memory. Raises MappingFailed."""

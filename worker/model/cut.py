@@ -27,7 +27,7 @@ class CutSizes:
     heads: int
     kv_heads: int
     ffn_rows: int  # of a layer, or of one expert
-    experts: int  # 0: the FFN is no mixture
+    experts: int  # and slices of a shared one; 0: the FFN is no mixture
     vocab: int
 
     def why_not(self, degree: int) -> str:

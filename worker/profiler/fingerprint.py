@@ -6,16 +6,19 @@ device's caches from step to step, so as many are loaded as the caches hold, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
+from bus.deployments import RankSize
 from bus.messages import PARTS, LayerShape
-from bus.precisions import Precision
+from bus.pages import pages_for
+from bus.precisions import KVPrecision, Precision
 from kernels import AttentionPlan
 from worker.memory import KVCache, PagePool
-from worker.model import Model, ModelConfig, Segment
+from worker.model import Model, ModelConfig, ModelError, Segment
 from worker.model.layer import Attention, FeedForward, Layer
 from worker.model.layout import RangePlan, degrees, plan_model
 from worker.model.ready_weights import open_checkpoint
@@ -28,6 +31,7 @@ from worker.shape.ranges import VariantKey, VariantRanges
 
 DEPTHS = (1, 2)
 SHARES = (2,)  # degrees of which one rank's share is measured
+GROUP = 128  # the largest group of a quantised matrix that is usual
 
 
 class CutPlan:
@@ -85,8 +89,36 @@ class CutPlan:
 
     @property
     def degrees(self) -> list[int]:
-        """The tensor-parallel degrees that the weights can be cut to."""
+        """The degrees of the groups that may part again."""
         return degrees(self.whole, self.model.max_tp)
+
+    def rank_sizes(self, block_tokens: int, kv_dtype: KVPrecision) -> Iterator[RankSize]:
+        """Yield what a rank of each degree that stays takes at most, by the layout."""
+        for tp in self.whole.cut_sizes.degrees():
+            ranks = [self.whole.part(0, 1).of_rank(Shard(rank, tp)) for rank in range(tp)]
+            for precision in self.all_precisions if tp > 1 else ():
+                with suppress(ModelError):  # the quantised weights cannot be cut so
+                    yield self._rank_size(_unlike(ranks), precision, block_tokens, kv_dtype)
+
+    def _rank_size(
+        self, ranks: list[ModelConfig], precision: Precision, block_tokens: int, kv_dtype: KVPrecision
+    ) -> RankSize:
+        dtype, layers, ends = self.model.dtype, list[int](), list[int]()
+        for config in ranks:
+            plan = plan_model(config, dtype, self.page_bytes, 1)
+            halves: Iterable[RangePlan] = plan.layers[0]
+            if precision != "full":
+                only: dict[Precision, MatrixSource] = {precision: self.matrices[precision]}
+                halves = plan_variants(config, plan, self.page_bytes, only).values()
+            layers.append(sum(self._pages(half) for half in halves))
+            ends.append(sum(self._pages(part) for part in (plan.embedding, plan.head) if part))
+        return RankSize(
+            tp=ranks[0].own.rank.size,
+            precision=precision,
+            layer_bytes=max(layers) * self.page_bytes,
+            lead_bytes=max(ends) * self.page_bytes,
+            block_bytes_per_layer=max(one.kv_block_bytes(block_tokens, dtype, kv_dtype) for one in ranks),
+        )
 
     @property
     def shares(self) -> list[int]:
@@ -115,7 +147,18 @@ class CutPlan:
         return sum(int(part.at(shard).pages(self.page_bytes).sum()) for part in parts)
 
     def _pages(self, part: RangePlan) -> int:
-        return -(-part.nbytes // self.page_bytes)
+        return pages_for(part.nbytes, self.page_bytes)
+
+
+def _unlike(ranks: list[ModelConfig]) -> list[ModelConfig]:
+    """Return one rank of each layout: by its sizes, biases of outputs, and where quantised groups begin."""
+    found: dict[tuple[int, ...], ModelConfig] = {}
+    for one in ranks:
+        own = one.own
+        sizes = map(len, (own.heads, own.kv_heads, own.ffn_rows, own.vocab))
+        starts = (own.heads.start * one.head_dim % GROUP, own.ffn_rows.start % GROUP)
+        found[int(own.rank.rank == 0), *sizes, *starts] = one
+    return list(found.values())
 
 
 class Fingerprint:

@@ -38,6 +38,9 @@ from worker.shape.layer_order import losses
 
 log = logging.getLogger("worker")
 
+# Share of a worker's pages for the layers of a fingerprint, if fewer of them will do; the rest is for KV.
+MOST_PAGES = 0.75
+
 
 class CannotMeasure(Exception):
     """A command cannot be carried out; says why."""
@@ -68,7 +71,7 @@ class Measurer:
 
     @_refusing()
     def find(self, command: Measure) -> Profile | None:
-        """Return the stored profile of the same checkpoint, kind of device, program and KV, or None.
+        """Return the stored profile of the same checkpoint, kind of device, program, KV and pages, or None.
 
         Raises CannotMeasure.
         """
@@ -86,10 +89,12 @@ class Measurer:
             for one in found.latency
         }
         grid = self._grid(command, config).with_shares(plan.shares)
-        if set(grid.points) - measured or found.block_bytes_per_layer != block_bytes(plan, grid):
+        sizes = found.block_bytes_per_layer, found.page_bytes
+        if set(grid.points) - measured or sizes != (block_bytes(plan, grid), plan.page_bytes):
             return None
         known = replace(found, model=command.model, loss=self._losses(command, config))
-        return self._with_links(command, self._with_kv(with_shapes(known, plan), plan, config), plan)
+        shaped = self._with_kv(with_shapes(known, plan, grid), plan, config)
+        return self._with_links(command, shaped, plan)
 
     @_refusing()
     def prepare(self, command: Measure) -> Profiler:
@@ -120,18 +125,27 @@ class Measurer:
         return profile
 
     def _plan(self, command: Measure, config: ModelConfig) -> CutPlan:
-        """Plan the fingerprint of a command. Raises ModelError, ValueError."""
+        """Plan the fingerprint of a command: as many layers as the caches hold, or as there is room for.
+
+        Raises ModelError, ValueError.
+        """
         settings, device = self.settings, self.pool.backend.device
-        return CutPlan(
-            config,
-            command.precisions,
-            dtype=dtype_of(settings.dtype, device) or config.dtype,
-            page_bytes=self.pool.page_bytes,
-            max_tp=settings.max_tp,
-            load_format=settings.load_format,
-            method=settings.quantization,
-            cache_bytes=cache_bytes(device),
-        )
+        take_turns = cache_bytes(device)
+        while True:
+            plan = CutPlan(
+                config,
+                command.precisions,
+                dtype=dtype_of(settings.dtype, device) or config.dtype,
+                page_bytes=self.pool.page_bytes,
+                max_tp=settings.max_tp,
+                load_format=settings.load_format,
+                method=settings.quantization,
+                cache_bytes=take_turns,
+            )
+            are_fewest = max(plan.turns.values()) == plan.depths[-1]
+            if are_fewest or plan.num_pages <= MOST_PAGES * self.pool.num_pages:
+                return plan
+            take_turns //= 4
 
     @_refusing()
     def keep(self, command: Measure, profiler: Profiler) -> Profile:
@@ -145,7 +159,8 @@ class Measurer:
         )
         plan, whole = profiler.plan, profiler.plan.whole
         loss = self._losses(command, whole)
-        profile = self._with_kv(with_shapes(replace(measured, loss=loss), plan), plan, whole)
+        shaped = with_shapes(replace(measured, loss=loss), plan, profiler.grid)
+        profile = self._with_kv(shaped, plan, whole)
         self._write(command, profile)
         return profile
 
@@ -256,7 +271,7 @@ def write_stored(path: Path, profile: Profile) -> None:
 STAGES = 2
 
 
-def with_shapes(profile: Profile, plan: CutPlan) -> Profile:
+def with_shapes(profile: Profile, plan: CutPlan, grid: Grid) -> Profile:
     """Add the memory of every degree, and of two stages, computed from the layout (iServe §5.2).
 
     Samples whose activations were measured stay as they are.
@@ -264,7 +279,8 @@ def with_shapes(profile: Profile, plan: CutPlan) -> Profile:
     measured = [one for one in profile.memory if one.activation_bytes is not None]
     known = {(one.num_layers, one.configuration) for one in measured}
     others = [one for one in _laid_out(plan) if (one.num_layers, one.configuration) not in known]
-    return replace(profile, memory=[*measured, *others], degrees=plan.degrees)
+    ranks = list(plan.rank_sizes(grid.block_tokens, grid.kv_dtype))
+    return replace(profile, memory=[*measured, *others], degrees=plan.degrees, ranks=ranks)
 
 
 def _laid_out(plan: CutPlan) -> Iterator[MemorySample]:

@@ -94,6 +94,7 @@ class Profiler:
             links=self.links,
             row_bytes=self.plan.config.hidden_size * self.plan.model.dtype.itemsize,
             max_num_batched_tokens=self.grid.max_num_batched_tokens,
+            page_bytes=self.plan.page_bytes,
         )
 
     def _steps(self) -> ProfileSteps:

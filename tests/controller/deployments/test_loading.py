@@ -129,6 +129,27 @@ def test_the_ranks_of_stages_get_their_shares_at_once_and_nothing_transforms_the
     assert (world.deployment(answer).state, world.shown(), world.commands(Transform)) == ("retired", [], [])
 
 
+def test_ranks_whose_degree_stays_load_their_parts_and_nothing_transforms_them() -> None:
+    world = measured("w0", "w1", tp=2)
+    world.is_fixed = True
+    answer = world.deploy()
+    world.settle(3)
+    commands = world.commands(Deploy)
+    assert [(name, one.stage, one.is_divided) for name, one in commands] == [
+        ("w0", 0, True),
+        ("w1", 0, True),
+    ]
+    found = world.deployment(answer)
+    assert (found.state, found.is_fixed, found.shown_by) == ("serving", True, ["w0"])
+    assert all(one.stages == found.stages and one.epochs == found.epochs for _, one in commands)
+    world.may_change = True
+    world.settle(3)
+    world.retire(found.id)
+    world.settle(6)
+    assert (world.deployment(answer).state, world.shown(), world.commands(Transform)) == ("retired", [], [])
+    assert [name for name, _ in world.commands(Retire)][:1] == ["w0"]
+
+
 def test_a_worker_that_refuses_is_one_attempt_and_others_are_undone() -> None:
     world = measured("w0", "w1", pp=2)
     answer = world.deploy()

@@ -11,7 +11,7 @@ from bus.deployments import Configuration, Intent, ModelCard
 from bus.messages import WorkerCard
 from controller.deployments.free_memory import FreeMemory
 from controller.deployments.observation import WorkerView
-from controller.deployments.planner import Question, kept_by, planned
+from controller.deployments.planner import NOT_CUT, Question, kept_by, planned
 from controller.planning.making_room import Tenant
 from controller.planning.placement import Placing
 from tests.support.deployment_world import instance
@@ -140,6 +140,7 @@ def test_a_group_is_made_of_empty_workers_where_it_was_measured_to_be_faster() -
         1: "",
         2: "",
         4: "needs 1 group of 4 devices of one host without another model, there are 0",
+        8: NOT_CUT,
     }
     both = {one.refusal for one in found.estimates if min(one.configuration.tp, one.configuration.pp) > 1}
     assert "needs 2 groups of 2 devices of one host without another model, there are 1" in both
@@ -163,8 +164,8 @@ def test_otherwise_it_is_served_by_one_worker(asked: Question) -> None:
     found = planned(asked, room)
     assert found is not None and found.chosen is not None
     assert found.chosen.configuration.tp == 1
-    assert {one.configuration.tp for one in found.estimates} == {1, 2, 4}  # the map tells of all
-    assert all(one.refusal for one in found.estimates if one.configuration.tp == 4)
+    assert {one.configuration.tp for one in found.estimates} == {1, 2, 4, 8}  # the map tells of all
+    assert all(one.refusal for one in found.estimates if one.configuration.tp >= 4)
 
 
 def test_memory_of_what_goes_counts_as_free_and_its_worker_as_empty() -> None:

@@ -17,8 +17,10 @@ from bus.messages import RejectReason, Stage
 from bus.morphs import Deploy, MorphReport, Resize, Swap
 from tests.support.deploy_models import Place, settings_for, write_model
 from worker.distributed.messages import Peer, RunStage
+from worker.model.config import read_config
 from worker.pipeline.stage_host import StageHost
 from worker.pipeline.stage_runner import RemoteStageRunner
+from worker.profiler.fingerprint import CutPlan
 
 LAYERS = 5
 
@@ -232,6 +234,10 @@ def test_a_model_larger_than_a_worker_serves_in_one_stage_beside_other_models(
     prompt = [5, 6, 7, 8, 149, 10, 11]
     ends = hosts.ends(hosts.deploy(large, [0, layers], tp=tp))
     assert [end.state for end in ends] == ["applied"] * tp, ends
+    sizes = CutPlan(read_config(large), ["full"], dtype=torch.float32, page_bytes=4096).rank_sizes(4, "full")
+    (planned,) = [one for one in sizes if one.tp == tp]
+    taken = max(int(end.numbers["pages_weights"]) for end in ends)
+    assert taken * 4096 == layers * planned.layer_bytes + planned.lead_bytes
     card = hosts.leader.model_host.models["long@w0"].card
     assert (card.tp, card.pp, card.is_divided, len(card.workers)) == (tp, 1, True, tp)
     with hosts.at(hosts.leader):

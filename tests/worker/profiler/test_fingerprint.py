@@ -248,7 +248,7 @@ def test_two_ranks_have_more_activations_than_one_worker_and_less_each(folder: P
     alone, both = (sizes[tp, 2].activation_bytes or 0 for tp in (1, 2))
     assert alone < both < 2 * alone
     assert sizes[2, 2].weight_bytes == plan.weight_bytes(2, "full", 2)
-    shaped = with_shapes(profiler.profile(model="", digest="", device="", version=""), plan)
+    shaped = with_shapes(profiler.profile(model="", digest="", device="", version=""), plan, profiler.grid)
     assert len([one for one in shaped.memory if one.configuration.tp == 2]) == 2  # none twice
 
 

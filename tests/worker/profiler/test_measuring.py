@@ -22,7 +22,7 @@ from tests.support.engine_toys import Client, request, run, toy_engine
 from tests.support.model_folders import make_pool
 from tests.support.ready_models import Ready
 from worker.distributed.transport import Transport
-from worker.memory import PagePool
+from worker.memory import CpuBackend, PagePool
 from worker.profiler.links import ProbeResponder
 from worker.profiler.measurer import CannotMeasure, Measurer, profile_path
 from worker.profiler.profiler import ProfileSteps
@@ -195,6 +195,25 @@ def test_a_quantised_checkpoint_is_measured_in_its_own_precision(tmp_path: Path,
     assert measurer.find(command) == profile
 
 
+def test_of_a_model_larger_than_the_worker_fewer_layers_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A processor whose caches hold all of it is no reason to load it all."""
+    monkeypatch.setattr("worker.profiler.measurer.cache_bytes", lambda device: 1 << 30)
+    made = tmp_path / "deep"
+    make_oracle("llama", num_hidden_layers=24).save_pretrained(made)
+    small = PagePool(CpuBackend(4096), (made / "model.safetensors").stat().st_size // 3)
+    command = command_of(made)
+    profiler = measurer_of(small).prepare(command)
+    assert 2 <= max(profiler.plan.turns.values()) < 24
+    assert profiler.num_pages <= small.num_pages
+    ranks = measured(measurer_of(small), command).ranks
+    assert {(one.tp, one.precision) for one in ranks} == {
+        (tp, precision) for tp in (2, 4, 8) for precision in ("full", "int4")
+    }
+    small.close()
+
+
 def test_what_had_no_other_worker_is_measured_when_there_is_one(folder: Path, pool: PagePool) -> None:
     measurer, command = measurer_of(pool), command_of(folder)
     assert measured(measurer, command).links == []
@@ -252,6 +271,14 @@ def test_a_profile_with_another_kv_cache_is_measured_again(folder: Path, pool: P
     assert (full.kv_dtype, full.kv_gain) == ("full", 8 * 4 / (8 + 2))
     assert (profile.kv_dtype, profile.kv_gain) == ("int8", 1.0)
     assert in_8_bits.find(command) == profile
+
+
+def test_a_profile_in_pages_of_another_size_is_measured_again(folder: Path, pool: PagePool) -> None:
+    command = command_of(folder)
+    assert measured(measurer_of(pool), command).page_bytes == pool.page_bytes
+    larger = PagePool(CpuBackend(2 * pool.page_bytes), 1 << 20)
+    assert measurer_of(larger).find(command) is None
+    larger.close()
 
 
 def test_a_checkpoint_that_changed_is_not_measured_and_not_kept(folder: Path, pool: PagePool) -> None:
