@@ -53,7 +53,7 @@ class Cluster:
     polled_at: float = float("-inf")
     metrics: Metrics | None = None
     metrics_at: float = float("-inf")
-    awaited: dict[str, str] = field(default_factory=dict)  # models being deployed, with their state
+    awaited: dict[str, str] = field(default_factory=dict)  # models of deployments, with their progress
     max_tp: int = 0  # the policy's limit of a group; 0: none
     can_split: bool = True  # the policy forms and splits groups by itself
     free_share: float = 0.5  # free share of the KV at which a group may split

@@ -149,12 +149,15 @@ def active_models(contents: Contents) -> set[str]:
 
 
 def awaited_models(contents: Contents) -> dict[str, str]:
-    """Return the models that deployments do not serve yet, with the progress of each."""
-    return {
-        one.model: f"{one.state}: {one.reason}" if one.reason else one.state
-        for one in contents.deployments.values()
-        if one.state in ("waiting", "loading")
-    }
+    """Return the models that deployments serve or are to serve, with the progress of each."""
+    awaited = ("waiting", "loading", "serving")
+    return {one.model: _progress(one) for one in contents.deployments.values() if one.state in awaited}
+
+
+def _progress(deployment: Deployment) -> str:
+    if deployment.state == "serving":  # asked for only where no worker has the model
+        return "a worker of it was lost, and it gets another place"
+    return f"{deployment.state}: {deployment.reason}" if deployment.reason else deployment.state
 
 
 def model_json(card: ModelCard, profiles: list[Profile] | None = None) -> dict[str, Any]:

@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from bus.catalogue import Contents
+from bus.deployments import Deployment, Intent
 from bus.messages import RejectReason
 from gateway.delivery.request import RequestState
 from gateway.errors import ApiError
+from gateway.operations.picture import awaited_models
 from tests.support.gateway_core import Core, Ear
 from tests.support.metrics_samples import metrics_of
 
@@ -96,6 +99,26 @@ def test_what_finds_no_other_instance_ends_with_404_once_the_model_is_gone() -> 
     core.poll()
     error = error_of(state)
     assert error and error.status == 404
+    core.gateway.check_integrity()
+
+
+def test_what_runs_on_a_deployment_that_loses_a_worker_waits_for_its_next_place() -> None:
+    """Its leader has given it up, and the controller has not noticed yet."""
+    core = core_of("w0")
+    (state,) = core.submit("r")
+    core.deliver(state, [5])
+    core.deliver(state, [], finish="error", error="w1 was lost", reject_reason=RejectReason.RETIRED)
+    serving = Deployment(id="d", model="m", intent=Intent(), state="serving")
+    core.cluster.awaited = awaited_models(Contents(deployments={"d": serving}))
+    retire(core)
+    core.poll()
+    assert error_of(state) is None
+    error = refusal(core, "m")
+    assert (error.status, error.code) == (503, "service_unavailable")
+    assert error.message == "m is being deployed: a worker of it was lost, and it gets another place"
+    core.worker("w0")
+    core.poll()
+    assert state.target is not None and (state.attempt, state.received) == (2, [5])
     core.gateway.check_integrity()
 
 
