@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 from bench.common.service import wait_for
-from tests.faults.deployments import DeployingService, assert_everything_is_given_back, pretend_measured
+from tests.faults.deployments import (
+    OF_DEMO_MODELS,
+    DeployingService,
+    assert_everything_is_given_back,
+    pretend_measured,
+)
 from tests.support.paths import DEMO_MODEL
 
-pytestmark = [
-    pytest.mark.faults,
-    pytest.mark.slow,
-    pytest.mark.skipif(not (DEMO_MODEL / "config.json").is_file(), reason="models/demo is not built"),
-]
+pytestmark = [*OF_DEMO_MODELS, pytest.mark.timeout(400)]  # the first test starts four workers
 REST_S = 5.0  # the policy that morphs parts groups that rest within a second or two
 
 
