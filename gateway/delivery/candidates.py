@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from bus.messages import InstanceCard, InstanceMetrics, lowest_precision
-from bus.precisions import PRECISIONS, Precision, is_below, lowest
+from bus.messages import InstanceMetrics, lowest_precision
+from bus.precisions import PRECISIONS
 from bus.prefix_keys import num_blocks_found
 from gateway.delivery.cluster import Cluster, ReadyInstance
 from gateway.delivery.dispatch import Candidate, Seat
@@ -114,8 +114,6 @@ class Candidates:
             for one, cached in zip(members, cached_tokens, strict=True)
         )
         has_long = any(one.longest_tokens > usual_tokens for one in members)
-        precision = lowest_precision(leader.metrics.last) if leader.metrics else None
-        has_refused = any(one.address in refused_by for one in members)
         return Candidate(
             *leader.address,
             num_measured=sum(measured) if measured else None,
@@ -123,9 +121,8 @@ class Candidates:
             num_own_since=sum(one.own.num_since for one in members),
             max_tokens=max_tokens,
             kv_usage=leader.metrics.kv_usage if leader.metrics else 0.0,
-            precision=precision,
-            best=_best(card, precision, has_refused),
-            has_refused=has_refused,
+            precision=lowest_precision(leader.metrics.last) if leader.metrics else None,
+            has_refused=any(one.address in refused_by for one in members),
             tp=card.tp if is_group else 1,
             low_tokens=usual_tokens,
             free_tokens=_free_tokens(leader, members),
@@ -141,16 +138,6 @@ class Candidates:
         is_of_shape = metrics is not None and self._cluster.is_of_shape(ready, metrics)
         own = self._table.assigned.get(address, _NONE)
         return _Member(ready, address, own, metrics, metrics if is_of_shape else None)
-
-
-def _best(card: InstanceCard, precision: Precision | None, has_refused: bool) -> Precision:
-    """Return the most bits that its lowest layer and its KV cache can come to by themselves, or are in now.
-
-    A KV cache with more bits than at rest was converted by hand; unknown, it may have been.
-    """
-    rest = lowest([card.best, card.kv_dtype])
-    now = precision or (rest if has_refused else card.best)
-    return now if is_below(rest, now) else rest
 
 
 def _free_tokens(leader: _Member, members: Sequence[_Member]) -> float | None:

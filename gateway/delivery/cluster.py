@@ -13,8 +13,9 @@ from bus import histogram
 from bus.client import LiveWorker
 from bus.groups import longest_tokens, members_of
 from bus.messages import InstanceCard, InstanceMetrics, Metrics, WorkerCard, WorkerMetrics, WorkerTelemetry
+from bus.precisions import PRECISIONS, KVPrecision
 
-# A worker seen this recently may be restarting: shapes that need it are still possible.
+# A worker seen this recently may be restarting: shapes that need it, and its precision, are still possible.
 JOIN_GRACE_S = 10.0
 # A worker that has been gone for so long is forgotten. Pods and hosts with new names come for ever.
 FORGET_S = 600.0
@@ -283,6 +284,26 @@ class Cluster:
         recent = [card for card, at in self.seen.values() if now - at < JOIN_GRACE_S]
         shapes = longest_tokens([card for card in recent if card.state == "serving"], model, self.max_tp)
         return max([shapes, *(self.max_tokens(ready, now) for ready in self.ready(model))])
+
+    def best_kv(self, model: str, now: float) -> KVPrecision:
+        """Return the most bits that a KV cache of the model is in or rests in, at any instance.
+
+        One that was converted by hand may be in more than it rests in. Workers seen within JOIN_GRACE_S count
+        by what theirs rests in. "full" where that is possible and not known: no instance is ready, a worker
+        loads the model, or a ready instance has no fresh report.
+        """
+        ready = self.ready(model)
+        if not ready or self.is_coming(model) or self.loader_of(model) is not None:
+            return "full"
+        recent = [worker for worker, at in self.seen.values() if now - at < JOIN_GRACE_S]
+        rests = [card.kv_dtype for worker in recent for card in worker.instances if card.model == model]
+        return min([*rests, *(self._kv_of(one, now) for one in ready)], key=PRECISIONS.index)
+
+    def _kv_of(self, ready: ReadyInstance, now: float) -> KVPrecision:
+        """Return what its KV cache is in or rests in, whichever has more bits; "full" without a report."""
+        metrics = self.instance_metrics(ready.card.id, ready.epoch, now)
+        is_in: KVPrecision = metrics.last.kv_precision if metrics else "full"
+        return min(is_in, ready.card.kv_dtype, key=PRECISIONS.index)
 
     def seats(self, ready: ReadyInstance) -> list[ReadyInstance]:
         """Return the members of a group that take requests, the leader first."""

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Final
 
 from bus.groups import natural
-from bus.precisions import PRECISIONS, Precision, is_below
+from bus.precisions import Precision, is_below
 from gateway.delivery.request import Floor
 
 # A short request waits this long for a group to split, or for a seat in it, counted from the last time that
@@ -65,7 +65,6 @@ class Candidate(Destination):
     max_tokens: int  # most of one sequence: its context, or the whole KV cache if less
     kv_usage: float = 0.0  # 0..1
     precision: Precision | None = None  # precision of its lowest layer; None: no fresh metrics
-    best: Precision = "full"  # the most bits that its lowest layer and its KV cache can come to
     has_refused: bool = False  # since the last poll: metrics may not show yet that it swapped layers
     tp: int = 1
     low_tokens: int = 0  # most of one sequence at the lowest degree; 0: `max_tokens`
@@ -210,11 +209,6 @@ def num_to_recall(seat: Seat, queued_tokens: Sequence[int]) -> int:
         over -= tokens
         count += 1
     return count
-
-
-def best_of(candidates: Iterable[Candidate]) -> Precision:
-    """Return the most bits that any of them can come to."""
-    return min((one.best for one in candidates), key=PRECISIONS.index, default="full")
 
 
 def may_keep(candidate: Candidate, floor: Floor) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from bus.precisions import is_below
 from gateway.delivery import dispatch
 from gateway.delivery.candidates import Candidates
 from gateway.delivery.cluster import Cluster
@@ -16,7 +15,7 @@ from gateway.delivery.dispatch import Candidate, Destination, QueuesAhead, TooLo
 from gateway.delivery.outbox import RequestOutbox
 from gateway.delivery.request import InstanceAddress, RequestState
 from gateway.delivery.table import RequestTable
-from gateway.errors import below_floor, never_so_precise_kv, too_long
+from gateway.errors import below_floor, too_long
 
 Found = Candidate | Wait | WaitForSplit
 
@@ -35,7 +34,6 @@ class Placement:
     def find(self, state: RequestState) -> Found | None:
         """Return the instance, or what the request waits for; None without any. Raises ApiError 400, 503."""
         request = state.request
-        self._check_floor(state)
         candidates = self._candidates(state)
         ahead = self._queues_ahead(state, candidates)
         found = dispatch.choose(candidates, request.num_tokens, request.min_precision, ahead)
@@ -95,15 +93,6 @@ class Placement:
 
     def candidates(self, model: str) -> list[Candidate]:
         return Candidates(self._cluster, self._table, self._clock()).of(model)
-
-    def _check_floor(self, state: RequestState) -> None:
-        """Raise ApiError 400 for a new request with a floor that no instance will ever keep."""
-        request = state.request
-        if not request.min_precision or state.was_admitted:
-            return
-        there = Candidates(self._cluster, self._table, self._clock()).of(request.model, state.refused_by)
-        if is_below(best := dispatch.best_of(there), request.min_precision):
-            raise never_so_precise_kv(request.model, request.min_precision, best)
 
     def _candidates(self, state: RequestState) -> list[Candidate]:
         view = Candidates(self._cluster, self._table, self._clock())

@@ -10,10 +10,10 @@ from math import inf
 from typing import Final, Literal
 
 from bus.messages import InstanceCard, SamplingParams
-from bus.precisions import PRECISIONS, KVPrecision, Precision, is_below, lowest
+from bus.precisions import KVPrecision, Precision, is_below, lowest
 from gateway.delivery.cluster import Cluster
 from gateway.delivery.request import GenerationRequest
-from gateway.errors import invalid, never_so_precise, never_within_loss, too_long
+from gateway.errors import invalid, never_so_precise, never_so_precise_kv, never_within_loss, too_long
 from gateway.openai.params import CallBody, ChatBody, CompletionBody, SamplingBody
 from gateway.openai.request_log import RequestLog
 from gateway.text.tokenizer import Tokenizer
@@ -71,7 +71,8 @@ class RequestBuilder:
                 "max_tokens",
             )
         sampling = _sampling(body, max_tokens, () if body.ignore_eos else tokenizer.stop_token_ids)
-        floor = floor_of(body.min_precision, body.max_loss, card, self._kv_rest(card))
+        best_kv = self._cluster.best_kv(card.model, time.monotonic())
+        floor = floor_of(body.min_precision, body.max_loss, card, best_kv)
         return [
             GenerationRequest(
                 id=f"{call_id}-{i * body.n + choice}",
@@ -93,11 +94,6 @@ class RequestBuilder:
             for choice in range(body.n)
         ]
 
-    def _kv_rest(self, card: InstanceCard) -> KVPrecision:
-        """Return what the KV cache rests in, of the ready instance of the model where it has most bits."""
-        rests = (one.card.kv_dtype for one in self._cluster.ready(card.model))
-        return min(rests, key=PRECISIONS.index, default=card.kv_dtype)
-
     def _max_tokens(self, body: CallBody, num_prompt: int, context: int, card: InstanceCard) -> int:
         """Return what the client asked for, else a default that needs no group beside the prompt."""
         given, default = body.max_tokens, self._default_max_tokens
@@ -115,41 +111,45 @@ def floor_of(
     min_precision: Precision | None,
     max_loss: float | None,
     card: InstanceCard,
-    kv_rest: KVPrecision = "full",
+    best_kv: KVPrecision = "full",
 ) -> Precision | Literal[""]:
-    """Return the precision that no layer may be below; "": any will do.
+    """Return the precision that no layer and no KV cache may be below; "": any will do.
 
-    `max_loss` is kept by the fewest bits that all layers can be in, and the KV cache in 8 bits, without
-    losing more. A precision whose loss was not measured is not among them. Where both are asked for, more
-    bits win. kv_rest: what the KV cache rests in, at the instance where it has most bits.
+    best_kv: the most bits that a KV cache of the model comes to (`Cluster.best_kv`). Where both limits are
+    given, more bits win.
 
-    Raises ApiError 400 if the model's checkpoint has fewer bits, or its KV cache loses more at rest.
+    Raises ApiError 400 if the model's checkpoint has fewer bits, or its KV cache at every instance.
     """
     if min_precision and is_below(card.best, min_precision):
         raise never_so_precise(card.model, min_precision, card.best)
+    if min_precision and is_below(best_kv, min_precision):
+        raise never_so_precise_kv(card.model, min_precision, best_kv)
     if max_loss is None:
         return min_precision or ""
-    if kv_rest != "full":
-        kept = _floor_beside_kv(kv_rest, max_loss, card)
-    else:
-        by_kv = card.kv_loss or 0.0
-        within = [one for one in card.variants if card.losses.get(one, inf) + by_kv <= max_loss]
-        kept = lowest(within or [card.best])
+    kept = _floor_within(max_loss, card, best_kv)
     return min_precision if min_precision and is_below(kept, min_precision) else kept
 
 
-def _floor_beside_kv(kv: KVPrecision, max_loss: float, card: InstanceCard) -> Precision:
-    """Return the floor by `max_loss` where every KV cache rests in `kv`. Raises ApiError 400 without one."""
+def _floor_within(max_loss: float, card: InstanceCard, best_kv: KVPrecision) -> Precision:
+    """Return the fewest bits that all layers can be in, and the KV cache in 8 bits, within `max_loss`.
+
+    A precision whose loss was not measured is not among them. Raises ApiError 400 without one.
+    """
+    by_kv = card.kv_loss
+    if by_kv is None:  # no cache is converted by itself, but it may rest in 8 bits
+        by_kv = 0.0 if best_kv == card.kv_dtype == "full" else inf
     losses = {one: card.losses.get(one, inf) for one in card.variants} | {card.best: 0.0}
-    by_kv = inf if card.kv_loss is None else card.kv_loss
-    kept = lowest(one for one, loss in losses.items() if loss + by_kv <= max_loss + _ROUNDING)
-    if not is_below(kv, kept):
+    if card.kv_loss is not None and card.best == "full":
+        # Where no layer can be in int8, it is a floor of the KV cache alone.
+        losses.setdefault("int8", 0.0)
+    lost = {one: loss + (0.0 if is_below("int8", one) else by_kv) for one, loss in losses.items()}
+    within = [one for one, loss in lost.items() if loss <= max_loss + _ROUNDING]
+    kept = lowest(within or [card.best])
+    if best_kv == "full" or (within and not is_below(best_kv, kept)):
         return kept
-    # A floor above `kv` is one for the KV cache, too: layers can be kept above only where none can be in it.
-    least = losses.get(kv, 0.0) + by_kv
-    if least <= max_loss + _ROUNDING:
-        return kv
-    raise never_within_loss(card.model, max_loss, kv, None if least == inf else least)
+    # One floor holds for layers and KV cache: what allows the cache in 8 bits allows all layers in int8.
+    least = losses.get(best_kv, 0.0) + by_kv
+    raise never_within_loss(card.model, max_loss, best_kv, None if least == inf else least)
 
 
 def _sampling(body: CallBody, max_tokens: int, stop_token_ids: tuple[int, ...]) -> list[SamplingParams]:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -23,6 +23,9 @@ from gateway.delivery.dispatch import Candidate, TooLong, Wait, choose
 from gateway.delivery.request import RequestState
 from gateway.errors import ApiError
 from gateway.openai.intake import floor_of
+from gateway.openai.params import CompletionBody
+from gateway.openai.parsing import parse
+from gateway.openai.request_log import RequestLog
 from tests.support.gateway_core import Core, Ear
 from tests.support.gateway_harness import ANSWER, BODY, Gate, metrics_of
 from tests.support.metrics_samples import metrics_of as sample_of
@@ -189,39 +192,110 @@ def rests_in_8_bits(core: Core, worker: str) -> None:
     core.poll()
 
 
-def told_of_kv(core: Core, kv_precision: KVPrecision) -> None:
-    told = sample_of()
+def told_of_kv(core: Core, kv_precision: KVPrecision, *layers: LayerShape) -> None:
+    told = sample_of(layers=list(layers) or None)
     instances = [replace(one, last=replace(one.last, kv_precision=kv_precision)) for one in told.instances]
     core.report(replace(told, instances=instances))
+
+
+def best_kv(core: Core) -> KVPrecision:
+    return core.cluster.best_kv("m", core.now)
 
 
 def test_a_floor_above_the_kv_cache_at_rest_is_refused_at_once() -> None:
     core = core_of("w0")
     rests_in_8_bits(core, "w0")
     told_of_kv(core, "int8")
-    for waits in (True, False):
-        with pytest.raises(ApiError, match=r"rests in 'int8' .* lower min_precision to 'int8'") as no:
-            floored(core, waits=waits)
-        assert (no.value.status, no.value.param, no.value.code) == (
-            400,
-            "min_precision",
-            "precision_unavailable",
-        )
+    (card,) = core.cards["w0"].instances
+    with pytest.raises(ApiError, match=r"rests in 'int8' .* lower min_precision to 'int8'") as no:
+        floor_of("full", None, card, best_kv(core))
+    told = no.value.status, no.value.param, no.value.code
+    assert told == (400, "min_precision", "precision_unavailable")
+    assert floor_of("int8", None, card, best_kv(core)) == "int8"
     core.delivery.submit(core.state("kept", min_precision="int8"))
     assert core.delivery.table.requests["kept"].target is not None
     core.gateway.check_integrity()
 
 
+async def test_a_call_is_checked_against_the_kv_caches_of_the_cluster() -> None:
+    core = core_of("w0")
+    rests_in_8_bits(core, "w0")
+    (card,) = core.cards["w0"].instances
+    asked = {"model": "m", "prompt": [1], "max_tokens": 1, "ignore_eos": True}
+    log = RequestLog("r", "POST", "/v1/completions", core.now)
+
+    async def floor(**limit: Any) -> str:
+        body = parse(CompletionBody, json.dumps(asked | limit).encode())
+        (one,) = await core.gateway.request_builder.build(body, [[1]], 100, card, cast(Any, None), "c", log)
+        return one.min_precision
+
+    told_of_kv(core, "int8")
+    for limit in ({"min_precision": "full"}, {"max_loss": 0.0}):
+        with pytest.raises(ApiError, match="rests in 'int8' at every instance") as no:
+            await floor(**limit)
+        assert no.value.status == 400
+    told_of_kv(core, "full", INT4)
+    assert [await floor(min_precision="full"), await floor(max_loss=0.0)] == ["full", "full"]
+
+
 def test_a_kv_cache_at_rest_in_8_bits_that_was_converted_by_hand_keeps_a_floor_above() -> None:
     core = core_of("w0")
     rests_in_8_bits(core, "w0")
-    state = floored(core)  # there is no report: it may have been converted
+    assert best_kv(core) == "full"  # there is no report: it may have been converted
+    state = floored(core)
     assert state.target is not None
     core.sent(state, begun=False)
     core.deliver(state, [], finish="error", error="the KV cache is in int8", reject_reason=BELOW_FLOOR)
-    assert isinstance(state.sink, Ear) and state.sink.error is not None and state.sink.error.status == 400
+    assert state.target is None and state in core.delivery.table.for_precision
+    told_of_kv(core, "full", INT4)
+    assert best_kv(core) == "full", "its layers can come back"
     told_of_kv(core, "full")
-    assert floored(core, "r2").target is not None
+    core.poll()
+    assert state.target is not None
+    core.gateway.check_integrity()
+
+
+def test_a_kv_cache_in_8_bits_for_now_counts_by_what_it_rests_in() -> None:
+    core = core_of("w0")
+    told_of_kv(core, "int8", INT4)
+    assert best_kv(core) == "full"
+
+
+@pytest.mark.parametrize("way", ["drains", "restarts", "is gone"])
+def test_a_floor_that_one_instance_keeps_waits_while_that_one_is_away(way: str) -> None:
+    core = core_of("w0", "w1")
+    rests_in_8_bits(core, "w0")
+    told_of_kv(core, "int8")
+    waiting = core.state("r", min_precision="full")
+    core.cluster.drop("w1", 1)
+    core.delivery.submit(waiting)
+    away = core.cards.pop("w1")
+    if way == "drains":
+        core.cards["w1"] = replace(away, state="draining")
+    elif way == "restarts":
+        core.cards["w1"] = replace(away, epoch=2, state="loading", instances=[])
+    core.poll()
+    assert best_kv(core) == "full", "for a new request"
+    assert waiting.target is None and waiting in core.delivery.table.for_precision
+    core.cards.pop("w1", None)
+    core.now += 11
+    told_of_kv(core, "int8")
+    core.poll()
+    assert best_kv(core) == "int8", "it did not come back"
+    assert core.delivery.table.has(waiting)
+    core.cards["w1"] = replace(away, epoch=3)
+    core.poll()
+    assert waiting.target is not None and waiting.target.worker == "w1"
+    core.gateway.check_integrity()
+
+
+def test_without_a_ready_instance_no_floor_is_refused() -> None:
+    core = core_of("w0")
+    rests_in_8_bits(core, "w0")
+    told_of_kv(core, "int8")
+    assert best_kv(core) == "int8"
+    core.cluster.drop("w0", 1)
+    assert best_kv(core) == "full"
 
 
 def test_a_floor_above_one_kv_cache_at_rest_waits_for_another_instance() -> None:
@@ -282,12 +356,15 @@ def test_a_limit_of_loss_counts_the_kv_cache_at_rest_and_is_refused_where_that_l
     assert (no.value.status, no.value.param) == (400, "max_loss")
     assert floor_of(None, 0.0, card) == "full", "where some KV cache rests in full precision"
     no_int8 = replace(card, variants=["full", "int4"])
+    assert floor_of(None, 0.0001, no_int8) == "int8" and floor_of(None, 0.0, no_int8) == "full"
     assert floor_of(None, 0.0001, no_int8, "int8") == "int8", "no layer can be in it"
     with pytest.raises(ApiError, match=r"can be kept is 0\.0001"):
         floor_of(None, 0.0, no_int8, "int8")
     for unknown in (replace(card, kv_loss=None), replace(card, losses={})):
         with pytest.raises(ApiError, match="is not measured; run `instar profile`"):
             floor_of(None, 0.01, unknown, "int8")
+    resting = replace(card, kv_loss=None, kv_dtype="int8")
+    assert floor_of(None, 0.9, resting) == "full", "where it may have been converted by hand"
     quantised = replace(card, variants=["int4"], losses={"int4": 0.0})
     assert floor_of(None, 0.0001, quantised, "int8") == "int4"
 
