@@ -166,11 +166,12 @@ def never_within_loss(model: str, max_loss: float, kv: str, least: float | None)
     least: the lowest limit that can be kept; None: not measured.
     """
     remedy = (
-        f"what that or layers in {kv!r} lose is not measured; run `instar profile` on the model's folder and"
-        " load it again, or leave max_loss out"
+        f"its loss, or that of layers in {kv!r}, is not measured; run `instar profile` on the model's folder"
+        " and load it again, or leave max_loss out"
         if least is None
-        else f"the lowest limit that can be kept is {math.ceil(least * 1e6) / 1e6:g}; raise max_loss to that,"
-        " or have it deployed with its KV cache in full precision"
+        else f"layers in {kv!r} are accepted with it, so the lowest limit that can be kept is"
+        f" {math.ceil(least * 1e6) / 1e6:g}; raise max_loss to that, or have the model deployed with its KV"
+        " cache in full precision"
     )
     message = (
         f"max_loss is {max_loss:g}, and the KV cache of {model!r} rests in {kv!r} at every instance"

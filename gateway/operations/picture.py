@@ -156,7 +156,7 @@ def awaited_models(contents: Contents) -> dict[str, str]:
 
 def _progress(deployment: Deployment) -> str:
     if deployment.state == "serving":  # asked for only where no worker has the model
-        return "a worker of it was lost, and it gets another place"
+        return "no worker has it now"
     return f"{deployment.state}: {deployment.reason}" if deployment.reason else deployment.state
 
 

@@ -115,7 +115,7 @@ def test_what_runs_on_a_deployment_that_loses_a_worker_waits_for_its_next_place(
     assert error_of(state) is None
     error = refusal(core, "m")
     assert (error.status, error.code) == (503, "service_unavailable")
-    assert error.message == "m is being deployed: a worker of it was lost, and it gets another place"
+    assert error.message == "m is being deployed: no worker has it now"
     core.worker("w0")
     core.poll()
     assert state.target is not None and (state.attempt, state.received) == (2, [5])
