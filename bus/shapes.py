@@ -72,8 +72,11 @@ def loss_of(layers: Iterable[LayerShape], losses: Mapping[Precision, float]) -> 
     return sum(whole_loss(half, losses) for half in halves) / max(1, len(halves))
 
 
-def loss_of_kv(precision: KVPrecision, rest: KVPrecision, loss: float | None) -> float:
-    """Return the loss of a KV cache beyond that at rest; `loss`: of one in 8 bits, None: not measured."""
+def loss_of_kv(precision: KVPrecision | None, rest: KVPrecision, loss: float | None) -> float:
+    """Return the loss of a KV cache beyond that at rest; `loss`: of one in 8 bits, None: not measured.
+
+    precision: None on the way between two, where some layers are in 8 bits.
+    """
     return 0.0 if precision in ("full", rest) else loss or 0.0
 
 

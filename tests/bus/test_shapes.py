@@ -6,7 +6,7 @@ import pytest
 
 from bus.messages import LayerShape
 from bus.precisions import Precision
-from bus.shapes import common_shape, loss_of, orders_between
+from bus.shapes import common_shape, loss_of, loss_of_kv, orders_between
 
 FULL = LayerShape()
 INT8 = LayerShape(attention="int8", ffn="int8")
@@ -44,6 +44,13 @@ def test_a_deployment_goes_back_to_what_it_rests_in() -> None:
 def test_losses_of_halves_are_shares_of_the_whole_and_assumed_without_a_profile() -> None:
     assert loss_of([INT8, FULL], LOSSES) == pytest.approx(0.002)
     assert loss_of([LayerShape(ffn="int4"), FULL], {}) == pytest.approx(0.03 / 4)
+
+
+def test_a_kv_cache_loses_by_8_bits_unless_it_rests_in_them_and_is_not_on_the_way() -> None:
+    assert loss_of_kv("int8", "full", 0.01) == 0.01
+    assert loss_of_kv("full", "full", 0.01) == loss_of_kv("full", "int8", 0.01) == 0.0
+    assert loss_of_kv("int8", "int8", 0.01) == loss_of_kv("int8", "full", None) == 0.0
+    assert loss_of_kv(None, "full", 0.01) == loss_of_kv(None, "int8", 0.01) == 0.01
 
 
 def test_orders_name_the_halves_that_differ() -> None:

@@ -12,6 +12,7 @@ from bus.messages import Number
 from bus.morphs import Cause
 from bus.policy import Envelope
 from bus.precisions import LOWEST, PRECISIONS, KVPrecision, Precision, is_below, lowest
+from bus.shapes import loss_of_kv
 from worker.morph.losses import Choice, Halves, Losses, MayTouch, Pages, choose_relief, choose_return
 from worker.morph.plan import Half
 from worker.morph.reflex import DOWN, Lever, Load, Need, ReflexState, Withheld
@@ -36,14 +37,9 @@ class KVState:
     loss: float | None = None
 
     @property
-    def is_at_rest(self) -> bool:
-        """True unless it has fewer bits than at rest."""
-        return self.form == "full" or self.form == self.rest
-
-    @property
     def lost(self) -> float:
         """The loss beyond that at rest."""
-        return 0.0 if self.is_at_rest else self.loss or 0.0
+        return loss_of_kv(self.form, self.rest, self.loss)
 
     @property
     def added(self) -> float:
