@@ -176,6 +176,10 @@ class Profile:
         """The degrees that its weights can be cut for if the degree stays."""
         return sorted({one.tp for one in self.ranks})
 
+    def kv_loss_of(self, kv: KVPrecision) -> float | None:
+        """Return the share of perplexity that KV costs where a configuration says `kv`; None: unknown."""
+        return 0.0 if kv == self.kv_dtype == "full" else self.kv_loss
+
     def rank_block_bytes(self, tp: int) -> int:
         """Return the bytes of a KV block in one layer at each rank of a degree that stays; 1: the whole."""
         of_ranks = (one.block_bytes_per_layer for one in self.ranks if one.tp == tp)

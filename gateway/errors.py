@@ -170,8 +170,8 @@ def never_within_loss(model: str, max_loss: float, kv: str, least: float | None)
         " and load it again, or leave max_loss out"
         if least is None
         else f"layers in {kv!r} are accepted with it, so the lowest limit that can be kept is"
-        f" {math.ceil(least * 1e6) / 1e6:g}; raise max_loss to that, or have the model deployed with its KV"
-        " cache in full precision"
+        f" {math.ceil(least * 1e6) / 1e6:g}; raise max_loss to that, or set worker.kv_dtype to full and have"
+        " the model deployed with its KV cache in full precision"
     )
     message = (
         f"max_loss is {max_loss:g}, and the KV cache of {model!r} rests in {kv!r} at every instance"

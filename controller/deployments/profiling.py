@@ -157,6 +157,5 @@ def _rest(deployment: Deployment, chosen: Configuration, contents: Contents) -> 
     losses = [profile.loss for profile in profiles]
     known = [one for one in PRECISIONS if losses and all(one in of_kind for of_kind in losses)]
     lost = max((of_kind.get(chosen.precision, 0.0) for of_kind in losses), default=0.0)
-    if chosen.kv_dtype != "full":
-        lost += max((profile.kv_loss or 0.0 for profile in profiles), default=0.0)
+    lost += max((profile.kv_loss_of(chosen.kv_dtype) or 0.0 for profile in profiles), default=0.0)
     return replace(rest, coarsest=lowest([chosen.precision, *known]), loss_left=max(0.0, most - lost))

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from bus.deployments import Configuration, Estimate, Intent, Profile
 from bus.precisions import KVPrecision
+from controller.planning.intent import loss_limit
 from controller.planning.latency import LatencyModel
 from controller.planning.memory import MemoryModel
 from controller.planning.uncertainty import Uncertain, exactly, weakest
@@ -73,7 +74,7 @@ def _estimate(
     size = memory.total(configuration, intent, is_fixed=is_fixed)
     device_hours = configuration.num_devices / SECONDS_PER_HOUR * seconds
     costs = {"memory": size, "gpu_hours": device_hours, "memory_seconds": _product(size, seconds)}
-    is_full = configuration.precision == "full" and configuration.kv_dtype == "full"
+    is_full = configuration.precision == configuration.kv_dtype == profile.kv_dtype == "full"
     loss = _loss(configuration, profile)
     return Estimate(
         configuration=configuration,
@@ -85,14 +86,30 @@ def _estimate(
         gpu_hours=device_hours.quantity(),
         # The loss of a quantised model was measured on another text: it is an extrapolation here.
         loss=None if loss is None else exactly(loss, "measured" if is_full else "extrapolated").quantity(),
+        refusal=_refusal(configuration, profile, intent),
     )
 
 
 def _loss(configuration: Configuration, profile: Profile) -> float | None:
     """Return the share of perplexity that layers and KV cache cost together; None: unknown of one of them."""
     layers = 0.0 if configuration.precision == "full" else profile.loss.get(configuration.precision)
-    kv = 0.0 if configuration.kv_dtype == "full" else profile.kv_loss
+    kv = profile.kv_loss_of(configuration.kv_dtype)
     return None if layers is None or kv is None else layers + kv
+
+
+def _refusal(configuration: Configuration, profile: Profile, intent: Intent) -> str:
+    """Return why KV in 8 bits by the settings of the workers rules a configuration out; "": it does not."""
+    if configuration.kv_dtype != "full" or profile.kv_dtype == "full":
+        return ""
+    set_to = f"a KV cache in {profile.kv_dtype}, as worker.kv_dtype says"
+    if intent.kv_dtype == "full":
+        return f"the intent fixes kv_dtype full, and the workers have {set_to}; set that to full"
+    if profile.kv_loss is None and loss_limit(intent) is not None:
+        return (
+            f"what {set_to}, loses is not known: run `instar profile` on the model's folder and register it "
+            "again, fix precision, or set worker.kv_dtype to full"
+        )
+    return ""
 
 
 def _product(one: Uncertain, other: Uncertain) -> Uncertain:

@@ -163,7 +163,9 @@ def _too_lossy(estimate: Estimate, intent: Intent) -> str:
     if estimate.loss.value <= limit:
         return ""
     whose = "max_loss" if intent.max_loss is not None else "the default max_loss"
-    return f"loses {estimate.loss.value:.2%} of perplexity, above {whose} {limit:.2%}"
+    # Layers in full precision lose nothing: then it is the KV cache, by the settings of the workers.
+    by = " by its KV cache (worker.kv_dtype)" if shape.precision == shape.kv_dtype == "full" else ""
+    return f"loses {estimate.loss.value:.2%} of perplexity{by}, above {whose} {limit:.2%}"
 
 
 def _not_as_fixed(estimate: Estimate, intent: Intent) -> list[str]:

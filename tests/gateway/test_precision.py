@@ -354,6 +354,7 @@ def test_a_limit_of_loss_counts_the_kv_cache_at_rest_and_is_refused_where_that_l
     with pytest.raises(ApiError, match=r"max_loss is 0\.0005, .* kept is 0\.0006; raise max_loss") as no:
         floor_of(None, 0.0005, card, "int8")
     assert (no.value.status, no.value.param) == (400, "max_loss")
+    assert "set worker.kv_dtype to full and have the model deployed with" in no.value.message
     assert floor_of(None, 0.0, card) == "full", "where some KV cache rests in full precision"
     no_int8 = replace(card, variants=["full", "int4"])
     assert floor_of(None, 0.0001, no_int8) == "int8" and floor_of(None, 0.0, no_int8) == "full"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from bus.catalogue import Contents
 from bus.deployments import Configuration, Deployment, Intent, ModelCard
 from bus.messages import Stage
@@ -51,6 +53,10 @@ def test_a_limit_of_loss_bounds_what_layers_are_swapped_to() -> None:
     full = replace(floor, configuration=Configuration())
     rest = rests_of(contents(full, loss=lost))["m@w0"]
     assert (rest.coarsest, rest.loss_left) == ("int3", 0.02)
+    world = contents(full, loss=lost)
+    in_8_bits = replace(world.profiles["m", "cpu"], kv_dtype="int8", kv_loss=0.005)
+    rest = rests_of(world.with_record(in_8_bits))["m@w0"]
+    assert rest.loss_left == pytest.approx(0.015), "the KV cache loses its part by the workers' settings"
     assert rests_of(contents(full))["m@w0"].coarsest == "full"  # nobody knows what the others lose
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bus.deployments import Configuration, CostModel, Estimate, Intent, Profile
 from bus.precisions import Precision
 from controller.planning.estimates import estimate_all
-from controller.planning.intent import rank
+from controller.planning.intent import UnmetError, rank
 from controller.planning.latency import LatencyModel
 from controller.planning.memory import MemoryModel, kv_blocks
 from controller.planning.uncertainty import between, exactly, line_at, repeated, slope_of
@@ -469,4 +469,21 @@ def test_kv_in_8_bits_by_the_workers_settings_is_also_had_by_its_name() -> None:
     assert {shape.kv_dtype for shape in by_shape} == {"full"}
     as_set = by_shape[replace(named.configuration, kv_dtype="full")]
     assert (named.memory_bytes, named.latency_s) == (as_set.memory_bytes, as_set.latency_s)
-    assert named.loss and named.loss.value == 0.001
+    assert named.loss and named.loss.value == 0.001 and as_set.loss == named.loss
+
+
+def test_kv_in_8_bits_by_the_workers_settings_counts_as_a_loss() -> None:
+    profile = replace(profile_of(Truth()), kv_dtype="int8", kv_loss=0.005)
+    (found,) = rank(estimate_all(profile, INTENT), INTENT)
+    assert found.loss and (found.loss.value, found.loss.basis) == (0.005, "extrapolated")
+    for intent, words in (
+        (replace(INTENT, max_loss=0.0), r"loses 0\.50% of perplexity by its KV cache \(worker\.kv_dtype\)"),
+        (replace(INTENT, kv_dtype="full"), r"fixes kv_dtype full, .* in int8, as worker\.kv_dtype says"),
+    ):
+        with pytest.raises(UnmetError, match=words):
+            rank(estimate_all(profile, intent), intent)
+    unknown = replace(profile, kv_loss=None)
+    with pytest.raises(UnmetError, match=r"worker\.kv_dtype says, loses is not known: run `instar profile`"):
+        rank(estimate_all(unknown, INTENT), INTENT)
+    fixed = replace(INTENT, precision="full")
+    assert [one.loss for one in rank(estimate_all(unknown, fixed), fixed)] == [None]
