@@ -180,10 +180,14 @@ class Profile:
         """Return the share of perplexity that KV costs where a configuration says `kv`; None: unknown."""
         return 0.0 if kv == self.kv_dtype == "full" else self.kv_loss
 
-    def rank_block_bytes(self, tp: int) -> int:
-        """Return the bytes of a KV block in one layer at each rank of a degree that stays; 1: the whole."""
+    def rank_block_bytes(self, tp: int, kv: KVPrecision) -> int:
+        """Return the bytes of a KV block in one layer at each of `tp` ranks whose degree stays.
+
+        tp 1: one worker, which has all of it. kv: "full" is the form that was measured.
+        """
         of_ranks = (one.block_bytes_per_layer for one in self.ranks if one.tp == tp)
-        return next(of_ranks, self.block_bytes_per_layer // tp)
+        measured = next(of_ranks, self.block_bytes_per_layer // tp)
+        return measured if kv == "full" else round(measured / self.kv_gain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,8 +77,9 @@ def _later(
     profile = contents.profiles.get((deployment.model, device.kind))
     pages = 0
     if leading is not None and profile is not None:
-        block_bytes = profile.rank_block_bytes(len(stage.workers))
-        of_layer = kv_pages_per_layer(leading.last.kv_blocks, block_bytes, device.card.page_bytes)
+        told = leading.last
+        block_bytes = profile.rank_block_bytes(len(stage.workers), told.kv_precision)
+        of_layer = kv_pages_per_layer(told.kv_blocks, block_bytes, device.card.page_bytes)
         pages = (stage.end - stage.first) * of_layer
     return _Holding(deployment.instance_at(device.card.id), deployment.id, pages, pages)
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from bus.deployments import Configuration, Intent, MemorySample, Profile, RankSize
+from bus.deployments import Configuration, Intent, MemorySample, Profile
 from bus.pages import kv_pages_per_layer
 from bus.precisions import PRECISIONS, Precision
 from controller.planning.uncertainty import Uncertain, line_at, slope_of, within
@@ -125,7 +125,7 @@ class MemoryModel:
         if (size := self._ranks.get((configuration.tp, configuration.precision))) is None:
             return None
         return Footprint(
-            layer_bytes=size.layer_bytes + self._kv_bytes(configuration, intent, rank=size),
+            layer_bytes=size.layer_bytes + self._kv_bytes(configuration, intent, is_fixed=True),
             lead_bytes=size.lead_bytes,
             every_rank_leads=True,
             is_fixed=True,
@@ -151,16 +151,14 @@ class MemoryModel:
         )
 
     def _kv_bytes(
-        self, configuration: Configuration, intent: Intent, *, degree: int = 1, rank: RankSize | None = None
+        self, configuration: Configuration, intent: Intent, *, degree: int = 1, is_fixed: bool = False
     ) -> int:
         """Return the bytes of the pages that the KV of the batch takes in a layer on one device.
 
-        degree: of the group that it is in. rank: or the sizes of such a rank, whose degree stays.
+        degree: of the group that it is in. is_fixed: it is a rank of a degree that stays instead.
         """
-        profile = self._profile
-        block_bytes = (rank or profile).block_bytes_per_layer
-        if configuration.kv_dtype != "full":
-            block_bytes = round(block_bytes / profile.kv_gain)
+        profile, ranks = self._profile, configuration.tp if is_fixed else 1
+        block_bytes = profile.rank_block_bytes(ranks, configuration.kv_dtype)
         page_bytes = profile.page_bytes
         return page_bytes * kv_pages_per_layer(kv_blocks(profile, intent), block_bytes, page_bytes, degree)
 

@@ -207,7 +207,7 @@ def kv_json(deployment: Deployment, gateway: Gateway) -> dict[str, int] | None:
     if profile is None or not is_reported:
         return None
     blocks, ranks = metrics.last.kv_blocks, card.tp if card.is_divided else 1
-    block_bytes = ranks * profile.rank_block_bytes(ranks) * profile.num_layers
+    block_bytes = ranks * profile.rank_block_bytes(ranks, metrics.last.kv_precision) * profile.num_layers
     return {"blocks": blocks, "tokens": blocks * profile.block_tokens, "bytes": blocks * block_bytes}
 
 

@@ -85,6 +85,17 @@ def test_a_later_stage_that_no_card_shows_holds_its_weights_and_its_kv() -> None
     assert (later.deployment, later.weight_bytes, later.kv_bytes) == ("d1", 15 * PAGE, 30 * PAGE)
 
 
+def test_a_later_stage_whose_kv_is_in_8_bits_holds_so_much_less() -> None:
+    leader = instance("m", "w0", deployed="d1-1-w0", stages=LINE.stages, pp=2)
+    told = seen(("m@w0", 10, 0))
+    (one,) = told.instances
+    told = replace(told, instances=[replace(one, last=replace(one.last, kv_precision="int8"))])
+    contents = Contents({}, {"d1": LINE}, {("m", "cpu"): replace(profile(), kv_gain=2.0)})
+    found = free_memory(told, [device("w0", leader), device("w1")], contents)
+    later = next(one for one in found.tenants if one.instance == "m@w1")
+    assert later.kv_bytes == 15 * PAGE
+
+
 def test_a_worker_with_a_later_stage_is_no_empty_one() -> None:
     truth = Truth(layers=8)
     asked = question("w0", "w1", intent=Intent(tp=2, pp=1))

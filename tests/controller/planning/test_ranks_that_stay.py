@@ -107,3 +107,9 @@ def test_a_rank_that_repeats_kv_heads_costs_what_it_takes_and_a_limit_of_cost_ho
     assert found.chosen.cost.value == pytest.approx(taken)
     limited = asked(WHOLE, 8, intent=replace(intent, max_cost=found.chosen.cost.value - 1))
     assert limited.is_unmet and "above max_cost" in limited.reason
+
+
+def test_kv_in_8_bits_is_less_at_each_rank() -> None:
+    intent = Intent(tp=4, pp=1, precision="full", kv_dtype="int8")
+    found = asked(QUARTER, intent=intent, profile=replace(PROFILE, kv_gain=2.0, kv_loss=0.0)).chosen
+    assert found and found.fixed_worker_bytes == QUARTER - 8 * NUM_BLOCKS * BLOCK_BYTES // 4
