@@ -34,6 +34,9 @@ class LayerShape:
         return self.attention if part == "attention" else self.ffn
 
 
+MOST_RANKS: Final = 16  # of a stage whose degree stays
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """Layers [first, end) on `workers`, by shard. The first worker of the first stage leads the pipeline."""

@@ -27,6 +27,7 @@ from bus.deployments import (
     RetireModel,
 )
 from bus.errors import meant
+from bus.messages import MOST_RANKS
 from controller.deployments.profiling import cancel_of, profiles_of
 from controller.deployments.transitions import ORDERED, Command
 from controller.planning.plan import Plan
@@ -177,7 +178,8 @@ def _check_plannable(intent: Intent, card: ModelCard, contents: Contents, facts:
     if intent.tp is not None and degrees and all(degrees) and intent.tp not in possible:
         could = ", ".join(map(str, sorted(set().union(*degrees))))
         why = f"intent: tp is {intent.tp}, and the weights of {name} can be cut for {could}"
-        raise OrderRefused(400, f"{why}: its heads, its KV heads and its experts set that")
+        limit = f"its heads, its KV heads and its experts set that, and it is at most {MOST_RANKS}"
+        raise OrderRefused(400, f"{why}: {limit}")
     if card.state == "failed":
         raise OrderRefused(409, f"{name} could not be measured: {card.reason}; remove it and add it again")
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bus.messages import MOST_RANKS
 from worker.model.shard import Shard
 
-MOST_RANKS = 16
 # Rows of the FFN that stay together: quantised groups of 128, 64 or 32 inputs keep their sizes.
 _RUNS = (128, 64, 32)
 _UNEVEN = 0.01  # share by which the largest part may exceed an even one for the sake of such runs
@@ -27,7 +27,7 @@ class CutSizes:
     heads: int
     kv_heads: int
     ffn_rows: int  # of a layer, or of one expert
-    experts: int  # and slices of a shared one; 0: the FFN is no mixture
+    experts: int  # of a layer, and of slices of its shared expert; 0: it has one FFN instead
     vocab: int
 
     def why_not(self, degree: int) -> str:

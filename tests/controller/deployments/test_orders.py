@@ -51,6 +51,7 @@ def test_a_degree_that_the_weights_cannot_be_cut_for_is_refused() -> None:
     answer = world.deploy()
     told = "intent: tp is 8, and the weights of m can be cut for 1, 2, 4"
     assert (answer.status, answer.error.startswith(told)) == (400, True)
+    assert answer.error.endswith("and it is at most 16")
 
 
 def test_a_model_that_is_deployed_is_not_removed() -> None:
