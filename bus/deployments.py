@@ -217,7 +217,7 @@ class Estimate:
     # workers load the whole model, and where the degree stays. 0: it cannot be so, or is not weighed.
     group_worker_bytes: int = 0
     fixed_worker_bytes: int = 0
-    is_fixed: bool = False  # deployed now, the degree would stay
+    is_fixed: bool = False  # these are the numbers of a degree that stays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

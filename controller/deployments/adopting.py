@@ -91,7 +91,7 @@ def _deployment_of(card: InstanceCard, stages: list[Stage], seen: Observation) -
         reason=f"{card.workers[0]} serves it; its record was lost, and its intent: it keeps its shape",
         configuration=shape,
         stages=stages,
-        is_fixed=card.is_divided,
+        is_fixed=card.is_divided and tp > 1,
         instance=card.id,
         since_ms=seen.now_ms,
         loads=int(match["load"]),

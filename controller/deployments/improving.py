@@ -120,7 +120,8 @@ def _alternative(deployment: Deployment, names: set[str], now: Situation) -> tup
     first, other = now.seen.workers.get(deployment.workers[0]), now.seen.workers[plan.workers[0]]
     current = deployment.expected
     if first is not None and first.kind == other.kind:  # the same profile estimates both
-        rows = (one for one in plan.estimates if one.configuration == deployment.configuration)
+        shape = deployment.configuration, deployment.is_fixed
+        rows = (one for one in plan.estimates if (one.configuration, one.is_fixed) == shape)
         current = next(rows, current)
     return plan, compare(current, plan.chosen, deployment.intent) if current else None
 

@@ -14,11 +14,10 @@ from controller.planning.estimates import estimate_all
 from controller.planning.fitting import Device
 from controller.planning.intent import judge, preference
 from controller.planning.placement import Placing
-from controller.planning.plan import Plan, plan
+from controller.planning.plan import NOT_CUT, Plan, plan
 
 MAX_STAGES = 4
 DEGREES = (1, 2, 4, 8)
-NOT_CUT = "the weights cannot be cut for this degree (the numbers of heads, KV heads and experts)"
 NO_GROUP = "workers would not form a group for it"
 
 

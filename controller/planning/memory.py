@@ -98,6 +98,11 @@ class MemoryModel:
         }
         self._ranks = {(one.tp, one.precision): one for one in profile.ranks}
 
+    @property
+    def knows_ranks(self) -> bool:
+        """True if it is known which degrees that stay the weights can be cut for."""
+        return bool(self._ranks)
+
     def precisions(self) -> list[Precision]:
         """Return the precisions that were measured on a single device."""
         return [one for one in PRECISIONS if one in self._parts]

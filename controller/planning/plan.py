@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from bus.deployments import Configuration, Estimate, Intent, Profile
-from bus.messages import Stage
+from bus.messages import MOST_RANKS, Stage
 from controller.planning.estimates import estimate_all, may_part
 from controller.planning.fitting import Device, Refusal
 from controller.planning.intent import UnmetError, judge, name_of, rank, validate
 from controller.planning.making_room import Retirement, Tenant, retirements_to_fit
 from controller.planning.memory import Footprint, MemoryModel, kv_blocks
 from controller.planning.placement import Placing, place
+
+NOT_CUT = (
+    "the weights cannot be cut for this degree: the numbers of heads, KV heads and experts set that, and it "
+    f"is at most {MOST_RANKS}"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,55 +61,54 @@ def plan(
     """Plan on `devices`, all of the profile's kind. Raises IntentError.
 
     `tenants`: what might make room. `whole_first`: see `MemoryModel.need`. `groups`: see `estimate_all`.
-    Where a group that may part again has no place, the degree stays.
+    Where a group that may part again has no place, or the intent does not allow it, the degree stays.
     """
     validate(intent)
     there, memory, layers = list(devices), MemoryModel(profile), profile.num_layers
     estimated = partial(estimate_all, profile, intent, degrees=list(degrees), max_stages=max_stages)
-    estimates = estimated(groups=groups)
-    try:
-        allowed = rank(estimates, intent, len(there))
-    except UnmetError as unmet:
-        return Plan(estimates=judge(estimates, intent), reason=str(unmet), best=unmet.best, is_unmet=True)
-    shapes = [one.configuration for one in estimates]
-    needs = {shape: _needs(memory, shape, intent, groups, whole_first) for shape in shapes}
-    ways = {
-        shape: _way(needs[shape], shape, layers, there, placing)
-        for shape in (one.configuration for one in allowed)
-    }
     fixed = {one.configuration: one for one in estimated(groups=())} if profile.ranks else {}
-    told = [_in_its_place(one, ways.get(one.configuration), fixed) for one in estimates]
-    judged = judge([_with_sizes(one, needs[one.configuration], layers) for one in told], intent)
+    rows, ways = dict[Configuration, Estimate](), dict[Configuration, list[_Way]]()
+    for one in estimated(groups=groups):
+        shape = one.configuration
+        needs = _needs(memory, shape, intent, groups, whole_first)
+        stays = replace(fixed.get(shape, one), is_fixed=True)
+        ways[shape] = [_Way(need, stays if need.is_fixed else one) for need in needs]
+        rows[shape] = ways[shape][0].estimate if needs else replace(one, refusal=_not_cut(profile, shape))
+    others = [way.estimate for each in ways.values() for way in each[1:]]
+    try:
+        allowed = rank([*rows.values(), *others], intent, len(there))
+    except UnmetError as unmet:
+        if unmet.best:
+            rows[unmet.best.configuration] = unmet.best
+        return Plan(estimates=judge(rows.values(), intent), reason=str(unmet), best=unmet.best, is_unmet=True)
+    may_be = {(one.configuration, one.is_fixed) for one in allowed}
+    tried = dict[Configuration, _Way]()
+    for shape in dict.fromkeys(one.configuration for one in allowed):
+        both = (way for way in ways[shape] if (shape, way.estimate.is_fixed) in may_be)
+        tried[shape] = _tried(both, layers, there, placing)
+    told = (tried[shape].estimate if shape in tried else one for shape, one in rows.items())
+    judged = judge([_with_sizes(one, ways[one.configuration], layers) for one in told], intent)
     chosen = judged[0]
     if not chosen.refusal:
-        stages = ways[chosen.configuration].stages
+        stages = tried[chosen.configuration].stages
         return Plan(estimates=judged, chosen=chosen, stages=stages, blocks=kv_blocks(profile, intent))
-    best, gone, all_tenants = allowed[0], list[Retirement](), list(tenants)
-    for one in allowed:
-        need = ways[one.configuration].need
-        if gone := retirements_to_fit(need, one.configuration, layers, there, all_tenants):
-            best = one  # the first for which something would make room
+    best, gone, all_tenants = next(iter(tried.values())).estimate, list[Retirement](), list(tenants)
+    for shape, way in tried.items():
+        if gone := retirements_to_fit(way.need, shape, layers, there, all_tenants):
+            best = way.estimate  # the first for which something would make room
             break
-    refused = {one.configuration: one.refusal for one in judged}
-    reason = f"{name_of(best)} {refused[best.configuration]}"
+    reason = f"{name_of(best)} {best.refusal}"
     free = {one.worker: one.free_bytes for one in there}
     return Plan(estimates=judged, reason=reason, best=best, retirements=gone, free_bytes=free)
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """A way to have a configuration: what each device needs, and its place or why there is none."""
+    """A way to have a configuration: what each device needs, its estimate, and its place if it has one."""
 
     need: Footprint
-    place: list[Stage] | Refusal
-
-    @property
-    def stages(self) -> list[Stage]:
-        return [] if isinstance(self.place, Refusal) else self.place
-
-    @property
-    def refusal(self) -> str:
-        return self.place.reason if isinstance(self.place, Refusal) else ""
+    estimate: Estimate
+    stages: list[Stage] = field(default_factory=list)
 
 
 def _needs(
@@ -114,44 +118,39 @@ def _needs(
     groups: Collection[int] | None,
     whole_first: bool,
 ) -> list[Footprint]:
-    """Return what a device needs in each way to have `shape`: as a group that may part again, then fixed."""
+    """Return what a device needs in each way to have `shape`: as a group that may part again, then fixed.
+
+    Empty: the weights in this precision cannot be cut so.
+    """
     fixed = memory.fixed_need(shape, intent) if shape.tp > 1 else None
-    if fixed and (shape.pp > 1 or not may_part(shape.tp, groups)):
-        return [fixed]
+    is_group = shape.pp == 1 and may_part(shape.tp, groups)
+    if shape.tp > 1 and not is_group and (fixed or memory.knows_ranks):
+        return [fixed] if fixed else []
     whole = memory.need(shape, intent, whole_first=whole_first)
     return [whole, fixed] if fixed else [whole]
 
 
-def _way(
-    needs: Sequence[Footprint],
-    shape: Configuration,
-    num_layers: int,
-    devices: Sequence[Device],
-    placing: Placing | None,
-) -> _Way:
-    """Return the first way that has a place, or the last one that was tried."""
-    for need in needs:
-        way = _Way(need, place(need, shape, num_layers, devices, placing))
-        if way.stages:
-            break
-    return way
+def _not_cut(profile: Profile, shape: Configuration) -> str:
+    """Return why no way leads to the degree of `shape`."""
+    if shape.tp not in profile.fixed_degrees:
+        return NOT_CUT
+    which = f"the weights in {shape.precision} cannot be cut for this degree"
+    return f"{which}: a part of the FFN would begin within a group of quantised weights"
 
 
-def _in_its_place(one: Estimate, way: _Way | None, fixed: Mapping[Configuration, Estimate]) -> Estimate:
-    """Return the estimate of the way that has a place, or why there is none. None: it was not tried.
-
-    fixed: the estimates of degrees that stay.
-    """
-    if way is None:
-        return one
-    if not way.stages:
-        return replace(one, refusal=way.refusal)
-    return replace(fixed[one.configuration], is_fixed=True) if way.need.is_fixed else one
+def _tried(ways: Iterable[_Way], num_layers: int, devices: Sequence[Device], placing: Placing | None) -> _Way:
+    """Return the first way that has a place, or the last one, with why it has none. There is at least one."""
+    for way in ways:
+        found = place(way.need, way.estimate.configuration, num_layers, devices, placing)
+        if not isinstance(found, Refusal):
+            return replace(way, stages=found)
+        last = replace(way, estimate=replace(way.estimate, refusal=found.reason))
+    return last
 
 
-def _with_sizes(one: Estimate, needs: Iterable[Footprint], num_layers: int) -> Estimate:
+def _with_sizes(one: Estimate, ways: Iterable[_Way], num_layers: int) -> Estimate:
     """Return the estimate of ranks of one stage with what the fullest worker needs in each way."""
     if one.configuration.tp == 1 or one.configuration.pp > 1:
         return one
-    sizes = {need.is_fixed: need.of(num_layers, leads=True) for need in needs}
+    sizes = {way.need.is_fixed: way.need.of(num_layers, leads=True) for way in ways}
     return replace(one, group_worker_bytes=sizes.get(False, 0), fixed_worker_bytes=sizes.get(True, 0))

@@ -74,7 +74,7 @@ def plan_table(estimates: Sequence[Estimate], intent: Mapping[str, Any]) -> Tabl
 
 def price_lines(estimates: Sequence[Estimate]) -> Iterator[str]:
     """Yield what ranks of one stage take, where they may part again and where the degree stays."""
-    if any(one.get("is_fixed") for one in estimates):
+    if any(one.get("is_fixed") and not one["refusal"] for one in estimates):
         yield FIXED
     for one in estimates:
         if not (fixed := one.get("fixed_worker_bytes")):

@@ -244,6 +244,27 @@ def test_of_idle_workers_as_estimates_tell_latency_takes_more_and_device_hours_n
     assert then == pytest.approx((truth.serial + (1 - truth.serial) / 2) * float(now))
 
 
+@pytest.mark.parametrize(("is_fixed", "moves"), [(False, True), (True, False)])
+def test_what_serves_is_compared_as_the_degree_that_it_has(is_fixed: bool, moves: bool) -> None:
+    """The plan's row is the one of a group, which is not what two ranks of a degree that stays take."""
+    world, answer = served("w0", "w1", "w2", "w3", w2=0.95, w3=0.95)
+    old = replace(
+        world.deployment(answer),
+        configuration=Configuration(tp=2),
+        stages=[Stage(workers=["w0", "w1"], first=0, end=4)],
+        expected=estimate(1.0, tp=2),
+        is_fixed=is_fixed,
+    )
+    plan = Plan(
+        chosen=estimate(0.95, tp=2),
+        stages=[Stage(workers=["w2", "w3"], first=0, end=4)],
+        estimates=[estimate(3.0, tp=2)],
+    )
+    world.now_ms += COOLDOWN_MS
+    found = next_of_improving(old, Situation(world.contents, world.picture, lambda _: plan))
+    assert (found is not None) == moves
+
+
 @pytest.mark.parametrize(
     ("intent", "minimised"),
     [

@@ -11,9 +11,10 @@ from bus.deployments import Configuration, Intent, ModelCard
 from bus.messages import WorkerCard
 from controller.deployments.free_memory import FreeMemory
 from controller.deployments.observation import WorkerView
-from controller.deployments.planner import NOT_CUT, Question, kept_by, planned
+from controller.deployments.planner import Question, kept_by, planned
 from controller.planning.making_room import Tenant
 from controller.planning.placement import Placing
+from controller.planning.plan import NOT_CUT
 from tests.support.deployment_world import instance
 from tests.support.known_truths import Truth, profile_of
 

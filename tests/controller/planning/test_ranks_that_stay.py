@@ -8,7 +8,7 @@ import pytest
 
 from bus.deployments import Configuration, Intent, Profile, RankSize
 from controller.planning.fitting import Device
-from controller.planning.plan import Plan, plan
+from controller.planning.plan import NOT_CUT, Plan, plan
 from tests.support.known_truths import BLOCK_BYTES, Truth, profile_of
 
 TRUTH = Truth(layers=8)
@@ -107,6 +107,34 @@ def test_a_rank_that_repeats_kv_heads_costs_what_it_takes_and_a_limit_of_cost_ho
     assert found.chosen.cost.value == pytest.approx(taken)
     limited = asked(WHOLE, 8, intent=replace(intent, max_cost=found.chosen.cost.value - 1))
     assert limited.is_unmet and "above max_cost" in limited.reason
+
+
+def test_a_limit_of_cost_that_only_a_degree_that_stays_keeps_is_met() -> None:
+    """A group of two repeats embedding and attention at both ranks."""
+    intent = Intent(tp=2, pp=1, precision="full", cost="memory")
+    group, fixed = (asked(room, 2, intent=intent).chosen for room in (WHOLE, WHOLE // 2 + PAGE * 100))
+    assert group and fixed and (group.is_fixed, fixed.is_fixed) == (False, True)
+    assert fixed.cost.value < group.cost.value
+    limited = replace(intent, max_cost=(fixed.cost.value + group.cost.value) / 2)
+    found = asked(WHOLE, 2, intent=limited).chosen
+    assert found and found.is_fixed and found.cost == fixed.cost
+    nothing = asked(WHOLE, 2, intent=replace(intent, max_cost=fixed.cost.value / 2))
+    assert nothing.is_unmet and f"costs {fixed.cost.value:.4g} bytes" in nothing.reason
+    assert nothing.best in nothing.estimates
+
+
+def test_a_degree_that_a_precision_cannot_be_cut_for_is_neither_group_nor_fixed() -> None:
+    """As tp 16 of Llama-2 7B in a prepared int4: 11008 rows of the FFN are 688 for each rank."""
+    both = (Configuration(), Configuration(precision="int4"))
+    measured = profile_of(TRUTH, configurations=both, loss={"int4": 0.0})
+    profile = replace(measured, degrees=PROFILE.degrees, ranks=PROFILE.ranks)
+    found = asked(WHOLE, 8, intent=Intent(tp=8, pp=1), profile=profile)
+    assert found.chosen and found.chosen.configuration.precision == "full"
+    refused = asked(WHOLE, 8, intent=Intent(tp=8, pp=1, precision="int4"), profile=profile)
+    assert refused.is_unmet and not refused.stages
+    assert "tp8 pp1 int4: the weights in int4 cannot be cut for this degree" in refused.reason
+    other = asked(WHOLE, 3, intent=Intent(tp=3, pp=1), profile=profile)
+    assert other.is_unmet and NOT_CUT in other.reason and "at most 16" in NOT_CUT
 
 
 def test_kv_in_8_bits_is_less_at_each_rank() -> None:
