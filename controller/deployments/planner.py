@@ -127,7 +127,7 @@ def _plan(
             is_empty=question.gone.issuperset(
                 {*(card.id for card in device.card.instances), *memory.held.get(device.card.id, ())}
             ),
-            has_ranks=not question.gone.issuperset(memory.ranks.get(device.card.id, ())),
+            ranks=memory.ranks.get(device.card.id, frozenset()) - question.gone,
         )
         for device in devices
     ]

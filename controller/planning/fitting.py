@@ -23,7 +23,7 @@ class Device:
     load: float = 0.0  # busy seconds in the window over the window, 0..1
     page_bytes: int = 1  # a layer takes whole pages
     is_empty: bool = True  # without a model: others cannot join a group that may part
-    has_ranks: bool = False  # a rank of a group already; in a second one it could wait for both crosswise
+    ranks: frozenset[str] = frozenset()  # instances there that are ranks: two groups would deadlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def freest(
     """Return pp rows of tp devices of one host each; a row holds as much as its fullest device."""
     usable = sorted(devices, key=_freest_first)
     if configuration.tp > 1:
-        usable = [one for one in usable if (not one.has_ranks if need.is_fixed else one.is_empty)]
+        usable = [one for one in usable if (not one.ranks if need.is_fixed else one.is_empty)]
     hosts: dict[str, list[Device]] = defaultdict(list)
     for one in usable:
         hosts[one.host if configuration.tp > 1 else ""].append(one)
@@ -56,10 +56,11 @@ def freest(
     rows = [there[i : i + tp] for there in hosts.values() for i in range(0, len(there) - tp + 1, tp)]
     rows.sort(key=_by_fullest)
     if len(rows) < configuration.pp:
-        without = "in no other group" if need.is_fixed else "without another model"
-        groups = f"group{'s' * (configuration.pp > 1)} of {tp} devices of one host {without}"
-        kind = "devices" if tp == 1 else groups
-        return Refusal(f"needs {configuration.pp} {kind}, there are {len(rows)}")
+        if tp == 1:
+            return Refusal(f"needs {configuration.pp} devices, there are {len(rows)}")
+        which = "are in no other group" if need.is_fixed else "have no other model"
+        groups = f"group{'s' * (configuration.pp > 1)} of {tp} devices of one host that {which}"
+        return Refusal(f"needs {configuration.pp} {groups}; {len(rows)} can be formed")
     return rows[: configuration.pp]
 
 

@@ -29,9 +29,10 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retirement:
-    """A deployment to retire, and the memory that this frees, by worker."""
+    """A deployment to retire with its instances, and the memory that this frees, by worker."""
 
     deployment: str
+    instances: frozenset[str] = frozenset()
     freed: Mapping[str, int]
     load: float = 0.0
 
@@ -82,7 +83,11 @@ def _after(devices: Iterable[Device], gone: Sequence[Retirement]) -> list[Device
     freed: Counter[str] = Counter()
     for one in gone:
         freed.update(one.freed)
-    return [replace(one, free_bytes=one.free_bytes + freed[one.worker]) for one in devices]
+    ended = frozenset[str]().union(*(one.instances for one in gone))
+    return [
+        replace(one, free_bytes=one.free_bytes + freed[one.worker], ranks=one.ranks - ended)
+        for one in devices
+    ]
 
 
 def _retirements(tenants: Iterable[Tenant]) -> list[Retirement]:
@@ -92,5 +97,7 @@ def _retirements(tenants: Iterable[Tenant]) -> list[Retirement]:
             before = found.get(one.deployment, Retirement(deployment=one.deployment, freed={}))
             held = Counter(dict.fromkeys(one.workers, one.weight_bytes + one.kv_bytes))
             held.update(before.freed)
-            found[one.deployment] = replace(before, freed=held, load=max(before.load, one.load))
+            instances = before.instances | {one.instance}
+            load = max(before.load, one.load)
+            found[one.deployment] = replace(before, instances=instances, freed=held, load=load)
     return list(found.values())

@@ -186,7 +186,7 @@ def test_without_one_of_them_it_waits_and_its_request_continues_once_a_worker_co
         asking.start()
         wait_for("its first token", lambda: pieces, 60, 0.005)
         service.processes["w2"].kill()
-        lacking = "needs 1 group of 4 devices of one host in no other group, there are 0"
+        lacking = "needs 1 group of 4 devices of one host that are in no other group; 0 can be formed"
         wait_for("it to wait", lambda: lacking in service.deployment(name)["reason"], 60, 0.2)
         refused = ask(service, prompt)
         assert refused.status_code == 503, refused.text

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bus.catalogue import Contents
-from bus.deployments import Configuration, Deployment, Intent
+from bus.deployments import Configuration, Deployment, Intent, RankSize
 from bus.messages import InstanceCard, Metrics, PageCounts, Stage, WorkerCard
 from controller.deployments.free_memory import FreeMemory, free_memory
 from controller.deployments.observation import WorkerView
@@ -105,6 +105,28 @@ def test_a_worker_with_a_later_stage_is_no_empty_one() -> None:
     stage = FreeMemory(free, [], {"w1": frozenset({"m2@w1"})})
     assert not _is_placed(asked, stage)
     assert _is_placed(replace(asked, gone=frozenset({"m2@w1"})), stage)
+
+
+def test_ranks_that_would_have_to_go_are_named() -> None:
+    pair = replace(
+        LINE,
+        configuration=Configuration(tp=2),
+        stages=[Stage(workers=["w0", "w1"], first=0, end=4)],
+        is_fixed=True,
+    )
+    leader = instance("m", "w0", deployed="d1-1-w0", tp=2, stages=pair.stages)
+    devices = [device("w0", leader, free=4000), device("w1", free=4000)]
+    memory = room(devices, seen(("m@w0", 10, 0)), pair)
+    truth = Truth(layers=1, layer_bytes=1 << 10, embedding_bytes=1 << 10)
+    size = RankSize(
+        tp=2, precision="full", layer_bytes=1 << 10, lead_bytes=1 << 10, block_bytes_per_layer=1 << 10
+    )
+    profiles = {"cpu": replace(profile_of(truth), degrees=[1], ranks=[size])}
+    asked = Question(card=question("w0").card, intent=Intent(tp=2, pp=1), profiles=profiles, devices=devices)
+    found = planned(asked, memory)
+    assert found.chosen is None and "in no other group" in found.reason
+    assert [one.deployment for one in found.retirements] == ["d1"]
+    assert _is_placed(replace(asked, gone=frozenset({"m@w0", "m@w1"})), memory)
 
 
 def _is_placed(asked: Question, found: FreeMemory) -> bool:

@@ -140,11 +140,11 @@ def test_a_group_is_made_of_empty_workers_where_it_was_measured_to_be_faster() -
     assert refused == {
         1: "",
         2: "",
-        4: "needs 1 group of 4 devices of one host without another model, there are 0",
+        4: "needs 1 group of 4 devices of one host that have no other model; 0 can be formed",
         8: NOT_CUT,
     }
     both = {one.refusal for one in found.estimates if min(one.configuration.tp, one.configuration.pp) > 1}
-    assert "needs 2 groups of 2 devices of one host without another model, there are 1" in both
+    assert "needs 2 groups of 2 devices of one host that have no other model; 1 can be formed" in both
     held = [replace(one, card=replace(one.card, instances=[HELD])) for one in fast.devices[:2]]
     busy = replace(fast, devices=[*held, fast.devices[2]])
     answer = planned(busy, room)

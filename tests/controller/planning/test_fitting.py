@@ -74,7 +74,9 @@ def test_ranks_of_a_stage_share_a_host_and_have_no_other_model() -> None:
     ]
     assert shares(fit(Footprint(layer_bytes=10), Configuration(tp=2), 4, there)) == [("b0+b1", 4)]
     refused = fit(Footprint(layer_bytes=10), Configuration(tp=2, pp=2), 4, there)
-    assert refused == Refusal("needs 2 groups of 2 devices of one host without another model, there are 1")
+    assert refused == Refusal(
+        "needs 2 groups of 2 devices of one host that have no other model; 1 can be formed"
+    )
 
 
 def test_workers_of_a_stage_are_in_natural_order() -> None:

@@ -79,6 +79,17 @@ def test_retirements_do_make_room_and_none_of_them_is_needless(
         assert not any(fits(gone[:i] + gone[i + 1 :]) for i in range(len(gone)))
 
 
+def test_ranks_that_go_leave_their_workers_to_other_ranks() -> None:
+    need, pair = replace(NEED, every_rank_leads=True, is_fixed=True), Configuration(tp=2)
+    ranks = [replace(IDLE, instance=f"idle@w{i}", workers=(f"w{i}",), kv_bytes=0) for i in range(2)]
+    held = [Device(worker=one.workers[0], free_bytes=99, ranks=frozenset({one.instance})) for one in ranks]
+    assert isinstance(fit(need, pair, 3, held), Refusal)
+    (gone,) = retirements_to_fit(need, pair, 3, held, [*ranks, replace(BUSY, load=0.0)])
+    assert str(gone) == "retire deployment d1 (60 bytes)"
+    kept = [replace(one, ranks=one.ranks | {"own@w1"}) for one in held]
+    assert retirements_to_fit(need, pair, 3, kept, ranks) == []
+
+
 # --------------------------------------------------------------------------- plans
 
 TRUTH = Truth(layers=8)
@@ -114,7 +125,7 @@ def test_what_does_not_fit_is_passed_over_and_says_why() -> None:
     assert "on each of its ranks for 8 layers" in reasons[PAIR]
     assert "MiB for 8 layers" in reasons[SINGLE]
     assert reasons[Configuration(tp=2, pp=2)] == (
-        "needs 2 groups of 2 devices of one host without another model, there are 1"
+        "needs 2 groups of 2 devices of one host that have no other model; 1 can be formed"
     )
     assert "loses 3.00% of perplexity" in reasons[Configuration(precision="int4")]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ QUARTER = TRUTH.weights(8, Configuration()) // 4 + 8 * NUM_BLOCKS * BLOCK_BYTES 
 
 
 def asked(
-    room: int, count: int = 4, *, intent: Intent = TP4, profile: Profile = PROFILE, **device: bool
+    room: int, count: int = 4, *, intent: Intent = TP4, profile: Profile = PROFILE, **device: Any
 ) -> Plan:
     there = [
         Device(worker=f"w{i}", host="h", free_bytes=room, page_bytes=PAGE, **device) for i in range(count)
@@ -77,9 +78,10 @@ def test_the_kv_of_each_layer_is_counted_in_whole_pages(tp: int, of_rank: int, o
 
 def test_ranks_that_stay_share_workers_with_other_models_but_not_with_other_ranks() -> None:
     assert asked(WHOLE, is_empty=False).chosen
-    refused = asked(WHOLE, is_empty=False, has_ranks=True)
+    refused = asked(WHOLE, is_empty=False, ranks=frozenset({"m@w0"}))
     assert refused.chosen is None
-    assert "needs 1 group of 4 devices of one host in no other group, there are 0" in refused.reason
+    lacking = "needs 1 group of 4 devices of one host that are in no other group; 0 can be formed"
+    assert lacking in refused.reason
 
 
 def test_workers_that_form_no_group_are_ranks_that_stay() -> None:
