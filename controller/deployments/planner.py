@@ -124,9 +124,7 @@ def _plan(
             free_bytes=memory.free_bytes.get(device.card.id, 0) + _freed_bytes(device, question, memory),
             load=device.load,
             page_bytes=device.card.page_bytes,
-            is_empty=question.gone.issuperset(
-                {*(card.id for card in device.card.instances), *memory.held.get(device.card.id, ())}
-            ),
+            instances=_instances(device, memory) - question.gone,
             ranks=memory.ranks.get(device.card.id, frozenset()) - question.gone,
         )
         for device in devices
@@ -149,6 +147,11 @@ def _plan(
     why = NOT_CUT if question.may_group else NO_GROUP
     refused = [replace(one, refusal=why) for one in others if one.configuration.tp > 1]
     return replace(found, estimates=[*found.estimates, *judge(refused, intent)])
+
+
+def _instances(device: WorkerView, memory: FreeMemory) -> frozenset[str]:
+    """Return the instances on a worker, with those that no card shows."""
+    return memory.held.get(device.card.id, frozenset()).union(card.id for card in device.card.instances)
 
 
 def _freed_bytes(device: WorkerView, question: Question, memory: FreeMemory) -> int:

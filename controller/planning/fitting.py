@@ -22,7 +22,7 @@ class Device:
     free_bytes: int  # room for new layers and their KV
     load: float = 0.0  # busy seconds in the window over the window, 0..1
     page_bytes: int = 1  # a layer takes whole pages
-    is_empty: bool = True  # without a model: others cannot join a group that may part
+    instances: frozenset[str] = frozenset()  # all there: with any, it cannot join a group that may part
     ranks: frozenset[str] = frozenset()  # instances there that are ranks: two groups would deadlock
 
 
@@ -48,7 +48,7 @@ def freest(
     """Return pp rows of tp devices of one host each; a row holds as much as its fullest device."""
     usable = sorted(devices, key=_freest_first)
     if configuration.tp > 1:
-        usable = [one for one in usable if (not one.ranks if need.is_fixed else one.is_empty)]
+        usable = [one for one in usable if not (one.ranks if need.is_fixed else one.instances)]
     hosts: dict[str, list[Device]] = defaultdict(list)
     for one in usable:
         hosts[one.host if configuration.tp > 1 else ""].append(one)

@@ -79,13 +79,18 @@ def retirements_to_fit(
 
 
 def _after(devices: Iterable[Device], gone: Sequence[Retirement]) -> list[Device]:
-    """Return the devices after retirements. None is called empty: other models may be left."""
+    """Return the devices after retirements."""
     freed: Counter[str] = Counter()
     for one in gone:
         freed.update(one.freed)
     ended = frozenset[str]().union(*(one.instances for one in gone))
     return [
-        replace(one, free_bytes=one.free_bytes + freed[one.worker], ranks=one.ranks - ended)
+        replace(
+            one,
+            free_bytes=one.free_bytes + freed[one.worker],
+            instances=one.instances - ended,
+            ranks=one.ranks - ended,
+        )
         for one in devices
     ]
 

@@ -70,7 +70,7 @@ def test_ranks_of_a_stage_share_a_host_and_have_no_other_model() -> None:
         Device(worker="a0", host="a", free_bytes=90),
         Device(worker="b0", host="b", free_bytes=80),
         Device(worker="b1", host="b", free_bytes=70),
-        Device(worker="a1", host="a", free_bytes=60, is_empty=False),
+        Device(worker="a1", host="a", free_bytes=60, instances=frozenset({"m@a1"})),
     ]
     assert shares(fit(Footprint(layer_bytes=10), Configuration(tp=2), 4, there)) == [("b0+b1", 4)]
     refused = fit(Footprint(layer_bytes=10), Configuration(tp=2, pp=2), 4, there)

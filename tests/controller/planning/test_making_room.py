@@ -79,6 +79,17 @@ def test_retirements_do_make_room_and_none_of_them_is_needless(
         assert not any(fits(gone[:i] + gone[i + 1 :]) for i in range(len(gone)))
 
 
+def test_what_goes_leaves_its_workers_to_a_group() -> None:
+    need, pair = replace(NEED, every_rank_leads=True), Configuration(tp=2)
+    held = [
+        Device(worker=one.workers[0], free_bytes=99, instances=frozenset({one.instance}))
+        for one in (IDLE, BUSY)
+    ]
+    gone = retirements_to_fit(need, pair, 3, held, [IDLE, BUSY])
+    assert [one.deployment for one in gone] == ["d1", "d2"]
+    assert retirements_to_fit(need, pair, 3, held, [IDLE, replace(BUSY, deployment="")]) == []
+
+
 def test_ranks_that_go_leave_their_workers_to_other_ranks() -> None:
     need, pair = replace(NEED, every_rank_leads=True, is_fixed=True), Configuration(tp=2)
     ranks = [replace(IDLE, instance=f"idle@w{i}", workers=(f"w{i}",), kv_bytes=0) for i in range(2)]

@@ -77,8 +77,8 @@ def test_the_kv_of_each_layer_is_counted_in_whole_pages(tp: int, of_rank: int, o
 
 
 def test_ranks_that_stay_share_workers_with_other_models_but_not_with_other_ranks() -> None:
-    assert asked(WHOLE, is_empty=False).chosen
-    refused = asked(WHOLE, is_empty=False, ranks=frozenset({"m@w0"}))
+    assert asked(WHOLE, instances=frozenset({"m@w0"})).chosen
+    refused = asked(WHOLE, ranks=frozenset({"m@w0"}))
     assert refused.chosen is None
     lacking = "needs 1 group of 4 devices of one host that are in no other group; 0 can be formed"
     assert lacking in refused.reason
