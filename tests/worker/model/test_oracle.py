@@ -102,7 +102,7 @@ def test_only_the_rows_asked_for_get_logits(saved: Folder) -> None:
     runner.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_half_precision_is_as_close_to_float32_as_transformers_is(
     saved: Folder, tmp_path: Path, dtype: torch.dtype
 ) -> None:

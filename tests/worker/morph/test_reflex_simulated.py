@@ -122,7 +122,10 @@ def test_ten_hours_of_an_oscillating_load_do_not_swing_the_shape() -> None:
     assert all(one.instance.shape.is_at_rest for one in cluster.instances.values())
 
 
-@pytest.mark.parametrize("level", [0.4, 0.5, 0.6, 0.75, 0.85, 0.9])
+MORE_LEVELS = [pytest.param(level, marks=pytest.mark.slow) for level in (0.5, 0.75, 0.85, 0.9)]
+
+
+@pytest.mark.parametrize("level", [0.4, 0.6, *MORE_LEVELS])
 def test_noise_around_a_steady_load_makes_the_shape_settle(level: float) -> None:
     """After the first minute a load that stays where it is asks for nothing more."""
 
