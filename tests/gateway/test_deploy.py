@@ -103,7 +103,7 @@ def test_what_finds_no_other_instance_ends_with_404_once_the_model_is_gone() -> 
 
 
 def test_what_runs_on_a_deployment_that_loses_a_worker_waits_for_its_next_place() -> None:
-    """Its leader has given it up, and the controller has not noticed yet."""
+    """The leader has given the model up, and the controller has not noticed yet."""
     core = core_of("w0")
     (state,) = core.submit("r")
     core.deliver(state, [5])

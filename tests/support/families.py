@@ -6,6 +6,9 @@ norms on both sides, fused weights, experts, sinks, a shared expert.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 
 from bench.common.oracles import FAMILIES
@@ -23,7 +26,10 @@ QUICK = (
 )
 assert set(QUICK) <= set(FAMILIES)
 
-EVERY_FAMILY = [
-    name if name in QUICK else pytest.param(name, marks=[pytest.mark.faults, pytest.mark.slow])
-    for name in FAMILIES
-]
+
+def with_slow_ones(names: Iterable[str]) -> list[Any]:
+    """Return families as parameters of a test; all but the quick ones run with the fault suite."""
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+EVERY_FAMILY = with_slow_ones(FAMILIES)

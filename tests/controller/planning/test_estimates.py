@@ -461,7 +461,7 @@ def test_kv_in_8_bits_is_one_more_choice_with_its_memory_and_its_loss() -> None:
 
 
 def test_kv_in_8_bits_by_the_workers_settings_is_also_had_by_its_name() -> None:
-    """As in the intent of a deployment whose record was lost, which fixes all that it has."""
+    """An intent may fix it: that of a deployment whose record was lost fixes all that it has."""
     profile = replace(profile_of(Truth()), kv_dtype="int8", kv_loss=0.001)
     asked = Intent(tp=1, pp=1, precision="full", kv_dtype="int8")
     (named,) = rank(estimate_all(profile, asked), asked)

@@ -126,7 +126,7 @@ def test_a_limit_of_cost_that_only_a_degree_that_stays_keeps_is_met() -> None:
 
 
 def test_a_degree_that_a_precision_cannot_be_cut_for_is_neither_group_nor_fixed() -> None:
-    """As tp 16 of Llama-2 7B in a prepared int4: 11008 rows of the FFN are 688 for each rank."""
+    """Llama-2 7B in a prepared int4 is such a model at tp 16: 11008 rows of the FFN are 688 for each rank."""
     both = (Configuration(), Configuration(precision="int4"))
     measured = profile_of(TRUTH, configurations=both, loss={"int4": 0.0})
     profile = replace(measured, degrees=PROFILE.degrees, ranks=PROFILE.ranks)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.common.oracles import SPLIT, make_oracle
-from tests.support.families import QUICK
+from tests.support.families import with_slow_ones
 from tests.support.group_models import Chunks, Ranks
 from tests.support.model_folders import Runner
 from worker.model import Segment
@@ -65,9 +65,7 @@ def next_chunks(before: list[Chunks], made: list[list[int]]) -> list[Chunks]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(
-    "family", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in SPLIT]
-)
+@pytest.mark.parametrize("family", with_slow_ones(SPLIT))
 def test_a_group_gives_each_member_what_it_gets_alone(tmp_path: Path, family: str, size: int) -> None:
     make_oracle(family).save_pretrained(tmp_path)
     ranks = Ranks(tmp_path, size)
