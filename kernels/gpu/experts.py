@@ -85,13 +85,14 @@ def _group_kernel(
         row = place if IS_BY_PLACE else tl.load(rows_ptr + place, mask=is_place, other=0)
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         is_output = n < outputs
-        x_ptr += row.to(tl.int64) * x_row
-        w_ptr += expert.to(tl.int64) * w_expert + n.to(tl.int64) * w_row
+        # Names of their own: in a branch, the compiler lets no name take another shape.
+        x_rows = x_ptr + row.to(tl.int64) * x_row
+        w_rows = w_ptr + expert.to(tl.int64) * w_expert + n.to(tl.int64) * w_row
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for k in range(0, inputs, BLOCK_K):
             across, down = k + tl.arange(0, BLOCK_K)[None, :], k + tl.arange(0, BLOCK_K)[:, None]
-            x = tl.load(x_ptr + across, mask=is_place & (across < inputs), other=0.0)
-            w = tl.load(w_ptr + down, mask=is_output & (down < inputs), other=0.0)
+            x = tl.load(x_rows + across, mask=is_place & (across < inputs), other=0.0)
+            w = tl.load(w_rows + down, mask=is_output & (down < inputs), other=0.0)
             total = tl.dot(x.to(OPERAND), w.to(OPERAND), total, input_precision="ieee")
         if HAS_BIAS:
             total += tl.load(bias_ptr + expert * bias_expert + n, mask=is_output, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""The Triton kernels of a KV cache in 8 bits become machine code of a GPU, on a machine that has none."""
+"""Triton kernels become machine code of a GPU, on a machine that has none."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.gpu.attention_kernels import chunk_kernel, decode_kernel
+from kernels.gpu.experts import _group_kernel
 from kernels.gpu.rows import _store_kv_codes_kernel
 from kernels.kv_codes import LARGEST, SCALE_BYTES
 
 POINTERS = {
+    "x": "bf16",
+    "w": "bf16",
+    "bias": "bf16",
     "q": "bf16",
     "k": "bf16",
     "v": "bf16",
@@ -30,16 +34,22 @@ SIZES: dict[str, Any] = {
     "HEAD_DIM": 128,
     "BLOCK_DIM": 128,
     "BLOCK_HEADS": 8,
+    "BLOCK_E": 128,
+    "BLOCK_K": 64,
+    "IS_BY_PLACE": False,
+    "HAS_BIAS": True,
     "BLOCK_Q": 16,
     "BLOCK_N": 64,
     "OPERAND": tl.bfloat16,
     "SCALE_BYTES": SCALE_BYTES,
     "LARGEST": LARGEST,
+    "BLOCK_M": 64,
 }
 
 
 @pytest.mark.parametrize(
-    ("kernel", "rows"), [(_store_kv_codes_kernel, 0), (chunk_kernel, 64), (decode_kernel, 16)]
+    ("kernel", "rows"),
+    [(_store_kv_codes_kernel, 0), (_group_kernel, 0), (chunk_kernel, 64), (decode_kernel, 16)],
 )
 def test_a_kernel_compiles_for_compute_capability_9(kernel: Any, rows: int) -> None:
     sizes = {
