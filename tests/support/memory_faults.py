@@ -11,6 +11,7 @@ import errno
 import importlib.util
 import itertools
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from enum import Enum
@@ -91,10 +92,14 @@ class Result(Enum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_INVALID_CONTEXT = 201
 
 
 class FaultyDriver(Faults):
-    """Handles are numbers, in the order in which they were made; addresses grow for ever."""
+    """Handles are numbers, in the order in which they were made; addresses grow for ever.
+
+    Every call on memory needs a context that is current in the calling thread, and no thread begins with one.
+    """
 
     PAGE = 2 * 1024 * 1024
     CUresult = Result
@@ -111,7 +116,10 @@ class FaultyDriver(Faults):
         self.spaces: dict[int, int] = {}  # address -> bytes
         self.at: dict[int, int] = {}  # address of a mapped page -> handle
         self._made, self._next = itertools.count(), 1 << 40
+        self.num_contexts = 0  # retained
+        self._thread = threading.local()
         patch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=self))
+        patch.setitem(sys.modules, "worker.memory.driver", _fresh("worker.memory.driver"))
         self._module = _fresh("worker.memory.cuda")
         self._module.torch = SimpleNamespace(cuda=self._torch_cuda(), device=torch.device)
         patch.setattr(self._module.CudaSpace, "view", lambda _, __, n: torch.empty(n, dtype=torch.uint8))
@@ -139,12 +147,35 @@ class FaultyDriver(Faults):
         )
 
     def _answer(self, is_allowed: bool, do: Callable[[], object] = lambda: None) -> tuple[Any, ...]:
+        if getattr(self._thread, "context", None) is None:
+            return (Result.CUDA_ERROR_INVALID_CONTEXT, None)
         if not is_allowed or self.strikes():
             return (Result.CUDA_ERROR_INVALID_VALUE, None)
         return (Result.CUDA_SUCCESS, do())
 
     def CUmemAllocationProp(self) -> SimpleNamespace:
         return SimpleNamespace(location=SimpleNamespace())
+
+    def cuInit(self, _: int) -> tuple[Result]:
+        return (Result.CUDA_SUCCESS,)
+
+    def cuDeviceGet(self, ordinal: int) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, ordinal
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Any, ...]:
+        self.num_contexts += 1
+        return Result.CUDA_SUCCESS, f"context of {device}"
+
+    def cuDevicePrimaryCtxRelease(self, _: int) -> tuple[Result]:
+        self.num_contexts -= 1
+        return (Result.CUDA_SUCCESS,)
+
+    def cuCtxSetCurrent(self, context: str) -> tuple[Result]:
+        self._thread.context = context
+        return (Result.CUDA_SUCCESS,)
+
+    def cuCtxSynchronize(self) -> tuple[Any, ...]:
+        return self._answer(True)
 
     def cuGetErrorString(self, status: Result) -> tuple[Result, bytes]:
         return Result.CUDA_SUCCESS, status.name.encode()

@@ -15,16 +15,18 @@ import torch
 from cuda.bindings import driver
 
 from worker.memory.backend import NO_PAGE, AddressSpace, MappingFailed, OnWritten, PageNumbers, write_only
+from worker.memory.driver import PrimaryContext, check
 
 
 class CudaSpace(AddressSpace):
     """Reserved device addresses. A kernel that touches an unmapped one ends in an illegal access."""
 
-    def __init__(self, nbytes: int, page_bytes: int, device: torch.device) -> None:
-        super().__init__(int(_check(driver.cuMemAddressReserve(nbytes, 0, 0, 0))), nbytes, page_bytes)
+    def __init__(self, nbytes: int, page_bytes: int, device: torch.device, context: PrimaryContext) -> None:
+        context.make_current()
+        super().__init__(int(check(driver.cuMemAddressReserve(nbytes, 0, 0, 0))), nbytes, page_bytes)
         self._device = device
         # Not at exit: the driver shuts down then and frees everything itself.
-        weakref.finalize(self, _free, self.address, self.pages, page_bytes, device).atexit = False
+        weakref.finalize(self, _free, self.address, self.pages, page_bytes, context).atexit = False
 
     def view(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
         foreign = _DeviceBytes(self, self.address + offset_bytes, nbytes)
@@ -58,15 +60,17 @@ class CudaBackend:
         self.device = torch.device("cuda", torch.device(device).index or 0)
         self.page_bytes = page_bytes
         torch.cuda.set_device(self.device)
-        # Zeroes new pages beside the compute streams. Making it also makes the driver's context current.
+        self._context = PrimaryContext(self.device.index)
+        self._context.make_current()
+        # Zeroes new pages beside the compute streams.
         self._stream = torch.cuda.Stream(self.device)
         self._copies: torch.cuda.Stream | None = None  # beside both, for weights that come in while steps run
         self._prop = _allocation_properties(self.device.index)
-        granularity = int(_check(driver.cuMemGetAllocationGranularity(self._prop, _MINIMUM)))
+        granularity = int(check(driver.cuMemGetAllocationGranularity(self._prop, _MINIMUM)))
         if page_bytes <= 0 or page_bytes % granularity:
             raise ValueError(f"page_bytes is {page_bytes}; it must be a multiple of {granularity}")
         self._handles: dict[int, Any] = {}  # handles of physical pages, the newest last
-        weakref.finalize(self, _release, self._handles).atexit = False
+        weakref.finalize(self, _release, self._handles, self._context).atexit = False
 
     def create(self, num_pages: int) -> None:
         """Check that the budget fits; pages are made when they are first mapped."""
@@ -78,17 +82,18 @@ class CudaBackend:
             )
 
     def reserve(self, nbytes: int) -> CudaSpace:
-        return CudaSpace(nbytes, self.page_bytes, self.device)
+        return CudaSpace(nbytes, self.page_bytes, self.device, self._context)
 
     def map(self, space: AddressSpace, first_page: int, pages: PageNumbers, *, zeroed: bool = True) -> None:
+        self._context.make_current()
         self._make(pages)
         at, nbytes = space.address + first_page * self.page_bytes, len(pages) * self.page_bytes
         try:
             for i, page in enumerate(pages.tolist(), first_page):
                 target = space.address + i * self.page_bytes
-                _check(driver.cuMemMap(target, self.page_bytes, 0, self._handles[page], 0))
+                check(driver.cuMemMap(target, self.page_bytes, 0, self._handles[page], 0))
                 space.pages[i] = page
-            _check(driver.cuMemSetAccess(at, nbytes, [_read_write(self._prop.location)], 1))
+            check(driver.cuMemSetAccess(at, nbytes, [_read_write(self._prop.location)], 1))
             if zeroed:
                 self._zero(at, nbytes)
         except RuntimeError:  # the driver's MappingFailed, or torch's own about the stream
@@ -97,6 +102,7 @@ class CudaBackend:
             raise
 
     def unmap(self, space: AddressSpace, first_page: int, num_pages: int) -> None:
+        self._context.make_current()
         torch.cuda.synchronize(self.device)  # cuMemUnmap does not wait for kernels that were launched before
         mapped = space.pages[first_page : first_page + num_pages]
         _unmap_each(space.address + first_page * self.page_bytes, mapped, self.page_bytes)
@@ -104,6 +110,7 @@ class CudaBackend:
     def write(
         self, space: AddressSpace, offset_bytes: int, source: torch.Tensor, then: OnWritten = write_only
     ) -> None:
+        self._context.make_current()
         with torch.cuda.device(self.device):
             if self._copies is None:
                 self._copies = torch.cuda.Stream(self.device)
@@ -116,7 +123,7 @@ class CudaBackend:
         """Do nothing: a mapped page of a GPU keeps its memory."""
 
     def close(self) -> None:
-        _release(self._handles)
+        _release(self._handles, self._context)
 
     def _make(self, pages: PageNumbers) -> None:
         """Create those of these pages that were never mapped before: all of them, or none."""
@@ -124,10 +131,10 @@ class CudaBackend:
         missing = [page for page in pages.tolist() if page not in self._handles]
         try:
             for page in missing:
-                self._handles[page] = _check(driver.cuMemCreate(self.page_bytes, self._prop, 0))
+                self._handles[page] = check(driver.cuMemCreate(self.page_bytes, self._prop, 0))
         except MappingFailed as error:
             made = len(self._handles) - before
-            _release(self._handles, keep=before)
+            _release(self._handles, self._context, keep=before)
             raise MappingFailed(
                 f"{self.device} gave {made} of {len(missing)} more pages of {self.page_bytes >> 10} KiB, and"
                 f" holds {before}: free what else uses its memory, or lower memory_mb ({error})"
@@ -135,7 +142,7 @@ class CudaBackend:
 
     def _zero(self, address: int, nbytes: int) -> None:
         with torch.cuda.device(self.device):
-            _check(driver.cuMemsetD8Async(address, 0, nbytes, self._stream.cuda_stream))
+            check(driver.cuMemsetD8Async(address, 0, nbytes, self._stream.cuda_stream))
             self._stream.synchronize()
 
 
@@ -143,29 +150,31 @@ def _unmap_each(address: int, pages: PageNumbers, page_bytes: int) -> None:
     """Unmap pages and update their record; `pages` is the part of it that begins at `address`."""
     # One call per page, as it was mapped: the driver refuses to unmap part of a mapping.
     for i in np.flatnonzero(pages != NO_PAGE).tolist():
-        _check(driver.cuMemUnmap(address + i * page_bytes, page_bytes))
+        check(driver.cuMemUnmap(address + i * page_bytes, page_bytes))
         pages[i] = NO_PAGE
 
 
-def _free(address: int, pages: PageNumbers, page_bytes: int, device: torch.device) -> None:
+def _free(address: int, pages: PageNumbers, page_bytes: int, context: PrimaryContext) -> None:
     """Unmap what the owner of a space left mapped, then free its addresses.
 
     The driver keeps addresses that have memory behind them, and the memory with them.
     """
+    context.make_current()
     if np.any(pages != NO_PAGE):
-        torch.cuda.synchronize(device)
+        check(driver.cuCtxSynchronize())
         _unmap_each(address, pages, page_bytes)
-    _check(driver.cuMemAddressFree(address, len(pages) * page_bytes))
+    check(driver.cuMemAddressFree(address, len(pages) * page_bytes))
 
 
-def _release(handles: dict[int, Any], keep: int = 0) -> None:
+def _release(handles: dict[int, Any], context: PrimaryContext, keep: int = 0) -> None:
     """Release physical pages, the newest first, until `keep` are left.
 
     A page that is still mapped lives until it is unmapped.
     """
+    context.make_current()
     while len(handles) > keep:
         page = next(reversed(handles))
-        _check(driver.cuMemRelease(handles[page]))
+        check(driver.cuMemRelease(handles[page]))
         del handles[page]
 
 
@@ -185,12 +194,3 @@ def _read_write(location: Any) -> Any:
     access.location = location
     access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
     return access
-
-
-def _check(result: tuple[Any, ...]) -> Any:
-    """Return the value of a driver call, or raise MappingFailed with the driver's text."""
-    status, *values = result
-    if status != driver.CUresult.CUDA_SUCCESS:
-        _, text = driver.cuGetErrorString(status)
-        raise MappingFailed(f"{status.name}: {text.decode() if text else 'no description'}")
-    return values[0] if values else None

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ import torch
 from tests.support.memory_backends import SMALL_PAGE
 from tests.support.memory_faults import Faults, FaultyDriver, FaultyLinux, assert_the_records_are_true
 from worker.memory import CpuBackend, KVCache, MappingFailed, PagePool, VirtualRange
+
+T = TypeVar("T")
 
 PAGES = 24
 LAYERS = 2
@@ -174,6 +179,23 @@ def test_a_gpu_pool_that_is_dropped_gives_back_memory_and_addresses(monkeypatch:
     del pool, cache
     gc.collect()
     assert not driver.handles and not driver.at and not driver.spaces
+    assert not driver.num_contexts
+
+
+def test_threads_without_a_context_of_their_own_map_write_unmap_and_drop_a_gpus_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = FaultyDriver(monkeypatch)
+    held = [in_a_thread(make_pool, driver)]
+    owned = in_a_thread(held[0].reserve, 4 * driver.PAGE, kind="kv", owner="someone")
+    in_a_thread(owned.map, 0, 4)
+    in_a_thread(owned.unmap, 1, 2)
+    in_a_thread(owned.map, 1, 1)
+    assert_the_records_are_true(driver, held[0])
+    del owned
+    in_a_thread(held.clear)
+    in_a_thread(gc.collect)
+    assert not driver.handles and not driver.at and not driver.spaces and not driver.num_contexts
 
 
 def test_a_cpu_pool_that_is_dropped_gives_back_memory_and_addresses() -> None:
@@ -188,6 +210,12 @@ def test_a_cpu_pool_that_is_dropped_gives_back_memory_and_addresses() -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
     assert not _mappings_of(inode)
+
+
+def in_a_thread(call: Callable[..., T], *args: object, **kwargs: object) -> T:
+    """Return what the call returns, or raise what it raises, in a thread of its own."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call, *args, **kwargs).result(timeout=30)
 
 
 def _mappings_of(inode: int) -> list[str]:

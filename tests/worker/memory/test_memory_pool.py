@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.support.memory_backends import BACKENDS, SMALL_PAGE, checked_pool, needs_cuda
+from tests.support.memory_backends import BACKENDS, SMALL_PAGE, checked_pool, cuda, needs_cuda
 from worker.memory import BrokenInvariant, CpuBackend, MappingFailed, OutOfPages, PagePool, VirtualRange
 from worker.memory.backend import runs
 
@@ -307,6 +308,22 @@ def test_a_gpu_makes_pages_as_they_are_mapped_and_frees_those_of_a_dropped_pool(
     del backend, pool, owned
     gc.collect()
     assert at_first - torch.cuda.mem_get_info()[0] < slack
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_thread_that_never_called_cuda_maps_writes_and_releases_pages() -> None:
+    def run(pool: PagePool) -> None:
+        owned = reserve(pool, 4)
+        owned.map(0, 4)
+        owned.write(0, torch.ones(owned.nbytes, dtype=torch.uint8))
+        owned.unmap(0, 4)
+        owned.map(0, 4)
+        assert not owned.tensor(torch.uint8, [owned.nbytes]).any()
+        owned.release()
+
+    with checked_pool(cuda, 4) as made, ThreadPoolExecutor(1) as thread:
+        thread.submit(run, made).result(timeout=60)
 
 
 def test_a_view_of_released_memory_faults() -> None:
