@@ -34,6 +34,7 @@ MEMORY_TESTS = (
     "tests/worker/memory/test_memory_pool.py",
     "tests/worker/memory/test_memory_sequences.py",
     "tests/worker/memory/test_kv_cache.py",
+    "tests/worker/memory/test_pinned.py",
 )
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

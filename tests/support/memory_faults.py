@@ -93,6 +93,8 @@ class Result(Enum):
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_OUT_OF_MEMORY = 2
     CUDA_ERROR_INVALID_CONTEXT = 201
+    CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712
+    CUDA_ERROR_NOT_SUPPORTED = 801
 
 
 class FaultyDriver(Faults):
@@ -108,6 +110,7 @@ class FaultyDriver(Faults):
     CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
     CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
     CUmemAccessDesc = SimpleNamespace
+    CU_MEMHOSTREGISTER_READ_ONLY = 8
 
     def __init__(self, patch: pytest.MonkeyPatch, memory_pages: int = 1 << 20) -> None:
         super().__init__()
@@ -115,11 +118,14 @@ class FaultyDriver(Faults):
         self.handles: set[int] = set()
         self.spaces: dict[int, int] = {}  # address -> bytes
         self.at: dict[int, int] = {}  # address of a mapped page -> handle
+        self.pinned: dict[int, int] = {}  # address of host memory -> bytes
+        self.pins_read_only = True
         self._made, self._next = itertools.count(), 1 << 40
         self.num_contexts = 0  # retained
         self._thread = threading.local()
         patch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=self))
         patch.setitem(sys.modules, "worker.memory.driver", _fresh("worker.memory.driver"))
+        patch.setitem(sys.modules, "worker.memory.pinned", _fresh("worker.memory.pinned"))
         self._module = _fresh("worker.memory.cuda")
         self._module.torch = SimpleNamespace(cuda=self._torch_cuda(), device=torch.device)
         patch.setattr(self._module.CudaSpace, "view", lambda _, __, n: torch.empty(n, dtype=torch.uint8))
@@ -215,6 +221,16 @@ class FaultyDriver(Faults):
 
     def cuMemsetD8Async(self, at: int, _: int, nbytes: int, __: int) -> tuple[Any, ...]:
         return self.cuMemSetAccess(at, nbytes)
+
+    def cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> tuple[Any, ...]:
+        if address in self.pinned:
+            return (Result.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED,)
+        if flags and not self.pins_read_only:
+            return (Result.CUDA_ERROR_NOT_SUPPORTED,)
+        return self._answer(True, lambda: self.pinned.update({address: nbytes}))[:1]
+
+    def cuMemHostUnregister(self, address: int) -> tuple[Any, ...]:
+        return self._answer(address in self.pinned, lambda: self.pinned.pop(address))[:1]
 
     def cuMemUnmap(self, at: int, nbytes: int) -> tuple[Any, ...]:
         return self._answer(at in self.at and nbytes == self.PAGE, lambda: self.at.pop(at))

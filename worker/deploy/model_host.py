@@ -86,7 +86,7 @@ def host_memory(settings: WorkerSettings, device: torch.device) -> HostMemory:
     ring = HostRing(
         (settings.host_memory_mb or DEFAULT_RING_MB) * MIB,
         slot_bytes=chunk_bytes_of(device),
-        is_pinned=device.type == "cuda",
+        gpu=device if device.type == "cuda" else None,
     )
     disk_dir = Path(settings.disk_dir) if settings.disk_dir else None
     return HostMemory(Path(settings.host_dir), disk_dir, ring, is_bounded=settings.host_memory_mb > 0)

@@ -5,6 +5,7 @@
 `VirtualRange`          a reserved run of addresses, partly mapped, and torch views of it
 `CpuBackend`            pages of a memfd, mapped by `mmap(MAP_FIXED)`
 `CudaBackend`           pages of a GPU, mapped by cuMemMap (`memory.cuda`, imported where CUDA is)
+`Pinned`                host memory that a GPU copies from (`memory.pinned`, imported where CUDA is)
 `KVCache`               one range per layer, seen as blocks; all layers grow and shrink together
 `BlockAllocator`        the block numbers, free or in use: all of a cache, or a member's share of a group's
 `PrefixIndex`           which blocks hold which tokens

@@ -26,13 +26,17 @@ import time
 from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 
+from worker.memory import MappingFailed
 from worker.shape.copier import Pause, Reads
 from worker.shape.slots import LEAST_SLOTS, Chunk, ChunkDemand, RingSlots
+
+if TYPE_CHECKING:
+    from worker.memory.pinned import Pinned
 
 log = logging.getLogger(__name__)
 
@@ -89,13 +93,17 @@ class StreamedFile:
 class HostRing:
     """Any thread may call it. Its memory and its threads are there while a file is attached."""
 
-    def __init__(self, nbytes: int, *, slot_bytes: int, is_pinned: bool = False) -> None:
-        """Use at most `nbytes`, in slots of at most `slot_bytes`."""
+    def __init__(self, nbytes: int, *, slot_bytes: int, gpu: torch.device | None = None) -> None:
+        """Use at most `nbytes`, in slots of at most `slot_bytes`.
+
+        gpu: pin them, so that copies to this GPU run beside its steps.
+        """
         each = min(slot_bytes, nbytes // SLOTS) // ALIGN_BYTES * ALIGN_BYTES
         if each < ALIGN_BYTES:
             raise ValueError(f"a ring of {nbytes} bytes is too small: it needs {SLOTS * ALIGN_BYTES}")
         self.slot_bytes, self._num_slots = each, max(LEAST_SLOTS, nbytes // each)
-        self._is_pinned = is_pinned
+        self._gpu = gpu
+        self._pinned: Pinned | None = None
         self._slots = RingSlots(self._num_slots)
         self._changed = threading.Condition()
         self._files: dict[int, StreamedFile] = {}
@@ -192,7 +200,7 @@ class HostRing:
             with contextlib.suppress(OSError):  # a kernel may be built without huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE)  # a read is then a few long pieces, which is faster
             self._memory = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
-            self._pin()
+            self._pinned = self._pin(self._memory, self._gpu) if self._gpu else None
         if not self._readers:
             self._readers = [
                 threading.Thread(target=self._run, name="image-reads", daemon=True) for _ in range(READERS)
@@ -206,22 +214,19 @@ class HostRing:
         if not self._files:
             self._readers = []  # they end: nothing is left to read
             self._changed.notify_all()
-            if self._memory is not None:
-                self._unpin()
-            self._memory = None
+            if self._pinned:
+                self._pinned.close()
+            self._memory = self._pinned = None
 
-    def _pin(self) -> None:
-        assert self._memory is not None
-        if self._is_pinned:
-            register = torch.cuda.cudart().cudaHostRegister
-            if code := int(register(self._memory.data_ptr(), self.nbytes, 0)):
-                why = "the ring of %d bytes could not be pinned (CUDA error %d): swaps are slower"
-                log.warning(why, self.nbytes, code)
+    def _pin(self, memory: torch.Tensor, gpu: torch.device) -> Pinned | None:
+        from worker.memory.pinned import Pinned  # cuda-bindings exist only where CUDA does
 
-    def _unpin(self) -> None:
-        assert self._memory is not None
-        if self._is_pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+        try:
+            return Pinned(gpu, memory.data_ptr(), self.nbytes, memory)
+        except MappingFailed as error:
+            why = "a ring of %d MiB could not be pinned (%s), so swaps are slower: free memory of the host,"
+            log.warning(why + " or lower worker.host_memory_mb", self.nbytes >> 20, error)
+            return None
 
     def _view(self, slot: int) -> torch.Tensor:
         assert self._memory is not None

@@ -18,12 +18,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import numpy as np
 import torch
 
-from worker.memory import VirtualRange
+from worker.memory import MappingFailed, VirtualRange
 from worker.model.config import ModelError
 from worker.shape.checks import CheckedPages, WrongVariant
 from worker.shape.copier import ByteSpan, CopyJob, Pause, Reads, host_copy
@@ -38,6 +38,9 @@ from worker.shape.shared_file import (
 )
 from worker.shape.slots import Chunk
 
+if TYPE_CHECKING:
+    from worker.memory.pinned import Pinned
+
 log = logging.getLogger(__name__)
 
 Name = TypeVar("Name")
@@ -45,7 +48,6 @@ Put = Callable[[Name, torch.Tensor], None]  # stores the bytes of one image: uin
 Make = Callable[[Put[Name], OnProgress], None]
 
 _MIB = 1024 * 1024
-_CUDA_REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
 
 
 class NoRoom(ModelError):
@@ -149,6 +151,7 @@ class HostStore(ImageStore[Name]):
     setting = "worker.host_dir"
     remedy = (
         "let worker.host_dir name a folder with more room, or worker.disk_dir a folder on a disk with so much"
+        " (a container's /dev/shm has the size of --shm-size)"
     )
 
     def __init__(
@@ -158,12 +161,17 @@ class HostStore(ImageStore[Name]):
         sizes: Mapping[Name, int],
         make: Make[Name],
         *,
-        pin: bool = False,
+        gpu: torch.device | None = None,
         progress: OnProgress | None = None,
     ) -> None:
+        """gpu: pin the images, so that copies to this GPU run beside its steps."""
         super().__init__(folder, key, sizes, make, progress)
         self._memory = _Mapping(self._file.fd, self.nbytes, mmap.PROT_READ)
-        self.is_pinned = pin and self._pin()
+        self._pinned = self._pin(gpu) if gpu else None
+
+    @property
+    def is_pinned(self) -> bool:
+        return self._pinned is not None
 
     def image(self, name: Name) -> torch.Tensor:
         return self._view(self._memory, name)
@@ -174,9 +182,9 @@ class HostStore(ImageStore[Name]):
         return host_copy(what, self.image(part.name), sums, target, device, part.spans)
 
     def close(self) -> None:
-        if self.is_pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.address)
-            self.is_pinned = False
+        if self._pinned:
+            self._pinned.close()
+            self._pinned = None
         self._leave()
 
     def _putter(self, fd: int) -> Put[Name]:
@@ -190,17 +198,21 @@ class HostStore(ImageStore[Name]):
     def _view(self, memory: _Mapping, name: Name) -> torch.Tensor:
         return memory.view(self._offsets[name], self._sizes[name])
 
-    def _pin(self) -> bool:
-        register, nbytes = torch.cuda.cudart().cudaHostRegister, self._memory.nbytes
-        if int(register(self._memory.address, nbytes, _CUDA_REGISTER_READ_ONLY)) == 0:
-            return True
-        # Some devices cannot pin read-only memory.
-        self._memory = _Mapping(self._file.fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
-        if (code := int(register(self._memory.address, nbytes, 0))) == 0:
-            return True
-        why = "%d MiB of host memory could not be pinned (CUDA error %d): swaps are slower"
-        log.warning(why, nbytes // _MIB, code)
-        return False
+    def _pin(self, gpu: torch.device) -> Pinned | None:
+        from worker.memory.pinned import Pinned  # cuda-bindings exist only where CUDA does
+
+        memory = self._memory
+        with suppress(MappingFailed):  # some devices cannot pin read-only memory
+            return Pinned(gpu, memory.address, memory.nbytes, memory, is_read_only=True)
+        memory = _Mapping(self._file.fd, memory.nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        try:
+            pinned = Pinned(gpu, memory.address, memory.nbytes, memory)
+        except MappingFailed as error:
+            why = "%s: %.1f MiB could not be pinned (%s), so swaps are slower: free memory of the host,"
+            log.warning(why + " or keep fewer in worker.variants", self.path, memory.nbytes / _MIB, error)
+            return None
+        self._memory = memory
+        return pinned
 
 
 class DiskStore(ImageStore[Name]):
@@ -324,13 +336,16 @@ class HostMemory:
         make: Make[Name],
         *,
         kept: Collection[Name],
-        pin: bool,
+        gpu: torch.device | None,
         progress: OnProgress | None = None,
     ) -> ImageStore[Name]:
-        """Open or make the images of a model. kept: small ones, in memory anyhow. Raises ModelError."""
+        """Open or make the images of a model. Raises ModelError.
+
+        kept: small ones, in memory anyhow. gpu: as in `HostStore`.
+        """
         if not self.is_bounded or self.disk_dir is None or self.ring is None:
             try:
-                store = HostStore(self.host_dir, key, sizes, make, pin=pin, progress=progress)
+                store = HostStore(self.host_dir, key, sizes, make, gpu=gpu, progress=progress)
                 if self.disk_dir is not None:
                     with suppress(OSError):
                         remove_abandoned(self.disk_dir)  # nobody else may ever look there again

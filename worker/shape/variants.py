@@ -90,9 +90,9 @@ class LayerVariants:
             sizes[*variant, "outputs"] = 4 * num_outputs(imagined)
         contents = [identity(model, self._device), *(matrices.name for matrices in self._matrices.values())]
         key = f"{contents} {model.config.norm_eps} {self.ranges.plans}"
-        pin = self._device.type == "cuda"
+        gpu = self._device if self._device.type == "cuda" else None
         make, kept = partial(self._make, pause), [name for name in sizes if name[-1] != "weights"]
-        self._opened = memory.open(key, sizes, make, kept=kept, pin=pin, progress=progress)
+        self._opened = memory.open(key, sizes, make, kept=kept, gpu=gpu, progress=progress)
 
     def pages(self, layer: int, part: Part, precision: Precision) -> int:
         """Return the pages that a variant takes while it is mapped."""

@@ -147,7 +147,7 @@ def test_host_memory_that_is_bounded_or_full_puts_the_images_on_the_disk(
     ring = HostRing(8 * PAGE, slot_bytes=PAGE)
 
     def kind(memory: HostMemory) -> Any:
-        store = memory.open("key", SIZES, make, kept=["sums"], pin=False)
+        store = memory.open("key", SIZES, make, kept=["sums"], gpu=None)
         store.close()
         return type(store)
 

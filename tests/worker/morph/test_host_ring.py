@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.support.memory_faults import FaultyDriver
 from worker.shape.copier import GivenUp, Reads
 from worker.shape.host_ring import READERS, SLOTS, HostRing, ImageLost
 from worker.shape.slots import LEAST_SLOTS, Chunk, ChunkDemand, RingSlots
@@ -149,9 +151,11 @@ def path(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def ring_over(path: Path, num_slots: int = SLOTS) -> Iterator[tuple[HostRing, int]]:
+def ring_over(
+    path: Path, num_slots: int = SLOTS, gpu: torch.device | None = None
+) -> Iterator[tuple[HostRing, int]]:
     """A ring with the file attached; afterwards its memory and its thread are gone."""
-    ring = HostRing(num_slots * SLOT, slot_bytes=SLOT)
+    ring = HostRing(num_slots * SLOT, slot_bytes=SLOT, gpu=gpu)
     fd = os.open(path, os.O_RDONLY)
     number = ring.attach(path, fd)
     os.close(fd)
@@ -166,6 +170,20 @@ def ring_over(path: Path, num_slots: int = SLOTS) -> Iterator[tuple[HostRing, in
         reader.join(10.0)
         assert not reader.is_alive()
     assert ring._memory is None
+
+
+def test_a_ring_is_pinned_while_a_file_is_attached_and_reads_if_it_cannot_be(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = FaultyDriver(monkeypatch)
+    for refused in (0, 1):
+        driver.arm(1, refused)
+        with ring_over(path, gpu=torch.device("cuda:0")) as (ring, number):
+            assert bool(driver.pinned) is not bool(refused)
+            found, _ = read(ring, chunks_of(number, 0, CHUNKS))
+            assert found == path.read_bytes()
+        assert not driver.pinned
+    assert "could not be pinned (CUDA_ERROR" in caplog.text and "worker.host_memory_mb" in caplog.text
 
 
 def chunks_of(number: int, first: int, end: int) -> list[Chunk]:

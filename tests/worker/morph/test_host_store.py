@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -14,12 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.memory_faults import FaultyDriver
 from tests.support.paths import ROOT
 from worker.model import ModelError
 from worker.shape import shared_file
 from worker.shape.host_store import HostStore, Put
 from worker.shape.shared_file import HEADER_BYTES, OnProgress, remove_abandoned
 
+GPU = torch.device("cuda:0")
 SIZES = {"a": 5000, "b": 1, "c": 70000}
 
 
@@ -290,6 +293,37 @@ def test_a_file_system_that_has_no_room_after_all_says_the_same(
     with pytest.raises(ModelError, match=r"free; keep fewer in worker\.variants"):
         opened(tmp_path)
     assert files(tmp_path) == []
+
+
+def test_images_are_pinned_as_the_gpu_allows_until_the_store_is_closed_or_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = FaultyDriver(monkeypatch)
+    for driver.pins_read_only in (True, False):
+        store = HostStore(tmp_path, "key", SIZES, Maker(), gpu=GPU)
+        assert store.is_pinned and driver.pinned == {store._memory.address: store.nbytes}
+        check(store)
+        store.close()
+        assert not store.is_pinned and not driver.pinned
+    dropped = HostStore(tmp_path, "key", SIZES, Maker(), gpu=GPU)
+    assert driver.pinned
+    del dropped
+    gc.collect()
+    assert not driver.pinned and not driver.num_contexts and files(tmp_path) == []
+
+
+def test_images_that_cannot_be_pinned_serve_and_the_log_says_what_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = FaultyDriver(monkeypatch)
+    driver.arm(1, 2)  # read-only, and writable
+    store = HostStore(tmp_path, "key", SIZES, Maker(), gpu=GPU)
+    assert not store.is_pinned and driver.calls == 2
+    assert "0.1 MiB could not be pinned (CUDA_ERROR_INVALID_VALUE" in caplog.text
+    assert "keep fewer in worker.variants" in caplog.text
+    check(store)
+    store.close()
+    assert driver.calls == 2 and files(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
