@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 QUICK  := not slow and not faults and not docker and not gpu and not browser
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-again test-faults test-browser check format bench bench-morph bench-quality bench-paper bench-windows bench-transform bench-serving bench-scheduler bench-planner bench-placement bench-estimate bench-deploy bench-profile-load bench-prefix bench-peers gpu demo-model compose-test clean
+.PHONY: help serve test test-again test-faults test-browser check format bench bench-morph bench-quality bench-paper bench-windows bench-transform bench-serving bench-scheduler bench-planner bench-placement bench-estimate bench-deploy bench-profile-load bench-prefix bench-peers gpu gpu-kit demo-model compose-test clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -90,8 +90,11 @@ bench-prefix: $(VENV)/.dev ## conversations with and without the prefix cache; s
 bench-peers: $(VENV)/.dev ## beside llama.cpp and transformers, writes README's table; LLAMA_SERVER=path; 40 minutes
 	@$(BIN)/python -m bench.peers $(if $(LLAMA_SERVER),--llama-server '$(LLAMA_SERVER)')
 
-gpu: ## kernels, engine, groups, decoding and estimates on a GPU; needs only a PYTHON with torch and triton
-	@$(PYTHON) -m bench.gpu
+gpu: ## every measurement on a GPU, in parts; PARTS=card,decode; needs a PYTHON with torch, triton and more
+	@$(PYTHON) -m bench.gpu $(if $(PARTS),--parts '$(PARTS)')
+
+gpu-kit: $(VENV)/.dev ## pack what such a machine lacks into gpu-kit/; there: gpu-kit/run --parts card,decode
+	@$(BIN)/python -m bench.gpu.kit
 
 demo-model: $(VENV)/.dev ## train models/demo anew
 	@$(BIN)/python models/train_demo.py

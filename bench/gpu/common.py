@@ -1,37 +1,99 @@
-"""Shared by the parts of `bench.gpu`: running one part alone, and timing a device."""
+"""Shared by the parts of `bench.gpu`: running one alone, its results on disk as it goes, timing a device."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
-from bench.common.results import parser, say
+from bench.common.results import RESULTS, parser, say
+from bench.gpu.parts import FOLDER
+
+T = TypeVar("T")
+
+
+class Found:
+    """What a part has found so far, written to disk at every change: a crash or a limit loses one row."""
+
+    def __init__(
+        self, part: str, name: str = "", shard: int = 0, shards: int = 1, *, is_kept: bool = True
+    ) -> None:
+        """Begin the results of a part, or of one of its shards, in the file of this name."""
+        folder = Path(os.environ.get(FOLDER) or RESULTS / "gpu")
+        self.path, self._is_kept = folder / f"{name or part}.json", is_kept
+        self._shard, self._shards = shard, shards
+        self.values: dict[str, Any] = {"part": part, "is_whole": False, "problems": []}
+        self.write()
+
+    def put(self, **values: Any) -> None:
+        """Set values."""
+        self.values |= values
+        self.write()
+
+    def add(self, name: str, *rows: Any) -> None:
+        """Append rows to the list of this name."""
+        self.values.setdefault(name, []).extend(rows)
+        self.write()
+
+    def problem(self, text: str) -> None:
+        """Record a check that failed."""
+        say(f"FAILED {text}")
+        self.add("problems", text)
+
+    def own(self, work: Iterable[T]) -> Iterator[T]:
+        """Yield the pieces of work that are this shard's."""
+        return itertools.islice(work, self._shard, None, self._shards)
+
+    def write(self) -> None:
+        if not self._is_kept:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        half = self.path.with_suffix(".half")
+        half.write_text(json.dumps(self.values, indent=1) + "\n")
+        half.replace(self.path)
+
+
+Measure = Callable[[torch.device, Found], object]
 
 
 def run_alone(
     about: str | None,
-    measure: Callable[[torch.device, bool], dict[str, Any]],
+    part: str,
+    measure: Measure,
     lines: Callable[[dict[str, Any]], Iterator[str]],
+    *,
+    is_sharded: bool = False,
 ) -> int:
-    """Run a part from the command line and return the exit status.
+    """Run a part from the command line and return the exit status: 1 if a check failed.
 
-    `measure` gets a device and if it is a GPU.
+    `--device cpu` goes through the same code with small numbers; nothing is written. `measure` gets a device
+    and puts what it finds into a `Found`; `lines` are the table of it.
     """
     options = parser(about)
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    is_gpu = options.parse_args().device == "cuda"
+    if is_sharded:
+        options.add_argument("--shard", default="0/1", help="which of how many shares of the work")
+    args = options.parse_args()
+    is_gpu = args.device == "cuda"
     if is_gpu and not torch.cuda.is_available():
         say("no CUDA device here: nothing was run")
         return 0
-    found = measure(torch.device("cuda", 0) if is_gpu else torch.device("cpu"), is_gpu)
-    problems = found.get("problems", [])
-    for line in (*lines(found), *(f"FAILED {problem}" for problem in problems), json.dumps(found)):
+    shard, shards = map(int, args.shard.split("/")) if is_sharded else (0, 1)
+    is_kept = is_gpu or FOLDER in os.environ
+    found = Found(part, f"{part}-{shard}" if shards > 1 else part, shard, shards, is_kept=is_kept)
+    began = time.perf_counter()
+    measure(torch.device("cuda", 0) if is_gpu else torch.device("cpu"), found)
+    found.put(is_whole=True, seconds=round(time.perf_counter() - began, 1))
+    for line in lines(found.values):
         say(line)
-    return 1 if problems else 0
+    say(json.dumps(found.values))
+    return 1 if found.values["problems"] else 0
 
 
 def device_clock(device: torch.device) -> Callable[[], float]:

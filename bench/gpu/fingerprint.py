@@ -30,8 +30,9 @@ import torch
 from bench.common.engines import EngineShape
 from bench.estimate.measure import INTENTS
 from bench.estimate.truth import Case, Found, OneDevice, Truth, limits_for
+from bench.gpu.common import Found as Results
 from bench.gpu.common import device_clock, run_alone
-from bench.gpu.suite import LLAMA_8B
+from bench.gpu.decode import LLAMA_8B
 from bus.deployments import Intent, Profile
 from bus.precisions import PRECISIONS, Precision
 from controller.deployments.profiling import BATCH_SIZES, PROMPT_TOKENS
@@ -276,4 +277,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def main() -> int:
-    return run_alone(__doc__, lambda device, is_gpu: measure(device, GPU if is_gpu else CPU), lines)
+    def run(device: torch.device, found: Results) -> None:
+        found.put(**measure(device, GPU if device.type == "cuda" else CPU))
+
+    return run_alone(__doc__, "fingerprint", run, lines)

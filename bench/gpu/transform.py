@@ -25,7 +25,7 @@ import torch
 
 from bench.common.engines import timed
 from bench.gpu import transform_workers as gpu_transform_workers
-from bench.gpu.common import device_clock, run_alone
+from bench.gpu.common import Found, device_clock, run_alone
 from bench.gpu.transform_workers import Workers
 from bench.kernels.checks import AttentionCase, assert_close, plan_of, plan_on
 from bench.transform import kv as transform_kv
@@ -97,19 +97,21 @@ CPU = TransformSizes(
 )
 
 
-def measure(device: torch.device, sizes: TransformSizes) -> dict[str, Any]:
-    """Return the rows of each part, and `problems`: what failed."""
+def measure(device: torch.device, found: Found) -> None:
+    """Put the rows of each part into `found`."""
+    sizes = GPU if device.type == "cuda" else CPU
     problems: list[str] = []
-    found: dict[str, Any] = {"device": str(device), "pages": list(page_rows(device, sizes))}
-    found["attention"] = list(attention_rows(device, sizes, problems))
-    found["exchange"] = [exchange_row(ranks, sizes, [str(device)] * ranks) for ranks in DEGREES[1:]]
-    found["nccl"] = nccl_row(device, sizes)
-    found["workers"] = []
+    found.add("pages", *page_rows(device, sizes))
+    found.add("attention", *attention_rows(device, sizes, problems))
+    for problem in problems:
+        found.problem(problem)
+    found.add("exchange", *(exchange_row(ranks, sizes, [str(device)] * ranks) for ranks in DEGREES[1:]))
+    found.put(nccl=nccl_row(device, sizes))
     for dtype in ("float32", "bfloat16"):
         row = gpu_transform_workers.measure(sizes.workers, str(device), dtype)
-        problems += [f"workers in {dtype}: {problem}" for problem in row.pop("problems")]
-        found["workers"].append(row)
-    return found | {"problems": problems}
+        for problem in row.pop("problems"):
+            found.problem(f"workers in {dtype}: {problem}")
+        found.add("workers", row)
 
 
 # --------------------------------------------------------------------------- pages
@@ -272,20 +274,20 @@ def nccl_row(device: torch.device, sizes: TransformSizes) -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    for row in found["pages"]:
+    for row in found.get("pages", []):
         numbers = ", ".join(
             f"{name} {row[name + '_us']:.1f}" for name in ("made", "map", "map_unzeroed", "unmap")
         )
         yield f"pages, {row['pages']:3d} at once, us a page: {numbers}"
-    for row in found["attention"]:
+    for row in found.get("attention", []):
         yield f"attention at TP{row['degree']} in {row['dtype']}: {row['us']:8.1f} us"
-    for row in found["exchange"]:
+    for row in found.get("exchange", []):
         yield f"exchange of {row['ranks']} ranks: {row['ms']:.1f} ms, {row['gbps']:.2f} GB/s a rank"
-    nccl = found["nccl"]
+    nccl = found.get("nccl", {"skipped": "not run"})
     yield f"NCCL: {nccl.get('skipped') or str(round(nccl['gbps'], 2)) + ' GB/s a rank'}"
-    for row in found["workers"]:
+    for row in found.get("workers", []):
         yield from gpu_transform_workers.lines(row)
 
 
 def main() -> int:
-    return run_alone(__doc__, lambda device, is_gpu: measure(device, GPU if is_gpu else CPU), lines)
+    return run_alone(__doc__, "transform", measure, lines)

@@ -151,6 +151,10 @@ class MorphLoop:
         return parts
 
     @property
+    def instance_id(self) -> str:
+        return self._target.instance.id
+
+    @property
     def variants(self) -> LayerVariants:
         variants = self._target.variants
         assert isinstance(variants, LayerVariants)

@@ -13,6 +13,7 @@ from torch.distributed import HashStore, PrefixStore
 
 from bench.gpu import transform as gpu_transform
 from bench.gpu import transform_workers as gpu_transform_workers
+from bench.gpu.common import Found
 from bench.gpu.transform import CPU
 from bench.transform.group import Made
 from worker.distributed.communicator import Staged, connect
@@ -107,7 +108,9 @@ def test_another_token_another_probability_and_a_missing_shape_are_problems() ->
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_whole_runs_on_a_cpu() -> None:
-    found = gpu_transform.measure(HERE, CPU)
+    results = Found("transform", is_kept=False)
+    gpu_transform.measure(HERE, results)
+    found = results.values
     assert not found["problems"]
     assert [row["ranks"] for row in found["exchange"]] == [2, 4]
     assert len(list(gpu_transform.lines(found))) > 20

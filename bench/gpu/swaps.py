@@ -1,0 +1,205 @@
+"""Swaps under load on a GPU: their time beside the copy's floor, what steps feel, and that tokens are exact.
+
+    python -m bench.gpu swaps [--device cpu]
+
+A worker's engine and morph executor in one process, on some layers of Llama 3 8B's shape with random weights.
+The floor is the time to copy a layer's bytes from pinned host memory. Steps beside swaps of one layer to INT4
+and back are compared with steps without, in turns. Tokens: a prompt alone gives the same ones after a swap
+under load as after the same swap of an idle engine, and the first ones again when the layer is back.
+`--device cpu` takes a tiny model.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import kernels  # noqa: F401 before torch: it settles how torch's threads wait
+
+# isort: split
+import torch
+
+from bench.common.engines import greedy
+from bench.common.results import say
+from bench.gpu.common import Found, device_clock, run_alone
+from bench.gpu.decode import LLAMA_8B, TINY
+from bench.morph.cost import SEQUENCES, WAYS, MorphLoop
+from bench.morph.cost_report import Part
+from bus.messages import PARTS
+from bus.morphs import MorphReport
+from bus.settings import WorkerSettings
+from worker.service.start_up import load
+
+PROMPT = [(17 * i + 3) % 199 for i in range(40)]
+NUM_OUT = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    config: Mapping[str, Any]
+    dtype: str
+    layer: int  # layer that is swapped
+    swaps: int  # beside steps, and as many while idle
+    memory_mb: int
+
+
+GPU = Sizes(
+    config=LLAMA_8B | {"num_hidden_layers": 12, "vocab_size": 32000, "max_position_embeddings": 4096},
+    dtype="bfloat16",
+    layer=5,
+    swaps=24,
+    memory_mb=16_384,
+)
+CPU = Sizes(
+    config=TINY | {"max_position_embeddings": 2048, "vocab_size": 4096},
+    dtype="float32",
+    layer=1,
+    swaps=2,
+    memory_mb=64,
+)
+
+
+def measure(device: torch.device, found: Found) -> None:
+    sizes = GPU if device.type == "cuda" else CPU
+    with tempfile.TemporaryDirectory(prefix="instar-bench-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(dict(sizes.config)))
+        settings = WorkerSettings(
+            models=[f"bench={folder}"],
+            device=str(device),
+            dtype=sizes.dtype,
+            load_format="dummy",
+            memory_mb=sizes.memory_mb,
+            max_tp=1,
+            variants=["int4"],
+        )
+        loaded = load(settings, "w0", say)
+        try:
+            loop = MorphLoop(loaded, [sizes.layer])
+            _idle(loop, device, sizes, found)
+            _tokens(loop, sizes, found)
+            _beside(loop, sizes, found)
+        finally:
+            loaded.morphs.close()
+    loaded.pool.check_integrity()
+
+
+def _idle(loop: MorphLoop, device: torch.device, sizes: Sizes, found: Found) -> None:
+    """Swap an idle engine, after one swap each way that finds all pages made and all products checked."""
+    for precision in 2 * WAYS:
+        loop.swap(precision, [sizes.layer])
+    for _ in range(max(1, sizes.swaps // 4)):
+        for precision in WAYS:
+            images = [loop.variants.image(sizes.layer, part, precision) for part in PARTS]
+            floor = _floor_s(images, device)
+            told = loop.swap(precision, [sizes.layer])
+            found.add("idle", _row(told) | {"floor_ms": 1e3 * floor, "to": precision})
+
+
+def _floor_s(images: list[torch.Tensor], device: torch.device) -> float:
+    """Return the seconds of copying the images to memory of the device that torch has already."""
+    targets = [torch.empty(image.shape, dtype=image.dtype, device=device) for image in images]
+    clock, best = device_clock(device), float("inf")
+    for _ in range(3):
+        began = clock()
+        for target, image in zip(targets, images, strict=True):
+            target.copy_(image, non_blocking=True)
+        best = min(best, clock() - began)
+    return best
+
+
+def _row(told: MorphReport) -> dict[str, float]:
+    numbers = told.numbers
+    return {
+        "ms": 1e3 * float(numbers["seconds"]),
+        "mb": float(numbers["bytes_copied"]) / 1e6,
+        "copying_ms": 1e3 * float(numbers["copy_seconds"]),
+        "engine_ms": 1e3 * float(numbers["boundary_seconds"]),
+    }
+
+
+def _tokens(loop: MorphLoop, sizes: Sizes, found: Found) -> None:
+    """Compare a prompt's tokens before and after swaps, of an idle engine and under load."""
+    full = _alone(loop)
+    loop.swap("int4", [sizes.layer])
+    swapped = _alone(loop)
+    loop.swap("full", [sizes.layer])
+    again = _alone(loop)
+    with_load = []
+    for precision in WAYS:
+        loop.beside([(precision, [sizes.layer])])
+        _end_load(loop)
+        with_load.append(_alone(loop))
+    found.put(tokens_differ_in_int4=swapped != full)
+    for what, made, expected in (
+        ("back in full precision", again, full),
+        ("in INT4 after a swap under load", with_load[0], swapped),
+        ("back in full precision after a swap under load", with_load[1], full),
+    ):
+        if made != expected:
+            found.problem(f"tokens {what}: {made} instead of {expected}")
+
+
+def _alone(loop: MorphLoop) -> list[int]:
+    engine = loop.loaded.engine
+    engine.submit(loop.instance_id, greedy("alone", PROMPT, NUM_OUT))
+    tokens: list[int] = []
+    while engine.has_work:
+        for result in engine.step():
+            for output in result.outputs:
+                tokens += output.delta.token_ids
+    return tokens
+
+
+def _end_load(loop: MorphLoop) -> None:
+    engine = loop.loaded.engine
+    engine.cancel([str(i) for i in range(SEQUENCES)])
+    while engine.has_work:
+        engine.step()
+
+
+def _beside(loop: MorphLoop, sizes: Sizes, found: Found) -> None:
+    parts = loop.alternate(sizes.swaps)
+    _end_load(loop)
+    found.put(steps=steps_row(parts))
+    found.add("beside", *(_row(part.swap) for part in parts if part.swap))
+
+
+def steps_row(parts: list[Part]) -> dict[str, float]:
+    """Return milliseconds of steps with and without a swap beside them."""
+    row: dict[str, float] = {}
+    for name, chosen in (("without", parts[0::2]), ("beside", parts[1::2])):
+        seconds = sorted(second for part in chosen for second in part.seconds)
+        row |= {
+            f"{name}_steps": len(seconds),
+            f"{name}_median_ms": 1e3 * statistics.median(seconds),
+            f"{name}_p99_ms": 1e3 * seconds[int(0.99 * (len(seconds) - 1))],
+            f"{name}_longest_ms": 1e3 * seconds[-1],
+        }
+    return row
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    for to in ("int4", "full"):
+        if rows := [row for row in found.get("idle", []) if row["to"] == to]:
+            ms, floor = (statistics.median(row[key] for row in rows) for key in ("ms", "floor_ms"))
+            yield (
+                f"swap to {to}, idle: {rows[0]['mb']:.0f} MB in {ms:.1f} ms, copy's floor {floor:.1f} ms,"
+                f" ratio {ms / floor:.2f} (bar 1.5)"
+            )
+    if row := found.get("steps"):
+        yield (
+            f"steps beside swaps: median {row['beside_median_ms']:.2f} ms, P99 {row['beside_p99_ms']:.2f},"
+            f" longest {row['beside_longest_ms']:.2f}; without {row['without_median_ms']:.2f},"
+            f" {row['without_p99_ms']:.2f}, {row['without_longest_ms']:.2f}"
+        )
+    if beside := found.get("beside"):
+        yield f"a swap beside steps: {statistics.median(row['ms'] for row in beside):.1f} ms"
+
+
+def main() -> int:
+    return run_alone(__doc__, "swaps", measure, lines)

