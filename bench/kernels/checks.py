@@ -1,7 +1,7 @@
 """Checks of every kernel against its oracle, over a sweep.
 
 They are plain functions, so that a machine with a GPU and nothing but torch and triton can run them too
-(`bench/gpu/suite.py`).
+(`bench/gpu/kernels.py`).
 
     python -m bench.kernels.checks BACKEND DEVICE [PART]
 
