@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Found:
-    """What a part has found so far, written to disk at every change: a crash or a limit loses one row."""
+    """The results of a part so far, written to disk at every change: a crash or a limit loses one row."""
 
     def __init__(
         self, part: str, name: str = "", shard: int = 0, shards: int = 1, *, is_kept: bool = True
