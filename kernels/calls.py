@@ -261,9 +261,12 @@ def combine(y: Tensor, routing: Routing) -> Tensor:
 def store_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
     """Write k and v [T, Hkv, D] into the cache kv [B, Hkv, 2, bt, D] at slot_mapping int64 [T].
 
-    A slot is block_id * bt + offset; no two tokens may have the same slot. A cache of int8 takes codes
+    A slot is block_id * bt + offset; no two tokens may have the same slot. A token whose slot is -1 is not
+    written: such rows fill a batch up to the size of a recorded one. A cache of int8 takes codes
     (`kernels.kv_codes`).
     """
+    is_written = slot_mapping >= 0
+    k, v, slot_mapping = k[is_written], v[is_written], slot_mapping[is_written]
     if kv_codes.is_codes(kv):
         kv_codes.store(k, v, kv, slot_mapping)
         return

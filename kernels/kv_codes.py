@@ -54,7 +54,7 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def store(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
-    """Do what `store_kv` does, into a cache of codes."""
+    """Do what `store_kv` does, into a cache of codes. Every token has a slot."""
     blocks, offsets = slot_mapping // kv.shape[3], slot_mapping % kv.shape[3]
     for part, x in enumerate((k, v)):
         for stored, made in zip(parts_of(kv), quantize(x), strict=True):

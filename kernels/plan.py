@@ -18,7 +18,7 @@ class AttentionPlan:
     context_lens    int32 [S]             KV length of sequence s, this step's tokens included
     block_table     int32 [S, max_blocks] block_table[s, j] holds tokens [j * bt, (j + 1) * bt) of s; the
                                           entries past the context are never read
-    slot_mapping    int64 [T]             block_id * block_tokens + offset of each new token
+    slot_mapping    int64 [T]             block_id * block_tokens + offset of each new token; -1: not stored
     positions       int64 [T]             row of each new token in the rotary table: its position in its
                                           sequence, and behind these rows for a short one (longrope)
     ==============  ====================  ==============================================================

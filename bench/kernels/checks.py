@@ -352,6 +352,21 @@ def check_gelu_mul(backend: str, device: str, dtype: torch.dtype) -> None:
             assert_close(kernels.gelu_mul(moved[:, :width], moved[:, width:]), expected)
 
 
+def _some_slots(tokens: int, num_slots: int) -> torch.Tensor:
+    """Return a slot for each token in any order; every third one, if there are as many, has none (-1)."""
+    slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(4))[:tokens]
+    slots[2::3] = -1
+    return slots
+
+
+def _store_expected(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Store by the oracle in all blocks of a cache but the first, of zeros, which a stray slot would hit."""
+    again, stored = cache.clone(), slots >= 0
+    kernels.store_kv.reference(k[stored], v[stored], cache[1:], slots[stored])
+    kernels.store_kv.reference(k, v, again[1:], slots)
+    assert torch.equal(again, cache)
+
+
 def check_store_kv(backend: str, device: str, dtype: torch.dtype) -> None:
     for tokens, heads, head_dim, block_tokens in (
         (1, 1, 32, 16),
@@ -360,12 +375,12 @@ def check_store_kv(backend: str, device: str, dtype: torch.dtype) -> None:
         (4, 2, 8, 4),
     ):
         k, v = _randn(tokens, heads, head_dim, dtype=dtype), _randn(tokens, heads, head_dim, dtype=dtype)
-        slots = torch.randperm(20 * block_tokens, generator=torch.Generator().manual_seed(4))[:tokens]
-        expected = torch.zeros(20, heads, 2, block_tokens, head_dim, dtype=dtype)
+        slots = _some_slots(tokens, 20 * block_tokens)
+        expected = torch.zeros(1 + 20, heads, 2, block_tokens, head_dim, dtype=dtype)
         kv = _moved(expected.permute(0, 2, 3, 1, 4).contiguous().permute(0, 3, 1, 2, 4), device)
-        kernels.store_kv.reference(k, v, expected, slots)
+        _store_expected(k, v, expected, slots)
         with kernels.use_backend(backend):
-            kernels.store_kv(k.to(device), v.to(device), kv, slots.to(device))
+            kernels.store_kv(k.to(device), v.to(device), kv[1:], slots.to(device))
         assert torch.equal(kv.cpu(), expected)
 
 
@@ -378,20 +393,23 @@ def check_store_kv_in_codes(backend: str, device: str, dtype: torch.dtype) -> No
     ):
         k, v = (_randn(tokens, heads, head_dim, dtype=dtype) for _ in range(2))
         k[0, 0], v[0, 0] = 0.0, torch.arange(head_dim) * 1e-6  # a scale of zero, and one that is small
-        slots = torch.randperm(20 * block_tokens, generator=torch.Generator().manual_seed(4))[:tokens]
-        expected = torch.zeros(20, heads, 2, block_tokens, head_dim + SCALE_BYTES, dtype=torch.int8)
+        slots = _some_slots(tokens, 20 * block_tokens)
+        expected = torch.zeros(1 + 20, heads, 2, block_tokens, head_dim + SCALE_BYTES, dtype=torch.int8)
         kv = expected.to(device, copy=True)
-        kernels.store_kv.reference(k, v, expected, slots)
+        _store_expected(k, v, expected, slots)
         with kernels.use_backend(backend):
-            kernels.store_kv(k.to(device), v.to(device), kv, slots.to(device))
-        codes, scales = kv_codes.parts_of(kv.cpu())
-        wanted, wanted_scales = kv_codes.parts_of(expected)
+            kernels.store_kv(k.to(device), v.to(device), kv[1:], slots.to(device))
+        assert not kv[0].any(), "something was written before the cache"
+        codes, scales = kv_codes.parts_of(kv[1:].cpu())
+        wanted, wanted_scales = kv_codes.parts_of(expected[1:])
         assert torch.equal(scales, wanted_scales)
         # A GPU divides with an error of 2 ulp, which turns a tie.
         assert (codes.int() - wanted.int()).abs().max() <= (backend == "cuda")
-        stored = kv_codes.dequantize(codes, scales).permute(2, 0, 3, 1, 4).flatten(1, 2)[:, slots]
-        step = scales.permute(2, 0, 3, 1).flatten(1, 2)[:, slots].float()[..., None]
-        assert bool(((stored - torch.stack([k, v]).float()).abs() <= 0.51 * step).all())
+        stored = slots >= 0
+        numbers = kv_codes.dequantize(codes, scales).permute(2, 0, 3, 1, 4).flatten(1, 2)[:, slots[stored]]
+        step = scales.permute(2, 0, 3, 1).flatten(1, 2)[:, slots[stored]].float()[..., None]
+        wanted_numbers = torch.stack([k[stored], v[stored]]).float()
+        assert bool(((numbers - wanted_numbers).abs() <= 0.51 * step).all())
 
 
 def check_copy_blocks(backend: str, device: str, dtype: torch.dtype) -> None:

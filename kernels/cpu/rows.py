@@ -359,6 +359,8 @@ def _store_kv(kind):
     while item >= 0:
         for t in range(item * step, min(tokens, item * step + step)):
             slot = read_i64(slots + t * 8)
+            if slot < 0:
+                continue
             place = kv + slot // block_tokens * kv_block + slot % block_tokens * kv_token
             for h in range(heads):
                 _copy_row(kind, k + t * k_token + h * k_head, place + h * kv_head, vectors, width)
@@ -413,6 +415,8 @@ def _store_kv_codes(kind):
     while item >= 0:
         for t in range(item * step, min(tokens, item * step + step)):
             slot = read_i64(slots + t * 8)
+            if slot < 0:
+                continue
             offset = slot % block_tokens
             for h in range(heads):
                 keys = kv + slot // block_tokens * kv_block + h * kv_head

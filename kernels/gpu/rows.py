@@ -231,12 +231,15 @@ def _store_kv_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Grid (T,): keys and values of all heads of one token. kv [B, Hkv, 2, bt, D] by its strides."""
+    """Grid (T,): keys and values of all heads of one token, unless its slot is below 0.
+
+    kv [B, Hkv, 2, bt, D] by its strides.
+    """
     token = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, BLOCK_HEADS)[:, None]
     columns = tl.arange(0, BLOCK_DIM)[None, :]
-    inside = (heads < num_heads) & (columns < HEAD_DIM)
     slot = tl.load(slots_ptr + token)
+    inside = (heads < num_heads) & (columns < HEAD_DIM) & (slot >= 0)
     place = kv_ptr + slot // block_tokens * block_stride + slot % block_tokens * token_stride
     place = place + heads * head_stride + columns
     key = tl.load(k_ptr + token * k_token_stride + heads * k_head_stride + columns, mask=inside)
@@ -263,7 +266,7 @@ def store_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
 
 
 @triton.jit
-def _code_heads(source, target, scales, heads, inside, LARGEST: tl.constexpr):
+def _code_heads(source, target, scales, scaled, inside, LARGEST: tl.constexpr):
     """Write codes [BLOCK_HEADS, BLOCK_DIM] and scales bfloat16 [BLOCK_HEADS, 1] (`kernels.kv_codes`)."""
     x = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     peaks = tl.div_rn(tl.max(tl.abs(x), 1, keep_dims=True), tl.full([x.shape[0], 1], LARGEST, tl.float32))
@@ -271,7 +274,7 @@ def _code_heads(source, target, scales, heads, inside, LARGEST: tl.constexpr):
     bits = peaks.to(tl.uint32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     rounded = (bits << 16).to(tl.float32, bitcast=True)
-    tl.store(scales, bits.to(tl.uint16), mask=heads)
+    tl.store(scales, bits.to(tl.uint16), mask=scaled)
     codes = x / tl.where(rounded > 0, rounded, 1.0)
     codes = tl.minimum(tl.maximum(codes, -LARGEST), LARGEST)
     whole = (codes + 12582912.0) - 12582912.0  # 1.5 * 2^23: leaves the nearest whole number
@@ -303,17 +306,18 @@ def _store_kv_codes_kernel(
     token = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, BLOCK_HEADS)[:, None]
     columns = tl.arange(0, BLOCK_DIM)[None, :]
-    inside = (heads < num_heads) & (columns < HEAD_DIM)
     slot = tl.load(slots_ptr + token)
+    scaled = (heads < num_heads) & (slot >= 0)
+    inside = scaled & (columns < HEAD_DIM)
     offset = slot % block_tokens
     keys = kv_ptr + slot // block_tokens * block_stride + heads * head_stride
     codes, scales = keys + offset * HEAD_DIM + columns, keys + block_tokens * HEAD_DIM + offset * SCALE_BYTES
     key = k_ptr + token * k_token_stride + heads * k_head_stride + columns
     value = v_ptr + token * v_token_stride + heads * v_head_stride + columns
     word = tl.pointer_type(tl.uint16)
-    _code_heads(key, codes, scales.to(word), heads < num_heads, inside, LARGEST)
+    _code_heads(key, codes, scales.to(word), scaled, inside, LARGEST)
     codes, scales = codes + value_stride, (scales + value_stride).to(word)
-    _code_heads(value, codes, scales, heads < num_heads, inside, LARGEST)
+    _code_heads(value, codes, scales, scaled, inside, LARGEST)
 
 
 def _store_codes(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
