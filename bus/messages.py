@@ -208,11 +208,11 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class MetricEntry:
-    """A number of instances at /metrics, as `instar_{name}`; a counter only grows.
+    """A number of instances or workers at /metrics, as `instar_{name}`; a counter only grows.
 
     `of_leader`: a fact of the whole instance, such as its KV, which its first worker reports; other numbers
     are each worker's own, so that no counter falls when a group parts. `routers_read`: also under vLLM's
-    name, for the Gateway API inference extension.
+    name, for the Gateway API inference extension. label: the field is a dict, by the values of this label.
     """
 
     name: str
@@ -220,10 +220,21 @@ class MetricEntry:
     is_counter: bool = False
     of_leader: bool = False
     routers_read: bool = False
+    label: str = ""
 
 
-def _gauge(name: str, text: str, **more: bool) -> Any:
+def _gauge(name: str, text: str, **more: Any) -> Any:
     return field(default=0, metadata={"metric": MetricEntry(name, text, **more)})
+
+
+def _of_gpu(name: str, text: str, *, is_counter: bool = False) -> Any:
+    """Declare a number that a GPU may not tell: None."""
+    return field(default=None, metadata={"metric": MetricEntry(f"gpu_{name}", text, is_counter)})
+
+
+def _of_gpu_by(label: str, name: str, text: str, *, is_counter: bool = False) -> dict[str, MetricEntry]:
+    """Declare numbers of a GPU by the values of a label: the metadata of a dict."""
+    return {"metric": MetricEntry(f"gpu_{name}", text, is_counter, label=label)}
 
 
 def _counter(name: str, text: str, **more: bool) -> Any:
@@ -287,6 +298,45 @@ class PageCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuTelemetry:
+    """A worker's GPU by NVML, also at /metrics. A number that the GPU or the machine does not tell is None.
+
+    The numbers are those of the whole GPU: other processes may use it too.
+    """
+
+    name: str = ""  # as NVML has it
+    memory_used_bytes: int | None = _of_gpu("memory_used_bytes", "Memory in use, by all processes.")
+    memory_total_bytes: int | None = _of_gpu("memory_total_bytes", "Memory of the GPU.")
+    utilization: float | None = _of_gpu("utilization", "Share of the time in which a kernel ran, 0 to 1.")
+    memory_utilization: float | None = _of_gpu(
+        "memory_utilization", "Share of the time in which memory was read or written, 0 to 1."
+    )
+    power_watts: float | None = _of_gpu("power_watts", "Power that the GPU draws.")
+    power_limit_watts: float | None = _of_gpu("power_limit_watts", "Power that the GPU may draw.")
+    temperature_celsius: float | None = _of_gpu("temperature_celsius", "Temperature of the GPU's chip.")
+    sm_clock_hertz: float | None = _of_gpu("sm_clock_hertz", "Clock of the multiprocessors.")
+    sm_clock_max_hertz: float | None = _of_gpu("sm_clock_max_hertz", "Highest clock of the multiprocessors.")
+    throttling: dict[str, float] = field(
+        default_factory=dict,
+        metadata=_of_gpu_by(
+            "reason", "throttling", "Share of the readings in which clocks were lowered, by reason."
+        ),
+    )
+    ecc_corrected_errors: int | None = _of_gpu(
+        "ecc_corrected_errors", "Memory errors that ECC corrected, since the driver started.", is_counter=True
+    )
+    ecc_uncorrected_errors: int | None = _of_gpu(
+        "ecc_uncorrected_errors", "Memory errors that ECC found, since the driver started.", is_counter=True
+    )
+    xid_errors: dict[str, int] = field(
+        default_factory=dict,
+        metadata=_of_gpu_by(
+            "xid", "xid_errors", "Errors that the driver reported while the worker ran.", is_counter=True
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTelemetry:
     """A worker's report; stream `telemetry`. Several a second under load, one a second when idle."""
 
@@ -297,6 +347,7 @@ class WorkerTelemetry:
     pages: PageCounts
     instances: list[InstanceTelemetry]
     steps: int
+    gpu: GpuTelemetry | None = None  # None: no GPU, or NVML says nothing of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,7 +377,7 @@ class InstanceMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerMetrics:
-    """The last report of one worker, and its age."""
+    """The last report of one worker, and its age; its busy share and its GPU smoothed."""
 
     worker: str
     epoch: int
@@ -334,6 +385,7 @@ class WorkerMetrics:
     pages: PageCounts
     age_seconds: float  # since the last report; policies hold still on stale metrics
     at_ms: int = 0  # time of that report, by the worker's clock
+    gpu: GpuTelemetry | None = None  # means over the window; counters and memory of the last report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ Main = Callable[[Settings, Bus, asyncio.Event], Awaitable[None]]
 # Redis may be starting beside the service, by the same supervisor.
 REDIS_WAIT_S = 15.0
 CONFIGURATION_ERROR = 2  # exit status: the same settings will fail again
+GPU_LOST = 3  # exit status of a worker: another GPU or a reset helps
 
 
 def run(service: str, main: Main, source: str = "") -> int:

@@ -9,12 +9,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TextIO
 
+from bus.settings_sources import variable_of
 from instar.serve.child import Child
 
 CONFIGURATION_ERROR = 2  # the exit status of every service with bad settings
+GPU_LOST = 3  # that of a worker whose GPU computes nothing more
 CANNOT_EXECUTE = 126  # the status that shells use
 NAME_WIDTH = 10
 
@@ -99,11 +101,18 @@ class SupervisedProcess:
             if status == CONFIGURATION_ERROR:
                 self._console.say(f"{name} cannot run with these settings; not started again")
                 return "misconfigured"
+            if status == GPU_LOST and self.program.role == "worker":
+                self._require_gpu()
             self.last_death = time.time()
             self._on_death()
             deaths = 1 if loop.time() - started >= self._backoff.longest_s else deaths + 1
             await self._pause_after(status, self._backoff.pause_s(deaths))
         return "stopped"
+
+    def _require_gpu(self) -> None:
+        """Start the worker on a GPU from now on: one that finds none would serve on the CPU instead."""
+        env = {variable_of("worker.device"): "cuda", **self.program.env}
+        self.program = replace(self.program, env=env)
 
     async def stop(self, at_once: asyncio.Event) -> None:
         """Send SIGTERM, and SIGKILL after the timeout or when `at_once` is set. Returns when it has ended."""

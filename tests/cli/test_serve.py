@@ -237,6 +237,15 @@ async def test_one_worker_that_cannot_run_does_not_end_the_others() -> None:
     assert await running.end() == 0
 
 
+async def test_a_worker_that_lost_its_gpu_is_started_again_on_a_gpu_alone() -> None:
+    tell = "import os; print(f'on {os.environ.get(\"INSTAR_WORKER__DEVICE\")}'); raise SystemExit(3)"
+    running = Running(program("gateway", "gateway"), program("w0", "worker", tell))
+    await running.until(lambda: running.text.count("w0 died (exit status 3)") >= 2)
+    assert await running.end() == 0
+    told = [line.partition("| ")[2] for line in running.text.splitlines() if "| on " in line]
+    assert told[:2] == ["on None", "on cuda"], "it must not serve on the CPU instead"
+
+
 async def test_a_drained_worker_is_not_started_again() -> None:
     running = Running(
         program("gateway", "gateway"), program("w0", "worker"), program("w1", "worker", "print('bye')")

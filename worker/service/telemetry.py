@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from bus.client import Bus, BusFull, BusUnavailable
 from bus.clock import now_ms
-from bus.messages import WorkerTelemetry
+from bus.messages import GpuTelemetry, WorkerTelemetry
 from worker.service.engine_thread import EngineThread, Snapshot
 
 log = logging.getLogger(__name__)
@@ -33,9 +33,11 @@ class TelemetryReporter:
         *,
         busy_interval_s: float,
         idle_interval_s: float,
+        gpu: Callable[[], GpuTelemetry | None] = lambda: None,
     ) -> None:
         self._bus, self._worker, self._epoch, self._thread = bus, worker, epoch, thread
         self._busy_interval_s, self._idle_interval_s = busy_interval_s, idle_interval_s
+        self._gpu = gpu
         self.group: tuple[str, ...] = ()  # whose shape the next report tells of
         self._snapshot: Snapshot | None = None
         self._is_new = asyncio.Event()
@@ -77,6 +79,7 @@ class TelemetryReporter:
             pages=snapshot.pages,
             instances=[replace(one, workers=list(self.group)) for one in snapshot.instances],
             steps=snapshot.steps,
+            gpu=self._gpu(),
         )
 
 

@@ -21,6 +21,7 @@ from worker.engine.engine import StepResult
 from worker.profiler.measurer import kind_of, measurer_of
 from worker.profiler.runner import ProfileRunner
 from worker.service.engine_thread import EngineThread
+from worker.service.gpu_watch import watch_of
 from worker.service.groups import GroupMembership, meet_neighbours
 from worker.service.instances import GATEWAYS_LOOK_S, Instances
 from worker.service.intake import Intake, watch_gateways
@@ -102,6 +103,7 @@ class Serving:
         self._outbox = Outbox(bus, self._thread, membership.may_publish)
         self._dispatch = OutputPublisher(bus.names, worker, self._ledger, self._outbox)
         self._intake = Intake(bus, worker, lambda: membership.epoch, self._ledger, self._thread, self._outbox)
+        self._gpu_watch = watch_of(host.pool.backend.device)
         self._reporter = TelemetryReporter(
             bus,
             worker,
@@ -109,6 +111,7 @@ class Serving:
             self._thread,
             busy_interval_s=self._settings.telemetry_s,
             idle_interval_s=self._settings.idle_telemetry_s,
+            gpu=self._gpu_watch.latest if self._gpu_watch else lambda: None,
         )
         self._morph_reports = ReportPublisher(bus)
         self._measures = Measures(bus, worker, self._thread, runner, measurer_of(host))
@@ -133,6 +136,8 @@ class Serving:
         """Serve until drained. Raises what ends the engine's thread, the renewal or a part of the service."""
         self._reporter.take(self._thread.snapshot())
         self._thread.start()
+        if self._gpu_watch:
+            self._gpu_watch.start()
         self._thread.fence(self._membership.epoch)
         self._membership.on_fenced = self._fence
         self._instances.read(self._membership.epoch)
@@ -158,6 +163,8 @@ class Serving:
             await self._instances.close()
             await self._measures.close()
             await asyncio.to_thread(self._thread.stop)
+            if self._gpu_watch:
+                await asyncio.to_thread(self._gpu_watch.stop)
             if self._host.transport:
                 self._host.transport.close()
             await self._morph_reports.send_rest()

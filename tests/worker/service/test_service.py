@@ -14,8 +14,10 @@ from bus.client import connect
 from bus.messages import WorkerTelemetry
 from bus.settings import RedisSettings, Settings, WorkerSettings
 from tests.support.engine_toys import continuation
+from tests.support.fake_nvml import UUID, FakeNvml
 from tests.support.worker_bench import INSTANCE, LEASE_S, Bench, running
 from worker.deploy.model_host import ModelHost
+from worker.service.gpu_watch import GpuWatch
 from worker.service.loading import CannotServe
 from worker.service.worker import serve
 
@@ -64,6 +66,21 @@ async def test_telemetry_comes_while_idle_and_counts_what_was_done(bench: Bench)
     assert (last.id, last.prompt_tokens, last.generation_tokens, last.running) == (INSTANCE, 2, 6, 0)
     assert last.finished == {"length": 1}
     assert reports[-1].pages.budget == 4 and reports[-1].epoch == await bench.epoch()
+
+
+async def test_telemetry_has_what_nvml_says_of_the_gpu_and_the_watch_ends_with_the_worker(
+    redis_settings: RedisSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeNvml().install(monkeypatch)
+    watch = GpuWatch(UUID, pytest.fail, read_s=0.02)
+    monkeypatch.setattr("worker.service.worker.watch_of", lambda device: watch)
+    async with running(redis_settings) as bench:
+        async with bench.bus.reader(bench.bus.names.telemetry, WorkerTelemetry, start="0") as reader:
+            async with asyncio.timeout(5):
+                while not [message.gpu for _, message in await reader.read() if message.gpu]:
+                    pass
+        assert watch.is_running
+    assert not watch.is_running
 
 
 async def test_a_model_that_cannot_be_served_is_told_to_the_caller_and_the_lease_given_up(
