@@ -7,12 +7,14 @@ late what it missed gets the same numbers.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 from bus import histogram
 from bus.messages import (
+    GpuTelemetry,
     Histogram,
     InstanceMetrics,
     InstanceTelemetry,
@@ -23,6 +25,7 @@ from bus.messages import (
 
 FORGET_STALES = 6  # the metrics omit a worker that was silent for this many times `stale_s`
 GAUGES = ("running", "waiting", "waiting_tokens", "kv_used")
+GPU_GAUGES = ("utilization", "memory_utilization", "power_watts", "temperature_celsius", "sm_clock_hertz")
 SKETCHES = ("queue_seconds", "time_to_first_token", "time_per_output_token")
 
 
@@ -186,4 +189,21 @@ def _worker(name: str, history: _History, now_s: float) -> WorkerMetrics:
         pages=report.pages,
         age_seconds=max(0.0, now_s - at_s),
         at_ms=report.at_ms,
+        gpu=smoothed_gpu([one.gpu for _, one in history.reports if one.gpu]) if report.gpu else None,
     )
+
+
+def smoothed_gpu(readings: Sequence[GpuTelemetry]) -> GpuTelemetry:
+    """Return the means of what changes fast, beside the rest of the last reading; there must be one.
+
+    They are means over the window, not moving averages over reports: under load a worker reports the same
+    reading several times. A reason to throttle that lasted for one reading shows for the whole window.
+    """
+    last = readings[-1]
+    values = {name: [getattr(one, name) for one in readings] for name in GPU_GAUGES}
+    known = {name: [one for one in each if one is not None] for name, each in values.items()}
+    means: dict[str, Any] = {name: fmean(each) for name, each in known.items() if each}
+    shares = {
+        reason: fmean(one.throttling.get(reason, 0.0) for one in readings) for reason in last.throttling
+    }
+    return replace(last, **means, throttling=shares)

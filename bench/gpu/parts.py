@@ -25,6 +25,7 @@ PARTS = (
     Part("kernels", 150, shards=10, is_alone=False),
     Part("engine", 150, shards=4, is_alone=False),
     Part("memory", 100, is_alone=False),
+    Part("nvml", 30),
     Part("decode", 150),
     Part("swaps", 150),
     Part("service", 120),

@@ -154,6 +154,7 @@ function drawDevice(worker, instance, morphs, onChoose, live) {
   device.strip.element.hidden = !instance?.layers;
   if (instance?.layers) drawLayers(device.strip, worker, instance, stage, morphs);
   device.map.canvas.hidden = isSilent;
+  text(device.gpu, gpuInWords(worker.gpu));
   if (isSilent) text(device.sums, "Its pages are unknown until it reports.");
   else drawPages(device, worker, instance);
   return device.element;
@@ -175,11 +176,12 @@ function makeDevice(onChoose) {
   const strip = new LayerStrip(onChoose);
   const map = new PageMap();
   const sums = h("p.sums.fine");
+  const gpu = h("p.gpu.fine");
   const element = h(
     "article.device", {}, h("header", {}, name, stage, place, state, busy, h("span.bar", { "aria-hidden": "true" }, meter)),
-    strip.element, map.canvas, sums,
+    strip.element, map.canvas, sums, gpu,
   );
-  return { element, name, stage, place, state, busy, meter, strip, map, sums };
+  return { element, name, stage, place, state, busy, meter, strip, map, sums, gpu };
 }
 
 function drawLayers(strip, worker, instance, { first, end, shard }, morphs) {
@@ -199,6 +201,26 @@ function drawPages(device, worker, instance) {
   const words = `weights ${size(weights)} · KV ${size(kv)}, of which ${size(by["kv-used"] ?? 0)} in use · free ${size(free)}`;
   device.map.update(list, `Memory of ${worker.id}, ${size(budget)} in pages of ${bytes(worker.page_bytes)}: ${words}`);
   text(device.sums, `${size(budget)}: ${words}`);
+}
+
+/** What NVML says of the worker's GPU, "" without it; what the GPU does not tell is left out. */
+export function gpuInWords(gpu) {
+  if (!gpu) return "";
+  const has = (value) => value !== null && value !== undefined;
+  const of = (value, most, inWords) => has(value) && `${inWords(value)}${has(most) ? ` of ${inWords(most)}` : ""}`;
+  const parts = [
+    gpu.name || "GPU",
+    has(gpu.utilization) && `busy ${share(gpu.utilization)}`,
+    of(gpu.memory_used_bytes, gpu.memory_total_bytes, bytes),
+    of(gpu.power_watts, gpu.power_limit_watts, (watts) => `${Math.round(watts)} W`),
+    has(gpu.temperature_celsius) && `${Math.round(gpu.temperature_celsius)} °C`,
+    of(gpu.sm_clock_hertz, gpu.sm_clock_max_hertz, (hertz) => `${Math.round(hertz / 1e6)} MHz`),
+    ...Object.entries(gpu.throttling).map(([reason, part]) => part > 0 && `slowed by ${reason.replaceAll("_", " ")} ${share(part)}`),
+    gpu.ecc_corrected_errors > 0 && `${count(gpu.ecc_corrected_errors)} memory errors corrected`,
+    gpu.ecc_uncorrected_errors > 0 && `${count(gpu.ecc_uncorrected_errors)} memory errors uncorrected`,
+    ...Object.entries(gpu.xid_errors).map(([xid, times]) => `XID ${xid}: ${count(times)}`),
+  ];
+  return parts.filter(Boolean).join(" · ");
 }
 
 function entry(entries, key, make) {

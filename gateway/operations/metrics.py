@@ -17,7 +17,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bus.messages import InstanceCard, InstanceTelemetry, LayerShape, MetricEntry, layers_below_full
+from bus.messages import (
+    GpuTelemetry,
+    InstanceCard,
+    InstanceTelemetry,
+    LayerShape,
+    MetricEntry,
+    layers_below_full,
+)
 from bus.morphs import MORPH_KINDS, MORPHS, MorphOutcome
 from bus.precisions import PRECISIONS
 from gateway.morphs import Morphs
@@ -47,6 +54,7 @@ class _Page(Collector):
         yield from _models("instar_", gateway.stats.models)
         instances = list(_fresh(gateway))
         yield from (metric.family("instar_", instances) for metric in INSTANCE_METRICS)
+        yield from _gpus(gateway)
         if gateway.settings.gateway.metrics_compat == "vllm":
             yield from (one.family("vllm:", instances) for one in INSTANCE_METRICS if one.entry.routers_read)
             yield from _models("vllm:", gateway.stats.models)
@@ -126,6 +134,28 @@ def _fresh(gateway: Gateway) -> Iterator[Reported]:
         for card in worker.instances:
             if metrics := gateway.cluster.instance_metrics(card.id, worker.epoch, now):
                 yield card, card.members(worker.id)[0] == worker.id, metrics.last
+
+
+def _gpus(gateway: Gateway) -> Iterator[Metric]:
+    """Render the GPUs of workers, smoothed; nothing for a number that a GPU does not tell."""
+    cluster, now = gateway.cluster, time.monotonic()
+    reports = {one.id: cluster.worker_metrics(one.id, one.epoch, now) for one in cluster.workers.values()}
+    gpus = {worker: report.gpu for worker, report in reports.items() if report and report.gpu}
+    for one in fields(GpuTelemetry):
+        if not one.metadata:
+            continue
+        entry: MetricEntry = one.metadata["metric"]
+        kind = CounterMetricFamily if entry.is_counter else GaugeMetricFamily
+        labels = ["worker", entry.label] if entry.label else ["worker"]
+        family = kind(f"instar_{entry.name}", entry.help, labels=labels)
+        for worker, gpu in gpus.items():
+            value = getattr(gpu, one.name)
+            by_label = {(key,): each for key, each in value.items()} if entry.label else {(): value}
+            for more, number in by_label.items():
+                if number is not None:
+                    family.add_metric([worker, *more], number)
+        if gpus:
+            yield family
 
 
 def _own(gateway: Gateway) -> Iterator[Metric]:

@@ -72,13 +72,14 @@ def shown_instances(cluster: Cluster) -> Iterator[tuple[WorkerCard, InstanceCard
 
 
 def _worker(gateway: Gateway, card: WorkerCard) -> dict[str, Any]:
-    """Return one worker. `pages` and `busy` are null without a fresh report: absent is not zero."""
+    """Return one worker. `pages`, `busy` and `gpu` are null without a fresh report: absent is not zero."""
     metrics = gateway.cluster.worker_metrics(card.id, card.epoch, time.monotonic())
     names = ("id", "host", "pid", "device", "epoch", "progress", "page_bytes")
     return {name: getattr(card, name) for name in names} | {
         "state": _state(gateway, card),
         "pages": asdict(metrics.pages) if metrics else None,
         "busy": metrics.busy if metrics else None,
+        "gpu": asdict(metrics.gpu) if metrics and metrics.gpu else None,
     }
 
 
@@ -217,6 +218,7 @@ def live_state(gateway: Gateway) -> dict[str, Any]:
     for worker in state["workers"]:
         card = gateway.cluster.workers[worker["id"]]
         worker["busy"] = _short(worker["busy"])
+        worker["gpu"] = _short_gpu(worker["gpu"])
         worker["ranges"] = ranges(gateway, card, worker["pages"])
     state["morphs"] = [_morph(record) for record in gateway.morphs.recent(SHOWN_MORPHS)]
     return state
@@ -231,6 +233,15 @@ def _smoothed(metrics: Metrics | None) -> dict[str, Any]:
 
 def _short(value: Any) -> Any:
     return round(value, DIGITS) if isinstance(value, float) else value
+
+
+def _short_gpu(gpu: dict[str, Any] | None) -> dict[str, Any] | None:
+    if gpu is None:
+        return None
+    return {
+        name: {key: _short(one) for key, one in value.items()} if isinstance(value, dict) else _short(value)
+        for name, value in gpu.items()
+    }
 
 
 def _morph(record: MorphRecord) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from instar.client import admin_client, get_json
 from instar.output.deployments import deployment_line
+from instar.output.gpus import gpu_lines
 from instar.output.morph_numbers import heading
 from instar.output.tables import ABSENT, MIB, make_table, print_line, trimmed, write_json
 from instar.parser import CommandParser, add_client_flags
@@ -25,7 +26,7 @@ DESCRIPTION = """\
 Shows the state of a running service.
 
   instar status                     the service on this machine
-  instar status --verbose           with the kernels that each model's products run on
+  instar status --verbose           with the GPUs and the kernels that each model's products run on
   instar status --json              the same for programs
   instar status --url http://host:8000
 """
@@ -33,7 +34,7 @@ Shows the state of a running service.
 
 def add_to(parser: CommandParser) -> None:
     add_client_flags(parser)
-    parser.add_argument("--verbose", action="store_true", help="show the kernels of products too")
+    parser.add_argument("--verbose", action="store_true", help="show GPUs and the kernels of products too")
     parser.set_defaults(run=run)
 
 
@@ -50,7 +51,9 @@ def show(state: dict[str, Any], console: Console, *, is_verbose: bool = False) -
     """Print the state in 80 columns. Long names wrap and are not cut."""
     deployments = [one for one in state.get("deployments") or [] if one["state"] != "retired"]
     instances = state["instances"]
-    lines: list[Any] = [*shape_lines(instances), *(product_lines(instances) if is_verbose else [])]
+    lines: list[Any] = shape_lines(instances)
+    if is_verbose:
+        lines += [*gpu_lines(state["workers"]), *product_lines(instances)]
     lines += map(deployment_line, deployments)
     for morph in shown_morphs(state.get("morphs") or []):
         first, *reasons = morph_lines(morph)

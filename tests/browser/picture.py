@@ -99,6 +99,24 @@ class Instance:
         }
 
 
+GPU = {
+    "name": "NVIDIA H100",
+    "memory_used_bytes": 71 << 30,
+    "memory_total_bytes": 80 << 30,
+    "utilization": 0.87,
+    "memory_utilization": 0.5,
+    "power_watts": 612.3,
+    "power_limit_watts": 700.0,
+    "temperature_celsius": 64.0,
+    "sm_clock_hertz": 1.98e9,
+    "sm_clock_max_hertz": None,
+    "throttling": {"power_cap": 0.25, "thermal": 0.0},
+    "ecc_corrected_errors": 0,
+    "ecc_uncorrected_errors": None,
+    "xid_errors": {},
+}
+
+
 def worker(name: str, instance: Instance | None, *, is_silent: bool = False) -> dict[str, Any]:
     """`is_silent`: it has not reported for a while, so nobody knows its pages."""
     weights, kv = (instance.weight_pages, instance.kv_pages) if instance else (0, 0)
@@ -114,6 +132,7 @@ def worker(name: str, instance: Instance | None, *, is_silent: bool = False) -> 
         "page_bytes": 65536,
         "pages": None if is_silent else pages,
         "busy": None if is_silent else 0.62,
+        "gpu": GPU if name == "w1" and not is_silent else None,
         "ranges": instance.ranges() if instance else [],
     }
 

@@ -142,6 +142,15 @@ def test_a_worker_that_does_not_report_has_no_numbers_instead_of_zeros(
     assert not silent.locator("canvas").is_visible()
 
 
+def test_a_gpu_is_told_in_words_and_a_device_without_one_says_nothing(
+    fake: Fake, open_page: OpenPage
+) -> None:
+    page = open_page(fake.url)
+    wait_for_text(page, ".gpu", "NVIDIA H100 · busy 87 % · 71 GiB of 80 GiB · 612 W of 700 W · 64 °C")
+    (told,) = [text for text in page.locator(".gpu").all_inner_texts() if text]
+    assert told.endswith("1980 MHz · slowed by power cap 25 %")
+
+
 def test_a_request_that_waits_is_counted_once_in_the_header(fake: Fake, open_page: OpenPage) -> None:
     """The gateway's own count has those that wait at workers, too."""
     fake.queued, fake.unplaced = 11, 3

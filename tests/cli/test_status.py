@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from rich.console import Console
 from rich.padding import Padding
@@ -18,6 +20,7 @@ from instar.commands.status import (
     show,
     shown_morphs,
 )
+from instar.output.gpus import gpu_lines
 from instar.output.tables import trimmed
 from tests.support.cli_gateway import APPLIED, DEFERRED, RUNNING, instance
 
@@ -68,6 +71,21 @@ def test_status_fits_80_columns_and_cuts_no_name(capsys: pytest.CaptureFixture[s
     for told in ("99999", "200007", "11234/12000 94%", "64", "80/80"):
         assert told in out
     assert " ".join(out.split()).count("needs 12 pages") == 3
+
+
+def test_gpus_are_told_in_words_without_what_they_do_not_tell() -> None:
+    gpu: dict[str, Any] = {
+        "name": "H100",
+        "utilization": 0.87,
+        "power_watts": 612.4,
+        "power_limit_watts": 700.0,
+    }
+    gpu |= {"sm_clock_hertz": 1.98e9, "temperature_celsius": None, "ecc_corrected_errors": 0}
+    gpu |= {"throttling": {"power_cap": 0.3, "thermal": 0.0}, "xid_errors": {"13": 2}}
+    workers: list[dict[str, Any]] = [{"id": "w0", "gpu": gpu}, {"id": "w1", "gpu": None}, {"id": "w2"}]
+    assert gpu_lines(workers) == [
+        "w0: H100, busy 87%, 612 of 700 W, 1980 MHz, slowed by power cap 30%, XID 13: 2"
+    ]
 
 
 def test_blanks_behind_a_line_go_and_its_colours_stay(capsys: pytest.CaptureFixture[str]) -> None:

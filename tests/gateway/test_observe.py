@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from bus.messages import Event, LayerShape
+from bus.messages import Event, GpuTelemetry, LayerShape
 from bus.morphs import KIND_OF, MORPHS, MorphReport
 from bus.precisions import PRECISIONS
 from gateway import stats
@@ -67,6 +67,41 @@ def test_tokens_are_counted_by_the_lowest_precision_of_the_step_that_made_them(c
 def test_layers_are_told_by_precision_each_half_for_itself(core: Core) -> None:
     layers = {labels["precision"]: value for labels, value in samples(core)["instar_layers"]}
     assert layers == dict.fromkeys(PRECISIONS, 0) | {"full": 1.5, "int8": 0.5, "int4": 1}
+
+
+def test_a_gpu_is_told_by_worker_and_what_it_does_not_tell_is_absent() -> None:
+    core, metrics = Core(), metrics_of("m@w0")
+    core.worker("w0")
+    core.poll()
+    gpu = GpuTelemetry(
+        utilization=0.87,
+        power_watts=612.0,
+        memory_used_bytes=5,
+        throttling={"thermal": 0.5, "power_cap": 0.0},
+        ecc_corrected_errors=3,
+        xid_errors={"13": 2},
+    )
+    assert not [name for name in samples(core) if name.startswith("instar_gpu_")], "no GPU, no metric"
+    core.report(replace(metrics, workers=[replace(metrics.workers[0], gpu=gpu)]))
+    found = {name: values for name, values in samples(core).items() if name.startswith("instar_gpu_")}
+    assert found == {
+        "instar_gpu_utilization": [({"worker": "w0"}, 0.87)],
+        "instar_gpu_power_watts": [({"worker": "w0"}, 612.0)],
+        "instar_gpu_memory_used_bytes": [({"worker": "w0"}, 5)],
+        "instar_gpu_throttling": [
+            ({"worker": "w0", "reason": "thermal"}, 0.5),
+            ({"worker": "w0", "reason": "power_cap"}, 0.0),
+        ],
+        "instar_gpu_ecc_corrected_errors_total": [({"worker": "w0"}, 3)],
+        "instar_gpu_xid_errors_total": [({"worker": "w0", "xid": "13"}, 2)],
+    }
+
+
+def test_every_number_of_a_gpu_is_in_the_documentation() -> None:
+    text = (ROOT / "docs" / "observe.md").read_text()
+    entries = [one.metadata["metric"] for one in fields(GpuTelemetry) if one.metadata]
+    missing = [one.name for one in entries if f"`instar_{one.name}{'_total' * one.is_counter}`" not in text]
+    assert not missing
 
 
 def test_morphs_count_from_zero_so_that_the_first_is_seen(core: Core) -> None:

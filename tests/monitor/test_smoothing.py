@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bus import histogram
 from bus.clock import MessageClock
-from bus.messages import InstanceMetrics, WorkerTelemetry
+from bus.messages import GpuTelemetry, InstanceMetrics, WorkerTelemetry
 from instar.replay.statistics import percentile
 from monitor.smoothing import Smoother
 from tests.support.bus_samples import telemetry
@@ -200,3 +200,43 @@ def test_a_clock_that_was_set_back_is_believed_after_a_minute() -> None:
         clock.observe(f"{1_900_000 + 1000 * second}-0", local_s=100.0 + second)
     assert clock.now(171.0) == pytest.approx(1971.0)
     assert len(clock._ahead) <= 2
+
+
+def test_a_gpu_is_averaged_over_the_window_and_its_counters_and_memory_are_the_last() -> None:
+    monitor = smoother(window_s=4)
+    readings = [
+        GpuTelemetry(
+            utilization=share,
+            power_watts=None,
+            memory_used_bytes=used,
+            xid_errors={"13": used},
+            throttling=slow,
+        )
+        for share, used, slow in (
+            (0.0, 9, {"thermal": 1.0}),  # before the window, but for its beginning
+            (0.2, 1, {"thermal": 1.0}),
+            (0.8, 2, {"thermal": 0.0}),
+            (0.8, 3, {"thermal": 0.0}),
+        )
+    ]
+    for at_s, gpu in zip((0, 6, 8, 10), readings, strict=True):
+        monitor.observe(at_s, replace(telemetry(), gpu=gpu))
+    (worker,) = monitor.metrics(10, at_ms=0).workers
+    assert worker.gpu is not None
+    assert worker.gpu.utilization == pytest.approx(0.6)
+    assert worker.gpu.throttling["thermal"] == pytest.approx(1 / 3), (
+        "a short one is seen for the whole window"
+    )
+    assert (worker.gpu.power_watts, worker.gpu.memory_used_bytes, worker.gpu.xid_errors) == (
+        None,
+        3,
+        {"13": 3},
+    )
+
+
+def test_a_gpu_of_which_nvml_says_nothing_more_is_absent() -> None:
+    monitor = smoother()
+    monitor.observe(0, replace(telemetry(), gpu=GpuTelemetry(utilization=0.5)))
+    monitor.observe(1, telemetry())
+    (worker,) = monitor.metrics(1, at_ms=0).workers
+    assert worker.gpu is None
