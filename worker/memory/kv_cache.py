@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+import numpy as np
 import torch
 
 from bus.pages import kv_pages_per_layer
@@ -39,6 +40,10 @@ class KVCache:
     the same number of pages.
 
     A block need not divide a page: it may straddle two, and the last page may end in part of a block.
+
+    On a GPU, blocks hold zeros until tokens are written, and finite numbers from then on: attention of other
+    libraries multiplies what it masks, and 0 x NaN is NaN (flash-attention#2374). The kernels of this project
+    do not read what was not written, and a CPU's pages would lose their memory by being zeroed.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class KVCache:
         self.pool, self.owner = pool, owner
         self.block_tokens, self.max_blocks = block_tokens, max_blocks
         self._num_kv_heads, self._head_dim, self._dtype = num_kv_heads, head_dim, dtype
+        self._is_zeroed = pool.backend.device.type != "cpu"
         self.block_bytes = self._block_bytes(precision)  # one layer's
         self._addressed_bytes = self._most_bytes = max_blocks * self.block_bytes
         self._precisions: list[KVPrecision] = [precision] * num_layers
@@ -160,8 +166,8 @@ class KVCache:
     def grow(self, pages_per_layer: int) -> None:
         """Map so many more pages in every layer, or none.
 
-        New blocks hold what their pages held before: attention reads no token that was not written. Raises
-        OutOfPages (with the pages of all layers together), MappingFailed, and ValueError above max_blocks.
+        On a CPU, new blocks hold what their pages held before. Raises OutOfPages (with the pages of all
+        layers together), MappingFailed, and ValueError above max_blocks.
         """
         if pages_per_layer == 0:
             return
@@ -276,6 +282,8 @@ class KVCache:
                     f"{self._ranges[index].owner}: {first} of {len(held)} blocks are in {precision}, the"
                     " others are not; the worker must start anew"
                 ) from error
+        if self._is_zeroed:
+            self._zero_beside(index, precision, held, degree)
         # A new list: a recorded step keeps the old one to compare with.
         self.layers = [*self.layers[:index], target, *self.layers[index + 1 :]]
         self._precisions[index] = precision
@@ -342,6 +350,20 @@ class KVCache:
         num_blocks = self._addressed_bytes // self._block_bytes(precision)
         return self._ranges[index].tensor(dtype, (num_blocks, *shape))
 
+    def _zero_beside(self, index: int, precision: KVPrecision, held: Sequence[int], degree: int) -> None:
+        """Zero all of a layer but the blocks `held`: numbers of another precision could read as NaN.
+
+        degree: as in `layers_at`; the blocks are those of `precision`.
+        """
+        present, block_bytes = self.pages_per_layer * self.pool.page_bytes, self._block_bytes(precision)
+        is_beside = np.ones(present * degree // block_bytes, dtype=np.bool_)
+        is_beside[np.asarray(held, dtype=np.int64)] = False
+        blocks = self._at(self._view(index, precision), degree)
+        blocks.index_fill_(0, torch.from_numpy(np.flatnonzero(is_beside)).to(blocks.device), 0)
+        whole = len(is_beside) * block_bytes // degree
+        if whole < present:
+            self._ranges[index].tensor(torch.uint8, [present - whole], offset_bytes=whole).zero_()
+
     def _resize(self, before: int, after: int) -> None:
         """Map `after` pages in every layer, or `before` again if that fails.
 
@@ -350,7 +372,7 @@ class KVCache:
         try:
             for layer in self._ranges:
                 if after > before:
-                    layer.map(before, after - before, zeroed=False)
+                    layer.map(before, after - before, zeroed=self._is_zeroed)
                 else:
                     layer.unmap(after, before - after)
         except (RuntimeError, ValueError) as error:

@@ -453,6 +453,37 @@ def test_a_layer_is_converted_in_place_block_by_block(
         kv.release()
 
 
+@pytest.mark.parametrize("degree", [1, 2])
+def test_blocks_of_a_gpu_hold_zeros_until_they_are_written_in_either_precision(
+    pool: PagePool, degree: int
+) -> None:
+    used = pool.reserve(pool.num_pages * pool.page_bytes, kind="weights", owner="before")
+    used.map(0, pool.num_pages)
+    used.tensor(torch.uint8, [used.nbytes]).fill_(255)  # NaN in every dtype
+    used.release()
+    kv = cache(pool)
+    assert kv._is_zeroed is (pool.backend.device.type == "cuda")
+    kv._is_zeroed = True
+
+    def assert_zeros_beside(held: list[int]) -> None:
+        for layer, owned in zip(kv.layers, kv._ranges, strict=True):
+            kv._at(layer, degree)[held] = 0
+            assert not owned.tensor(torch.uint8, [owned.num_mapped * pool.page_bytes]).any()
+
+    kv.grow(3)
+    assert_zeros_beside([])
+    held = [0, 3, 4]
+    for precision in KV_PRECISIONS[::-1]:  # there and back
+        for layer in kv.layers:
+            layer.view(torch.uint8)[: kv.blocks_in(3, precision=kv.precision)].random_(1, 255)
+        for i in range(LAYERS):
+            kv.convert(i, precision, held, degree)
+            assert bool(kv._at(kv.layers[i], degree)[held].view(torch.uint8).any())
+        assert_zeros_beside(held)
+        kv.grow(1)
+        assert_zeros_beside(held)
+
+
 def test_a_conversion_that_fails_half_way_ends_the_worker_and_one_before_changes_nothing(
     pool: PagePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
