@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import cProfile
+import io
 import itertools
 import json
 import os
+import pstats
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +20,7 @@ from bench.common.results import RESULTS, parser, say
 from bench.gpu.parts import FOLDER
 
 T = TypeVar("T")
+PROFILE_LINES = 30
 
 
 class Found:
@@ -94,6 +99,21 @@ def run_alone(
         say(line)
     say(json.dumps(found.values))
     return 1 if found.values["problems"] else 0
+
+
+@contextmanager
+def profiled(found: Found, name: str) -> Iterator[None]:
+    """Put the functions in which this thread spends most time into `found.values["profiles"][name]`."""
+    profile = cProfile.Profile()
+    profile.enable()
+    try:
+        yield
+    finally:
+        profile.disable()
+        text = io.StringIO()
+        pstats.Stats(profile, stream=text).strip_dirs().sort_stats("tottime").print_stats(PROFILE_LINES)
+        told = [line for line in text.getvalue().splitlines() if line.strip()]
+        found.put(profiles=found.values.get("profiles", {}) | {name: told[-PROFILE_LINES:]})
 
 
 def device_clock(device: torch.device) -> Callable[[], float]:

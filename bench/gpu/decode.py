@@ -23,7 +23,7 @@ import torch
 
 from bench.common.engines import INSTANCE, EngineShape, close, greedy, load_engine, timed
 from bench.gpu.card import bandwidth, peak
-from bench.gpu.common import Found, device_clock, run_alone
+from bench.gpu.common import Found, device_clock, profiled, run_alone
 from worker.engine.engine import Engine
 
 LLAMA_8B: dict[str, Any] = {
@@ -95,6 +95,9 @@ def measure(device: torch.device, found: Found) -> None:
     engine = random_engine(device, sizes)
     for tokens in sizes.prefills:
         found.add("prefill", prefill_row(engine, tokens, sizes, most, device))
+    for num_seqs, context in sizes.decodes[:1]:
+        with profiled(found, "decode"):  # its own row, since the profiler slows it
+            decode_row(engine, num_seqs, context, sizes, reads, device)
     for num_seqs, context in sizes.decodes:
         found.add("decode", decode_row(engine, num_seqs, context, sizes, reads, device))
     close(engine)

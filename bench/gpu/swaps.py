@@ -26,7 +26,7 @@ import torch
 
 from bench.common.engines import greedy
 from bench.common.results import say
-from bench.gpu.common import Found, device_clock, run_alone
+from bench.gpu.common import Found, device_clock, profiled, run_alone
 from bench.gpu.decode import LLAMA_8B, TINY
 from bench.morph.cost import SEQUENCES, WAYS, MorphLoop
 from bench.morph.cost_report import Part
@@ -46,14 +46,16 @@ class Sizes:
     layer: int  # layer that is swapped
     swaps: int  # beside steps, and as many while idle
     memory_mb: int
+    max_tokens: int  # of each sequence beside swaps
 
 
 GPU = Sizes(
-    config=LLAMA_8B | {"num_hidden_layers": 12, "vocab_size": 32000, "max_position_embeddings": 4096},
+    config=LLAMA_8B | {"num_hidden_layers": 12, "vocab_size": 32000},
     dtype="bfloat16",
     layer=5,
     swaps=24,
     memory_mb=16_384,
+    max_tokens=8000,
 )
 CPU = Sizes(
     config=TINY | {"max_position_embeddings": 2048, "vocab_size": 4096},
@@ -61,6 +63,7 @@ CPU = Sizes(
     layer=1,
     swaps=2,
     memory_mb=64,
+    max_tokens=1900,
 )
 
 
@@ -79,7 +82,7 @@ def measure(device: torch.device, found: Found) -> None:
         )
         loaded = load(settings, "w0", say)
         try:
-            loop = MorphLoop(loaded, [sizes.layer])
+            loop = MorphLoop(loaded, [sizes.layer], sizes.max_tokens)
             _idle(loop, device, sizes, found)
             _tokens(loop, sizes, found)
             _beside(loop, sizes, found)
@@ -98,6 +101,15 @@ def _idle(loop: MorphLoop, device: torch.device, sizes: Sizes, found: Found) -> 
             floor = _floor_s(images, device)
             told = loop.swap(precision, [sizes.layer])
             found.add("idle", _row(told) | {"floor_ms": 1e3 * floor, "to": precision})
+    with profiled(found, "swaps"):
+        for precision in WAYS:
+            loop.swap(precision, [sizes.layer])
+    variants = loop.variants
+    for part in PARTS:  # the copying thread's work, in this one
+        with profiled(found, f"mapping and copying {part}"):
+            variants.map(sizes.layer, part, "int4")
+            variants.copy_job(sizes.layer, part, "int4")(lambda: None)
+            variants.unmap(sizes.layer, part, "int4")
 
 
 def _floor_s(images: list[torch.Tensor], device: torch.device) -> float:

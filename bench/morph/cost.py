@@ -114,8 +114,9 @@ def serving(size: CostCase, threads: int, **changes: Any) -> Iterator[MorphLoop]
 class MorphLoop:
     """The worker's loop by hand: morphs between steps, layers swapped to INT4 and back."""
 
-    def __init__(self, loaded: ModelHost, layers: list[int]) -> None:
-        self.loaded, self._layers = loaded, layers
+    def __init__(self, loaded: ModelHost, layers: list[int], max_tokens: int = 1900) -> None:
+        """Swap `layers`; each sequence beside swaps has `max_tokens`, which must last for all steps."""
+        self.loaded, self._layers, self._max_tokens = loaded, layers, max_tokens
         self._engine, self._executor = loaded.engine, loaded.morphs
         self._wakened = threading.Event()
         self._executor.wake = self._wakened.set
@@ -140,7 +141,7 @@ class MorphLoop:
         """Run steps without a swap, with the first of these, without, ..."""
         for i in range(SEQUENCES):
             prompt = [(i + 37 * j) % 4000 for j in range(PROMPT_TOKENS)]
-            self._engine.submit(self._target.instance.id, greedy(str(i), prompt, 1900))
+            self._engine.submit(self._target.instance.id, greedy(str(i), prompt, self._max_tokens))
         for _ in range(STEPS):
             self._engine.step()
         parts = [self._without(STEPS)]
@@ -189,7 +190,7 @@ class MorphLoop:
         end = self._advance(is_busy=True)
         results = self._engine.step()
         took = time.perf_counter() - began
-        if len(results[0].outputs) != SEQUENCES:
+        if not results or len(results[0].outputs) != SEQUENCES:
             raise RuntimeError("a sequence has ended; ask for fewer swaps")
         return took, end
 

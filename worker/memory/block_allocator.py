@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 from worker.memory.backend import BlocksInUse, BrokenInvariant, OutOfBlocks
 from worker.memory.prefix_index import PrefixIndex
@@ -193,8 +194,7 @@ class FreeBlocks:
         return len(self._plain) + len(self._indexed)
 
     def __iter__(self) -> Iterator[int]:
-        yield from self._plain
-        yield from self._indexed
+        return chain(self._plain, self._indexed)
 
     def replace(self, blocks: Iterable[int]) -> None:
         """Hold these blocks and no others; indexed ones keep their order."""
@@ -246,8 +246,8 @@ class FreeBlocks:
         """Raise BrokenInvariant if a block is here twice, or findable and given out as one that is not."""
         if len(set(self)) != len(self):
             raise BrokenInvariant(f"KV blocks free twice: {sorted(self)[:8]}")
-        if wrong := [block for block in self._plain if block in self.index]:
-            raise BrokenInvariant(f"free KV blocks that can be found count as empty: {wrong[:8]}")
+        if wrong := self.index.among(self._plain):
+            raise BrokenInvariant(f"free KV blocks that can be found count as empty: {sorted(wrong)[:8]}")
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Drop from the index what these blocks held."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from operator import attrgetter
 
 from bus.precisions import Precision, is_below
 from bus.prefix_keys import is_published
@@ -133,6 +134,10 @@ class PrefixIndex:
         """The indexed blocks."""
         return set(self._contents)
 
+    def among(self, blocks: Iterable[int]) -> set[int]:
+        """Return those of these blocks that are indexed."""
+        return self._contents.keys() & set(blocks)
+
     @property
     def highest(self) -> int:
         """The highest block indexed; -1 for none."""
@@ -140,5 +145,7 @@ class PrefixIndex:
 
     def check_integrity(self, capacity: int) -> None:
         """Raise AssertionError unless keys and blocks are in step and all blocks exist."""
-        assert self._blocks == {each.key: block for block, each in self._contents.items()}
-        assert all(0 <= block < capacity for block in self._contents)
+        # In C, since a GPU has tens of thousands of blocks and this is done between two steps.
+        keys = map(attrgetter("key"), self._contents.values())
+        assert self._blocks == dict(zip(keys, self._contents, strict=True))
+        assert min(self._contents, default=0) >= 0 and self.highest < capacity

@@ -393,9 +393,13 @@ def _falcon(config: ModelConfig, hf: Any) -> ModelConfig:
 
 
 def _gpt_oss(config: ModelConfig, hf: Any) -> ModelConfig:
-    """Apply the activation, whose name in the config is that of its sigmoid."""
+    """Apply the activation, whose name in the config is that of its sigmoid.
+
+    transformers 5.17 has no fields for its two numbers, which no checkpoint changes.
+    """
     assert config.mixture
-    mixture = replace(config.mixture, limit=hf.swiglu_limit, slope=hf.swiglu_alpha)
+    limit, slope = getattr(hf, "swiglu_limit", 7.0), getattr(hf, "swiglu_alpha", 1.702)
+    mixture = replace(config.mixture, limit=limit, slope=slope)
     return replace(config, activation="clamped silu", mixture=mixture)
 
 
