@@ -29,6 +29,7 @@ PARTS = (
     Part("decode", 150),
     Part("swaps", 150),
     Part("service", 120),
+    Part("peers", 100),
     Part("products", 60),
     Part("transform", 150),
     Part("fingerprint", 150),
