@@ -128,18 +128,24 @@ def page_rows(device: torch.device, sizes: TransformSizes) -> Iterator[dict[str,
         # A pool of its own: a page is made once.
         pool = make_pool(device, 2 * layer * sizes.page_bytes, sizes.page_bytes)
         space = pool.reserve(pages * sizes.page_bytes, kind="weights", owner="bench")
-        best = _mapping_seconds(device, space, pages)
+        best = _mapping_seconds(device, pool, space, pages)
         space.release()
         pool.close()
         yield {"pages": pages} | {f"{name}_us": 1e6 * seconds / pages for name, seconds in best.items()}
 
 
-def _mapping_seconds(device: torch.device, space: VirtualRange, pages: int) -> dict[str, float]:
+def _mapping_seconds(
+    device: torch.device, pool: PagePool, space: VirtualRange, pages: int
+) -> dict[str, float]:
     clock = device_clock(device)
+
+    def unmap() -> None:
+        space.unmap(0, pages)
+        pool.reclaim(pool.num_pages)
 
     def turn(*, zeroed: bool) -> tuple[float, float]:
         mapping = timed(lambda: space.map(0, pages, zeroed=zeroed), clock)
-        return mapping, timed(lambda: space.unmap(0, pages), clock)
+        return mapping, timed(unmap, clock)
 
     made, _ = turn(zeroed=True)
     zeroed = [turn(zeroed=True) for _ in range(ROUNDS)]

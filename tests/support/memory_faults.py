@@ -97,10 +97,17 @@ class Result(Enum):
     CUDA_ERROR_NOT_SUPPORTED = 801
 
 
+class _Stream:
+    def __init__(self, **has: Any) -> None:
+        self.__dict__.update(has)
+
+
 class FaultyDriver(Faults):
     """Handles are numbers, in the order in which they were made; addresses grow for ever.
 
     Every call on memory needs a context that is current in the calling thread, and no thread begins with one.
+    A step that was launched uses all pages that ranges have, until it has ended: unmapping one is an error
+    of the caller. `waits`: of the host, for a step.
     """
 
     PAGE = 2 * 1024 * 1024
@@ -122,6 +129,8 @@ class FaultyDriver(Faults):
         self.pins_read_only = True
         self._made, self._next = itertools.count(), 1 << 40
         self.num_contexts = 0  # retained
+        self.launched = self.ended = self.waits = self.fences = 0
+        self.used: dict[int, int] = {}  # address -> the last step that uses it
         self._thread = threading.local()
         patch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=self))
         patch.setitem(sys.modules, "worker.memory.driver", _fresh("worker.memory.driver"))
@@ -139,16 +148,40 @@ class FaultyDriver(Faults):
         page_of = {handle: page for page, handle in self._handle_of.items()} | {None: NO_PAGE}
         return [page_of[self.at.get(owned.address + i * self.PAGE)] for i in range(owned.num_pages)]
 
+    def launch(self, pool: PagePool) -> None:
+        """Launch a step, which runs until `end`."""
+        self.launched += 1
+        for owned in pool._ranges:
+            for page in (owned.pages != NO_PAGE).nonzero()[0].tolist():
+                self.used[owned.address + page * self.PAGE] = self.launched
+
+    def end(self, steps: int = 1) -> None:
+        self.ended = min(self.launched, self.ended + steps)
+
+    def wait_for(self, step: int) -> None:
+        self.waits += self.ended < step
+        self.ended = max(self.ended, step)
+
     def _torch_cuda(self) -> SimpleNamespace:
-        def synchronize(_: object = None) -> None:
+        def refuse() -> None:
             if self.strikes():
                 raise RuntimeError("CUDA error: refused")
 
+        def record_event() -> SimpleNamespace:
+            refuse()
+            self.fences += 1
+            step = self.launched
+            return SimpleNamespace(query=lambda: self.ended >= step, synchronize=lambda: self.wait_for(step))
+
+        # One object: a set of streams has it once.
+        steps = _Stream(cuda_stream=0, record_event=record_event, wait_stream=lambda _: refuse())
+        beside = _Stream(cuda_stream=1, synchronize=refuse)
         return SimpleNamespace(
             set_device=lambda _: None,
             device=lambda _: nullcontext(),
-            Stream=lambda _: SimpleNamespace(cuda_stream=0, synchronize=synchronize),
-            synchronize=synchronize,
+            Stream=lambda _: beside,
+            current_stream=lambda _: steps,
+            default_stream=lambda _: steps,
             mem_get_info=lambda _: (self.memory_pages * self.PAGE, 0),
         )
 
@@ -181,7 +214,7 @@ class FaultyDriver(Faults):
         return (Result.CUDA_SUCCESS,)
 
     def cuCtxSynchronize(self) -> tuple[Any, ...]:
-        return self._answer(True)
+        return self._answer(True, lambda: self.wait_for(self.launched))
 
     def cuGetErrorString(self, status: Result) -> tuple[Result, bytes]:
         return Result.CUDA_SUCCESS, status.name.encode()
@@ -233,7 +266,14 @@ class FaultyDriver(Faults):
         return self._answer(address in self.pinned, lambda: self.pinned.pop(address))[:1]
 
     def cuMemUnmap(self, at: int, nbytes: int) -> tuple[Any, ...]:
-        return self._answer(at in self.at and nbytes == self.PAGE, lambda: self.at.pop(at))
+        pages = range(at, at + nbytes, self.PAGE)
+        assert all(self.used.get(page, 0) <= self.ended for page in pages), "a step in flight uses them"
+
+        def unmap() -> None:
+            for page in pages:
+                del self.at[page]
+
+        return self._answer(all(page in self.at for page in pages), unmap)
 
 
 def _fresh(name: str) -> Any:
@@ -248,4 +288,4 @@ def _fresh(name: str) -> Any:
 def assert_the_records_are_true(faults: Faults, pool: PagePool) -> None:
     pool.check_integrity()
     for owned in pool._ranges:
-        assert owned.pages.tolist() == faults.mapped(owned)
+        assert owned.mapped.tolist() == faults.mapped(owned)

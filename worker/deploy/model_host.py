@@ -123,6 +123,7 @@ class ModelHost:
     ) -> None:
         self.worker, self.pool, self.engine, self.settings = worker, pool, engine, settings
         self.morphs = morphs
+        self.morphs.reclaim = pool.reclaim
         self.memory = host_memory(settings, pool.backend.device)
         self.models: dict[str, HostedModel] = {}
         self.listener = HostListener()

@@ -42,6 +42,17 @@ class AddressSpace:
         raise NotImplementedError
 
 
+class Fence(Protocol):
+    """A point behind everything that was launched on a device before it."""
+
+    @property
+    def has_passed(self) -> bool:
+        """True if the device has come to it. Raises RuntimeError for an error of the device."""
+
+    def wait(self) -> None:
+        """Wait until it has. Raises RuntimeError for an error of the device."""
+
+
 class Backend(Protocol):
     """The physical memory of one device.
 
@@ -70,11 +81,17 @@ class Backend(Protocol):
         no memory left for a page.
         """
 
-    def unmap(self, space: AddressSpace, first_page: int, num_pages: int) -> None:
-        """Unmap pages after everything that was launched on the device has ended.
+    def fence(self) -> Fence | None:
+        """Return a point behind what was launched in this thread's stream and the default one.
 
-        Nothing may be launched on these addresses meanwhile. Raises MappingFailed; then `space.pages` says
-        what is still mapped, and its contents may be lost.
+        Other streams that use pages end or are joined before. None: nothing is in flight, ever. Raises
+        RuntimeError.
+        """
+
+    def unmap(self, space: AddressSpace, first_page: int, num_pages: int) -> None:
+        """Unmap pages that the device does not use any more: a fence behind their last use has passed.
+
+        Raises MappingFailed; then `space.pages` says what is still mapped, and its contents may be lost.
         """
 
     def write(

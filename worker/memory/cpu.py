@@ -100,6 +100,9 @@ class CpuBackend:
                 raise
             space.pages[first : first + length] = pages[start : start + length]
 
+    def fence(self) -> None:
+        """Return None: what uses pages has ended when its call returns."""
+
     def unmap(self, space: AddressSpace, first_page: int, num_pages: int) -> None:
         self._reserve_again(space, first_page, num_pages)
 

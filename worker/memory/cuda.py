@@ -3,11 +3,18 @@
 A physical page is created when it is first mapped, and kept: a budget of 128 GiB is 65,536 pages, and a start
 does not wait for unused ones. The pool takes the lowest free numbers, so a page is created only if every page
 created before is in use. Same contract as the CPU backend, same tests.
+
+Neither mapping nor unmapping waits for the device. Pages are zeroed in a stream of their own, which later
+work in the caller's stream comes after; the pool unmaps them behind a fence (`PagePool`).
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -16,17 +23,19 @@ from cuda.bindings import driver
 
 from worker.memory.backend import NO_PAGE, AddressSpace, MappingFailed, OnWritten, PageNumbers, write_only
 from worker.memory.driver import PrimaryContext, check
+from worker.memory.pool import runs_of
+
+log = logging.getLogger(__name__)
 
 
 class CudaSpace(AddressSpace):
     """Reserved device addresses. A kernel that touches an unmapped one ends in an illegal access."""
 
-    def __init__(self, nbytes: int, page_bytes: int, device: torch.device, context: PrimaryContext) -> None:
-        context.make_current()
-        super().__init__(int(check(driver.cuMemAddressReserve(nbytes, 0, 0, 0))), nbytes, page_bytes)
+    def __init__(self, nbytes: int, device: torch.device, dropped: _Dropped) -> None:
+        super().__init__(int(check(driver.cuMemAddressReserve(nbytes, 0, 0, 0))), nbytes, dropped.page_bytes)
         self._device = device
         # Not at exit: the driver shuts down then and frees everything itself.
-        weakref.finalize(self, _free, self.address, self.pages, page_bytes, context).atexit = False
+        weakref.finalize(self, dropped.add, self.address, self.pages).atexit = False
 
     def view(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
         foreign = _DeviceBytes(self, self.address + offset_bytes, nbytes)
@@ -47,6 +56,60 @@ class _DeviceBytes:
             "data": (address, False),
             "version": 3,
         }
+
+
+class _Dropped:
+    """The addresses of spaces that are gone, until the backend frees them.
+
+    A finaliser runs in any thread at any time, even while a graph is captured, where a wait for the device
+    would end the capture. So it only notes the addresses, as long as the backend is there to free them.
+    """
+
+    def __init__(self, page_bytes: int, context: PrimaryContext) -> None:
+        self.page_bytes = page_bytes
+        self.is_orphaned = False  # nobody calls `free`
+        self._context = context
+        self._spaces: deque[tuple[int, PageNumbers]] = deque()
+
+    def add(self, address: int, pages: PageNumbers) -> None:
+        self._spaces.append((address, pages))
+        if self.is_orphaned:
+            self.free()
+
+    def free(self) -> None:
+        """Unmap what the owners left mapped, and free the addresses. Those that are refused are lost.
+
+        The driver keeps addresses that have memory behind them, and the memory with them. Only a pool that
+        was not closed leaves pages, and waits for the device here.
+        """
+        with suppress(IndexError):  # another thread, or a finaliser in between, may have been quicker
+            while self._spaces:
+                self._free(*self._spaces.popleft())
+
+    def _free(self, address: int, pages: PageNumbers) -> None:
+        try:
+            self._context.make_current()
+            if np.any(pages != NO_PAGE):
+                check(driver.cuCtxSynchronize())
+                _unmap_runs(address, pages, self.page_bytes)
+            check(driver.cuMemAddressFree(address, len(pages) * self.page_bytes))
+        except MappingFailed as error:
+            log.warning("%d pages of addresses at %#x cannot be freed: %s", len(pages), address, error)
+
+
+class _CudaFence:
+    """Events in the streams that may use pages."""
+
+    def __init__(self, streams: Iterable[torch.cuda.Stream]) -> None:
+        self._events = [stream.record_event() for stream in streams]
+
+    @property
+    def has_passed(self) -> bool:
+        return all(event.query() for event in self._events)
+
+    def wait(self) -> None:
+        for event in self._events:
+            event.synchronize()
 
 
 class CudaBackend:
@@ -70,7 +133,8 @@ class CudaBackend:
         if page_bytes <= 0 or page_bytes % granularity:
             raise ValueError(f"page_bytes is {page_bytes}; it must be a multiple of {granularity}")
         self._handles: dict[int, Any] = {}  # handles of physical pages, the newest last
-        weakref.finalize(self, _release, self._handles, self._context).atexit = False
+        self._dropped = _Dropped(page_bytes, self._context)
+        weakref.finalize(self, _end, self._dropped, self._handles, self._context).atexit = False
 
     def create(self, num_pages: int) -> None:
         """Check that the budget fits; pages are made when they are first mapped."""
@@ -82,7 +146,9 @@ class CudaBackend:
             )
 
     def reserve(self, nbytes: int) -> CudaSpace:
-        return CudaSpace(nbytes, self.page_bytes, self.device, self._context)
+        self._context.make_current()
+        self._dropped.free()
+        return CudaSpace(nbytes, self.device, self._dropped)
 
     def map(self, space: AddressSpace, first_page: int, pages: PageNumbers, *, zeroed: bool = True) -> None:
         self._context.make_current()
@@ -97,15 +163,20 @@ class CudaBackend:
             if zeroed:
                 self._zero(at, nbytes)
         except RuntimeError:  # the driver's MappingFailed, or torch's own about the stream
-            mapped = space.pages[first_page : first_page + len(pages)]
-            _unmap_each(at, mapped, self.page_bytes)
+            self._stream.synchronize()
+            _unmap_runs(at, space.pages[first_page : first_page + len(pages)], self.page_bytes)
             raise
 
-    def unmap(self, space: AddressSpace, first_page: int, num_pages: int) -> None:
+    def fence(self) -> _CudaFence:
         self._context.make_current()
-        torch.cuda.synchronize(self.device)  # cuMemUnmap does not wait for kernels that were launched before
+        self._dropped.free()
+        return _CudaFence(self._users)
+
+    def unmap(self, space: AddressSpace, first_page: int, num_pages: int) -> None:
+        # cuMemUnmap waits for nothing: a kernel that still reads these pages would end in an illegal access.
+        self._context.make_current()
         mapped = space.pages[first_page : first_page + num_pages]
-        _unmap_each(space.address + first_page * self.page_bytes, mapped, self.page_bytes)
+        _unmap_runs(space.address + first_page * self.page_bytes, mapped, self.page_bytes)
 
     def write(
         self, space: AddressSpace, offset_bytes: int, source: torch.Tensor, then: OnWritten = write_only
@@ -114,16 +185,19 @@ class CudaBackend:
         with torch.cuda.device(self.device):
             if self._copies is None:
                 self._copies = torch.cuda.Stream(self.device)
-            with torch.cuda.stream(self._copies):
-                space.view(offset_bytes, source.numel()).copy_(source, non_blocking=True)
-                then(offset_bytes, offset_bytes + source.numel())
-            self._copies.synchronize()
+            self._copies.wait_stream(self._stream)
+            try:
+                with torch.cuda.stream(self._copies):
+                    space.view(offset_bytes, source.numel()).copy_(source, non_blocking=True)
+                    then(offset_bytes, offset_bytes + source.numel())
+            finally:
+                self._copies.synchronize()  # no fence is behind this stream
 
     def discard(self, pages: PageNumbers) -> None:
         """Do nothing: a mapped page of a GPU keeps its memory."""
 
     def close(self) -> None:
-        _release(self._handles, self._context)
+        _end(self._dropped, self._handles, self._context)
 
     def _make(self, pages: PageNumbers) -> None:
         """Create those of these pages that were never mapped before: all of them, or none."""
@@ -140,30 +214,39 @@ class CudaBackend:
                 f" holds {before}: free what else uses its memory, or lower memory_mb ({error})"
             ) from error
 
+    @property
+    def _users(self) -> set[torch.cuda.Stream]:
+        """The streams that use pages without waiting for their end: this thread's, and the default one."""
+        return {torch.cuda.current_stream(self.device), torch.cuda.default_stream(self.device)}
+
     def _zero(self, address: int, nbytes: int) -> None:
-        with torch.cuda.device(self.device):
-            check(driver.cuMemsetD8Async(address, 0, nbytes, self._stream.cuda_stream))
-            self._stream.synchronize()
+        """Zero pages that nothing uses yet, beside what runs; what is launched later finds zeros."""
+        check(driver.cuMemsetD8Async(address, 0, nbytes, self._stream.cuda_stream))
+        for stream in self._users:
+            stream.wait_stream(self._stream)
 
 
-def _unmap_each(address: int, pages: PageNumbers, page_bytes: int) -> None:
-    """Unmap pages and update their record; `pages` is the part of it that begins at `address`."""
-    # One call per page, as it was mapped: the driver refuses to unmap part of a mapping.
-    for i in np.flatnonzero(pages != NO_PAGE).tolist():
-        check(driver.cuMemUnmap(address + i * page_bytes, page_bytes))
-        pages[i] = NO_PAGE
+def _unmap_runs(address: int, pages: PageNumbers, page_bytes: int) -> None:
+    """Unmap pages and update their record; `pages` is the part of it that begins at `address`.
 
-
-def _free(address: int, pages: PageNumbers, page_bytes: int, context: PrimaryContext) -> None:
-    """Unmap what the owner of a space left mapped, then free its addresses.
-
-    The driver keeps addresses that have memory behind them, and the memory with them.
+    One call unmaps neighbours, as in NVIDIA's sample vectorAddMMAP: it must not cut a mapping, but may take
+    several. If it is refused, each page is unmapped by a call of its own, so that the record stays true.
     """
-    context.make_current()
-    if np.any(pages != NO_PAGE):
-        check(driver.cuCtxSynchronize())
-        _unmap_each(address, pages, page_bytes)
-    check(driver.cuMemAddressFree(address, len(pages) * page_bytes))
+    for first, length in runs_of(pages != NO_PAGE):
+        at = address + first * page_bytes
+        if length > 1 and driver.cuMemUnmap(at, length * page_bytes)[0] == driver.CUresult.CUDA_SUCCESS:
+            pages[first : first + length] = NO_PAGE
+            continue
+        for i in range(length):
+            check(driver.cuMemUnmap(at + i * page_bytes, page_bytes))
+            pages[first + i] = NO_PAGE
+
+
+def _end(dropped: _Dropped, handles: dict[int, Any], context: PrimaryContext) -> None:
+    """Free what is left when a backend is closed or dropped; spaces that live on free themselves."""
+    dropped.is_orphaned = True
+    dropped.free()
+    _release(handles, context)
 
 
 def _release(handles: dict[int, Any], context: PrimaryContext, keep: int = 0) -> None:

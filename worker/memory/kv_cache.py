@@ -16,7 +16,7 @@ from kernels import copy_blocks, store_kv
 from kernels.kv_codes import cache_format, dequantize, is_codes, parts_of
 from worker.memory.backend import BrokenInvariant, OutOfPages
 from worker.memory.block_allocator import BlockAllocator, in_parts
-from worker.memory.pool import PagePool, VirtualRange
+from worker.memory.pool import PagePool, PageSpan, VirtualRange
 
 # Bytes of an empty cache on a CPU device that stay with the process, so that small loads find them in place:
 # the first access to a page takes 20 to 40 us.
@@ -370,11 +370,11 @@ class KVCache:
         If going back fails too, the error has a note of it, and `check_integrity` finds layers that differ.
         """
         try:
-            for layer in self._ranges:
-                if after > before:
+            if after < before:
+                self.pool.unmap(PageSpan(layer, after, before - after) for layer in self._ranges)
+            else:
+                for layer in self._ranges:
                     layer.map(before, after - before, zeroed=self._is_zeroed)
-                else:
-                    layer.unmap(after, before - after)
         except (RuntimeError, ValueError) as error:
             for layer in self._ranges:
                 try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from worker.memory.backend import (
     AddressSpace,
     Backend,
     BrokenInvariant,
+    Fence,
     OnWritten,
     OutOfPages,
     PageNumbers,
@@ -24,8 +26,23 @@ from worker.memory.backend import (
 
 RangeKind = Literal["weights", "kv"]
 
-_FREE = 0
+_FREE, _LEAVING = 0, 3
 _KINDS: dict[RangeKind, int] = {"weights": 1, "kv": 2}
+
+
+class PageSpan(NamedTuple):
+    """Pages [first, first + num) of a range."""
+
+    owned: VirtualRange
+    first: int
+    num: int
+
+
+class _Leaving(NamedTuple):
+    """Pages that were given back, and a fence behind their last use."""
+
+    fence: Fence
+    spans: list[PageSpan]
 
 
 class PagePool:
@@ -33,6 +50,17 @@ class PagePool:
 
     One thread owns the pool, between steps. `_use[p]` is the use of page p; its place is known to its range,
     and `check_integrity` compares the two.
+
+    Steps in flight may still use pages that are given back. The owner's thread does not wait for them:
+
+    1. `unmap` takes one fence for a whole set of pages, and marks them as leaving. Their ranges count them no
+       longer, but they stay mapped, and belong to no other range.
+    2. `reclaim` unmaps those whose fence has passed; only then they are free. It is called between steps, and
+       by `map` and `unmap`.
+    3. `num_free` counts pages that are leaving, since they can be had: `map` takes others first. It waits for
+       the oldest fences where these are too few, and for all where its addresses still have such pages.
+
+    On a CPU nothing is in flight between steps, and pages are unmapped at once.
     """
 
     def __init__(self, backend: Backend, budget_bytes: int) -> None:
@@ -48,14 +76,25 @@ class PagePool:
         backend.create(self.num_pages)
         self._use = np.full(self.num_pages, _FREE, dtype=np.int8)
         self._ranges: list[VirtualRange] = []
+        self._leaving: deque[_Leaving] = deque()  # the oldest first
 
     @property
     def num_free(self) -> int:
+        """The pages that can be had, those that are leaving too."""
+        return self._num_free_now + self.num_leaving
+
+    @property
+    def num_leaving(self) -> int:
+        """The pages that steps in flight may still use."""
+        return int(np.count_nonzero(self._use == _LEAVING)) if self._leaving else 0
+
+    @property
+    def _num_free_now(self) -> int:
         return int(np.count_nonzero(self._use == _FREE))
 
     def counts(self) -> PageCounts:
-        free, weights, kv = np.bincount(self._use, minlength=1 + len(_KINDS)).tolist()
-        return PageCounts(budget=self.num_pages, weights=weights, kv=kv, free=free)
+        free, weights, kv, leaving = np.bincount(self._use, minlength=2 + len(_KINDS)).tolist()
+        return PageCounts(budget=self.num_pages, weights=weights, kv=kv, free=free + leaving)
 
     def pages_for(self, nbytes: int) -> int:
         """Return the whole pages that hold `nbytes`."""
@@ -72,10 +111,13 @@ class PagePool:
         """Check that each page has one owner and the right use. Raises BrokenInvariant."""
         seen = np.zeros(self.num_pages, dtype=np.int8)
         for owned in self._ranges:
-            pages = owned.pages[owned.pages != NO_PAGE]
+            pages = owned.mapped[owned.mapped != NO_PAGE]
             if np.any(seen[pages] != _FREE) or len(np.unique(pages)) != len(pages):
                 raise BrokenInvariant(f"a page of {owned.owner} has another owner too")
             seen[pages] = _KINDS[owned.kind]
+            seen[owned.mapped[owned.is_leaving]] = _LEAVING
+            if np.any(owned.is_leaving) and not self._leaving:
+                raise BrokenInvariant(f"pages of {owned.owner} are leaving without a fence")
         if not np.array_equal(seen, self._use):
             wrong = np.flatnonzero(seen != self._use)
             raise BrokenInvariant(f"{len(wrong)} pages have another use than recorded: {wrong[:8].tolist()}")
@@ -84,25 +126,76 @@ class PagePool:
         """Release every range, then the physical memory."""
         for owned in list(self._ranges):
             owned.release()
+        self.reclaim(self.num_pages)
         self.backend.close()
 
+    def unmap(self, spans: Iterable[PageSpan]) -> None:
+        """Give pages of any ranges back, behind one fence. Nothing new may use them from here on.
+
+        Raises ValueError, having changed nothing, if one is not mapped; MappingFailed, perhaps half-way (the
+        ranges' `pages` say what is left); and RuntimeError for an error of the device.
+        """
+        given = list(spans)
+        for owned, first, num in given:
+            owned.check_mapped(first, num)
+        self.reclaim()
+        if (fence := self.backend.fence()) is None:
+            for owned, first, num in given:
+                self._unmap_now(owned, slice(first, first + num), is_left=owned.kind)
+            return
+        self._leaving.append(_Leaving(fence, given))
+        for owned, first, num in given:
+            owned.is_leaving[first : first + num] = True
+            self._use[owned.mapped[first : first + num]] = _LEAVING
+
+    def reclaim(self, num_pages: int = 0) -> None:
+        """Unmap pages that are leaving and whose fence has passed.
+
+        num_pages: wait for the fences as long as fewer are free. Raises MappingFailed, and RuntimeError for
+        an error of the device; the next call tries again what is left.
+        """
+        while self._leaving:
+            fence, spans = self._leaving[0]
+            if not fence.has_passed:
+                if self._num_free_now >= num_pages:
+                    return
+                fence.wait()
+            for owned, first, num in spans:
+                for at, length in runs_of(owned.is_leaving[first : first + num]):
+                    where = slice(first + at, first + at + length)
+                    self._unmap_now(owned, where, is_left="leaving")
+                    owned.is_leaving[where] = False
+            self._leaving.popleft()
+            for owned in {owned for owned, _, _ in spans}:
+                self.forget(owned)
+
     def lowest_free(self, num_pages: int, owner: str) -> PageNumbers:
-        """Return the lowest free pages, for a range to map. Raises OutOfPages.
+        """Return the lowest free pages, for a range to map. Raises OutOfPages, and as `reclaim` does.
 
         Lowest first: neighbours are mapped by one call, and pages that the device has made already go first.
         """
-        free = np.flatnonzero(self._use == _FREE)
-        if len(free) < num_pages:
-            raise OutOfPages(num_pages, len(free), self.num_pages, owner)
-        return free[:num_pages]
+        if num_pages > self.num_free:
+            raise OutOfPages(num_pages, self.num_free, self.num_pages, owner)
+        self.reclaim(num_pages)
+        return np.flatnonzero(self._use == _FREE)[:num_pages]
 
     def record(self, pages: PageNumbers, kind: RangeKind, is_mapped: npt.NDArray[np.bool_]) -> None:
         """Record which of these pages are mapped, and so serve `kind`; the others are free."""
         self._use[pages] = np.where(is_mapped, _KINDS[kind], _FREE)
 
-    def forget(self, released: VirtualRange) -> None:
-        """Remove a range that was released."""
-        self._ranges.remove(released)
+    def forget(self, owned: VirtualRange) -> None:
+        """Remove a range that was released, once none of its pages is mapped."""
+        if owned.is_released and not np.any(owned.is_leaving) and owned in self._ranges:
+            self._ranges.remove(owned)
+
+    def _unmap_now(self, owned: VirtualRange, where: slice, is_left: RangeKind | Literal["leaving"]) -> None:
+        """Unmap pages. is_left: what those serve then that are still mapped. Raises MappingFailed."""
+        pages = owned.mapped[where].copy()
+        try:
+            self.backend.unmap(owned.space, where.start, where.stop - where.start)
+        finally:
+            use = _LEAVING if is_left == "leaving" else _KINDS[is_left]
+            self._use[pages] = np.where(owned.mapped[where] != NO_PAGE, use, _FREE)
 
 
 class VirtualRange:
@@ -110,27 +203,34 @@ class VirtualRange:
 
     `pages[i]` is the physical page that the range's page i is mapped to, or NO_PAGE. `PagePool.reserve` makes
     ranges. Addresses never change while the range lives, so views, kernels and CUDA graphs stay valid while
-    pages are mapped and unmapped. Unmapping waits for what was launched on the device before; the caller must
-    see that nothing new uses the page.
+    pages are mapped and unmapped. Pages that were given back stay mapped until what was launched on the
+    device before has ended (`PagePool`); the caller must see that nothing new uses them.
     """
 
     def __init__(self, pool: PagePool, space: AddressSpace, kind: RangeKind, owner: str) -> None:
         self.kind, self.owner = kind, owner
         self.num_pages = space.nbytes // pool.page_bytes
-        self._pool, self._space = pool, space
-        self._is_released = False
+        self._pool, self.space = pool, space
+        self.is_leaving = np.zeros(self.num_pages, dtype=np.bool_)  # mapped, but given back
+        self.is_released = False
 
     @property
     def pages(self) -> PageNumbers:
-        return self._space.pages
+        """The pages that the range has: without those that are leaving."""
+        return np.where(self.is_leaving, NO_PAGE, self.space.pages)
+
+    @property
+    def mapped(self) -> PageNumbers:
+        """The pages behind the addresses, those that are leaving too."""
+        return self.space.pages
 
     @property
     def address(self) -> int:
-        return self._space.address
+        return self.space.address
 
     @property
     def nbytes(self) -> int:
-        return self._space.nbytes
+        return self.space.nbytes
 
     @property
     def num_mapped(self) -> int:
@@ -146,26 +246,23 @@ class VirtualRange:
         where = self._span(first_page, num_pages)
         if np.any(self.pages[where] != NO_PAGE):
             raise ValueError(f"{self.owner}: a page of [{where.start}, {where.stop}) is mapped already")
+        if np.any(self.is_leaving[where]):
+            self._pool.reclaim(self._pool.num_pages)
         taken = self._pool.lowest_free(num_pages, self.owner)
         try:
-            self._pool.backend.map(self._space, first_page, taken, zeroed=zeroed)
+            self._pool.backend.map(self.space, first_page, taken, zeroed=zeroed)
         finally:
-            self._pool.record(taken, self.kind, self.pages[where] != NO_PAGE)
+            self._pool.record(taken, self.kind, self.mapped[where] != NO_PAGE)
 
     def unmap(self, first_page: int, num_pages: int) -> None:
-        """Unmap the pages at [first_page, first_page + num_pages) and return them to the pool.
+        """Give the pages at [first_page, first_page + num_pages) back; raises as `PagePool.unmap` does."""
+        self._pool.unmap([PageSpan(self, first_page, num_pages)])
 
-        Raises ValueError if one is not mapped, and MappingFailed, perhaps half-way: `pages` says what is
-        left.
-        """
+    def check_mapped(self, first_page: int, num_pages: int) -> None:
+        """Raise ValueError unless the range has all these pages."""
         where = self._span(first_page, num_pages)
-        given = self.pages[where].copy()
-        if np.any(given == NO_PAGE):
+        if np.any(self.pages[where] == NO_PAGE):
             raise ValueError(f"{self.owner}: a page of [{where.start}, {where.stop}) is not mapped")
-        try:
-            self._pool.backend.unmap(self._space, first_page, num_pages)
-        finally:
-            self._pool.record(given, self.kind, self.pages[where] != NO_PAGE)
 
     def discard(self, first_page: int, end_page: int) -> None:
         """Drop the contents of the mapped pages in [first_page, end_page), which stay mapped.
@@ -188,17 +285,17 @@ class VirtualRange:
         do.
         """
         is_mapped = self.pages != NO_PAGE
-        for first, length in runs_of(is_mapped & ~is_wanted):
-            self.unmap(first, length)
+        if unwanted := runs_of(is_mapped & ~is_wanted):
+            self._pool.unmap(PageSpan(self, first, length) for first, length in unwanted)
         for first, length in runs_of(is_wanted & ~is_mapped):
             self.map(first, length, zeroed=zeroed)
 
     def release(self) -> None:
-        """Free every page and leave the pool. Views fault from here on. Repeating it is harmless."""
-        if self._is_released:
+        """Give every page back and leave the pool. Views fault then. Repeating it is harmless."""
+        if self.is_released:
             return
         self.resize(0)
-        self._is_released = True
+        self.is_released = True
         self._pool.forget(self)
 
     def write(self, offset_bytes: int, source: torch.Tensor, then: OnWritten = write_only) -> None:
@@ -219,7 +316,7 @@ class VirtualRange:
                 " must be mapped to be written"
             )
         if source.numel():
-            self._pool.backend.write(self._space, offset_bytes, source, then)
+            self._pool.backend.write(self.space, offset_bytes, source, then)
 
     def tensor(
         self,
@@ -245,11 +342,11 @@ class VirtualRange:
             )
         if self.pages[offset_bytes // self._pool.page_bytes] == NO_PAGE:
             raise ValueError(f"{self.owner}: the page of byte {offset_bytes} must be mapped to make a view")
-        flat = self._space.view(offset_bytes, elements * itemsize)
+        flat = self.space.view(offset_bytes, elements * itemsize)
         return flat.view(dtype).as_strided(tuple(shape), tuple(strides))
 
     def _span(self, first_page: int, num_pages: int) -> slice:
-        if self._is_released:
+        if self.is_released:
             raise ValueError(f"{self.owner}: the range was released")
         if first_page < 0 or num_pages < 1 or first_page + num_pages > self.num_pages:
             raise ValueError(

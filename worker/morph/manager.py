@@ -15,7 +15,7 @@ from typing import Any
 from bus.messages import Number
 from bus.morphs import ConvertCache, Deploy, Morph, MorphOutcome, MorphReport, Resize, Retire, Swap
 from worker.engine.engine import DEVICE_ERRORS
-from worker.memory import BrokenInvariant
+from worker.memory import BrokenInvariant, MappingFailed
 from worker.morph.convert_kv import ConvertKVRun
 from worker.morph.resize import ResizeRun
 from worker.morph.run import EXCLUSIVE, Job, NotApplied, Peers, Run
@@ -64,6 +64,7 @@ class MorphManager:
         self.obstacle: Callable[[type[Morph]], str] = lambda kind: ""
         # Moves some KV pages to an instance that misses them, from others than the given; False: none had to.
         self.share_kv: Callable[[Container[str]], bool] = lambda but: False
+        self.reclaim: Callable[[], None] = lambda: None  # unmaps pages that no step uses any more
         self._why_no_deploy = ""
         self.worker = worker
         self._pace = Pace(step_share)
@@ -193,6 +194,10 @@ class MorphManager:
         the time till then, also while no step can run.
         """
         self._is_busy, self._busy_until = is_busy, busy_until
+        try:
+            self.reclaim()
+        except MappingFailed as error:
+            log.warning("pages that no step uses any more cannot be unmapped, and stay taken: %s", error)
         self._share_wanted = max([0.0, *self.urgencies.values(), *map(self._urgency, self._jobs.values())])
         self._pace.begin(is_busy, self._share_wanted)
         if self._jobs:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import kernels
 from bus.precisions import KV_PRECISIONS
 from kernels import kv_codes
-from tests.support.memory_backends import BACKENDS, checked_pool
+from tests.support.memory_backends import BACKENDS, checked_pool, cpu
 from worker.engine.build import cache_text
 from worker.engine.sequence import Limits
 from worker.memory import (
@@ -26,6 +26,7 @@ from worker.memory import (
     OutOfPages,
     PagePool,
 )
+from worker.memory.backend import AddressSpace
 from worker.memory.kv_cache import rewrite_blocks
 
 LAYERS = 3
@@ -146,20 +147,23 @@ def test_a_half_done_growth_rolls_back(
     assert kv.layers[0][0].eq(3).all()
 
 
-def test_a_half_done_shrink_rolls_back(pool: PagePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = cache(pool)
-    kv.grow(3)
-    blocks = kv.num_blocks
+def test_a_half_done_shrink_rolls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with checked_pool(cpu, PAGES) as pool:
+        kv = cache(pool)
+        kv.grow(3)
+        blocks, unmap = kv.num_blocks, pool.backend.unmap
 
-    def refuse(first_page: int, num_pages: int) -> None:
-        raise RuntimeError("driver says no")
+        def refuse(space: AddressSpace, first_page: int, num_pages: int) -> None:
+            if space is kv._ranges[2].space:
+                raise RuntimeError("driver says no")
+            unmap(space, first_page, num_pages)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(kv._ranges[2], "unmap", refuse)
-        with pytest.raises(RuntimeError, match="driver says no"):
-            kv.shrink(1)
-    assert kv.num_blocks == blocks and pool.counts().kv == 3 * LAYERS
-    kv.check_integrity()
+        with monkeypatch.context() as patch:
+            patch.setattr(pool.backend, "unmap", refuse)
+            with pytest.raises(RuntimeError, match="driver says no"):
+                kv.shrink(1)
+        assert kv.num_blocks == blocks and pool.counts().kv == 3 * LAYERS
+        kv.check_integrity()
 
 
 def test_shrinking_never_takes_a_live_block(pool: PagePool) -> None:

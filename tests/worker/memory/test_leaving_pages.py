@@ -1,0 +1,248 @@
+"""Pages that steps in flight may still use: mapped till these have ended, without a wait."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from tests.support.memory_backends import checked_pool, cuda, needs_cuda
+from tests.support.memory_faults import FaultyDriver, assert_the_records_are_true
+from worker.memory import KVCache, MappingFailed, PagePool, VirtualRange
+from worker.memory.pool import PageSpan
+
+PAGES = 12
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FaultyDriver:
+    return FaultyDriver(monkeypatch)
+
+
+@pytest.fixture
+def pool(driver: FaultyDriver) -> Iterator[PagePool]:
+    made = PagePool(driver.backend(), PAGES * driver.PAGE)
+    yield made
+    assert_the_records_are_true(driver, made)
+    made.close()
+    assert not driver.at and not driver.handles
+
+
+def weights(pool: PagePool, num_pages: int) -> VirtualRange:
+    owned = pool.reserve(8 * pool.page_bytes, kind="weights", owner="someone")
+    owned.map(0, num_pages)
+    return owned
+
+
+def test_what_a_step_uses_stays_mapped_and_belongs_to_nobody_until_it_has_ended(
+    driver: FaultyDriver, pool: PagePool
+) -> None:
+    one, two = weights(pool, 4), weights(pool, 2)
+    driver.launch(pool)
+    calls = driver.calls
+    pool.unmap([PageSpan(one, 0, 1), PageSpan(one, 2, 2), PageSpan(two, 0, 2)])
+    assert driver.fences == 1 and driver.calls == calls + 1, "one fence, and no other call of the driver"
+    assert (one.num_mapped, two.num_mapped, pool.num_leaving, pool.num_free) == (1, 0, 5, 11)
+    assert pool.counts().weights == 1 and pool.counts().free == 11
+    assert_the_records_are_true(driver, pool)
+    with pytest.raises(ValueError, match="not mapped"):
+        one.unmap(0, 1)
+    with pytest.raises(ValueError, match="must be mapped"):
+        one.write(0, torch.ones(1, dtype=torch.uint8))
+    pool.reclaim()
+    assert len(driver.at) == 6 and not driver.waits
+    driver.end()
+    calls = driver.calls
+    pool.reclaim()
+    assert driver.calls == calls + 3, "one call for each run of pages"
+    assert (len(driver.at), pool.num_leaving, pool.num_free) == (1, 0, 11) and not driver.waits
+
+
+def test_other_pages_are_mapped_without_a_wait_and_those_of_a_step_after_it(
+    driver: FaultyDriver, pool: PagePool
+) -> None:
+    one = weights(pool, 4)
+    driver.launch(pool)
+    one.unmap(0, 2)
+    driver.launch(pool)
+    one.unmap(2, 2)
+    two = weights(pool, 8)  # all that no step uses
+    assert (driver.waits, pool.num_leaving) == (0, 4)
+    three = weights(pool, 1)
+    assert (driver.waits, driver.ended) == (1, 1), "not for the second step"
+    assert pool.num_leaving == 2 and set(three.pages[:1]) <= {0, 1}
+    two.release()
+    one.release()
+
+
+def test_addresses_are_mapped_again_when_the_step_that_used_them_has_ended(
+    driver: FaultyDriver, pool: PagePool
+) -> None:
+    one = weights(pool, 4)
+    driver.launch(pool)
+    one.resize(2)
+    one.resize(3)
+    assert driver.waits == 1 and one.num_mapped == 3 and pool.num_free == PAGES - 3
+
+
+def test_a_range_that_is_released_leaves_with_its_last_page(driver: FaultyDriver, pool: PagePool) -> None:
+    one = weights(pool, 4)
+    driver.launch(pool)
+    one.release()
+    one.release()
+    assert pool._ranges == [one] and pool.num_free == PAGES
+    driver.end()
+    pool.reclaim()
+    assert pool._ranges == [] and not driver.at
+
+
+def test_a_cache_shrinks_behind_one_fence_for_all_layers(driver: FaultyDriver, pool: PagePool) -> None:
+    cache = KVCache(
+        pool,
+        num_layers=3,
+        num_kv_heads=1,
+        head_dim=8,
+        block_tokens=driver.PAGE // 64,
+        dtype=torch.float32,
+        max_blocks=8,
+        owner="demo",
+    )
+    cache.grow(4)
+    driver.launch(pool)
+    cache.shrink(3)
+    assert driver.fences == 1 and not driver.waits
+    assert cache.pages_per_layer == 1 and pool.num_free == 9
+    cache.check_integrity()
+    cache.release()
+
+
+def test_pages_that_the_driver_keeps_are_tried_again(driver: FaultyDriver, pool: PagePool) -> None:
+    one = weights(pool, 4)
+    driver.launch(pool)
+    one.unmap(0, 4)
+    driver.end()
+    driver.arm(1, 1)
+    pool.reclaim()
+    assert driver.has_struck and not driver.at, "a run that is refused is unmapped page by page"
+    one.map(0, 4)
+    driver.launch(pool)
+    one.unmap(0, 4)
+    driver.end()
+    driver.arm(1, 1000)
+    with pytest.raises(MappingFailed):
+        pool.reclaim()
+    assert pool.num_leaving == 4 and len(driver.at) == 4
+    driver.disarm()
+    assert_the_records_are_true(driver, pool)
+    pool.reclaim()
+    assert pool.num_leaving == 0 and not driver.at
+
+
+def test_a_dropped_pool_waits_for_the_step_that_uses_its_pages(driver: FaultyDriver) -> None:
+    made = PagePool(driver.backend(), PAGES * driver.PAGE)
+    weights(made, 3)
+    driver.launch(made)
+    del made
+    gc.collect()
+    assert driver.waits == 1 and not driver.at and not driver.spaces and not driver.handles
+
+
+class LeavingMachine(RuleBasedStateMachine):
+    """Steps begin and end between any calls: no page that one uses is unmapped, and no record is false."""
+
+    ranges: Bundle[VirtualRange] = Bundle("ranges")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.driver = FaultyDriver(self.patch)
+        self.pool = PagePool(self.driver.backend(), PAGES * self.driver.PAGE)
+
+    @rule(target=ranges)
+    def reserve(self) -> VirtualRange:
+        return self.pool.reserve(6 * self.driver.PAGE, kind="kv", owner="it")
+
+    @rule(owned=ranges, wanted=st.lists(st.booleans(), min_size=6, max_size=6))
+    def have(self, owned: VirtualRange, wanted: list[bool]) -> None:
+        mask = torch.tensor(wanted).numpy()
+        if int(mask.sum()) - owned.num_mapped <= self.pool.num_free:
+            owned.have(mask)
+            assert (owned.pages >= 0).tolist() == wanted
+
+    @rule(owned=consumes(ranges))
+    def release(self, owned: VirtualRange) -> None:
+        owned.release()
+
+    @rule()
+    def launch(self) -> None:
+        self.driver.launch(self.pool)
+
+    @rule(steps=st.integers(1, 3))
+    def end(self, steps: int) -> None:
+        self.driver.end(steps)
+
+    @rule()
+    def reclaim(self) -> None:
+        waits = self.driver.waits
+        self.pool.reclaim()
+        assert self.driver.waits == waits
+
+    @invariant()
+    def records_are_true(self) -> None:
+        assert_the_records_are_true(self.driver, self.pool)
+        now = self.pool.counts()
+        assert now.kv + now.free == PAGES
+
+    def teardown(self) -> None:
+        self.pool.close()
+        assert not self.driver.at and not self.driver.handles
+        self.patch.undo()
+
+
+TestAnyHistory = LeavingMachine.TestCase
+TestAnyHistory.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_gpu_reads_pages_that_were_given_back_and_the_host_does_not_wait() -> None:
+    with checked_pool(cuda, 16) as pool:
+        owned = pool.reserve(16 * pool.page_bytes, kind="weights", owner="someone")
+        owned.map(0, 8)
+        ones = owned.tensor(torch.uint8, [8 * pool.page_bytes])
+        ones.fill_(1)
+        ones.sum()  # what it needs is loaded
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        torch.cuda._sleep(1_000_000_000)  # of its cycles: half a second and more
+        total = ones.sum()
+        owned.unmap(0, 8)
+        owned.map(8, 8)  # zeroed, beside
+        took_s = time.perf_counter() - began
+        assert pool.num_leaving == 8 and took_s < 0.2, took_s
+        pool.check_integrity()
+        assert int(total) == 8 * pool.page_bytes
+        assert not owned.tensor(torch.uint8, [8 * pool.page_bytes], offset_bytes=8 * pool.page_bytes).any()
+        pool.reclaim()
+        assert pool.num_leaving == 0
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_gpu_captures_a_graph_while_pages_are_dropped() -> None:
+    """A finaliser in the middle of a capture leaves it alone."""
+    with checked_pool(cuda, 8) as pool:
+        spaces = [pool.backend.reserve(4 * pool.page_bytes)]
+        x = torch.zeros(8, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            x += 1
+            spaces.clear()
+        graph.replay()
+        assert int(x.sum()) == 8
