@@ -64,10 +64,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @kernel(
     lambda s: [(s.x, s.x, s.tensor(s.hidden_size), 1e-5)], cpu="kernels.cpu.rows", cuda="kernels.gpu.rows"
 )
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add x [T, H] to residual [T, H] in place; return rms_norm(residual, weight, eps)."""
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+) -> Tensor:
+    """Add x [T, H] to residual [T, H] in place; return rms_norm(residual, weight, eps).
+
+    out [T, H], contiguous, of x's dtype: takes the result; it may be x.
+    """
     residual.add_(x)
-    return rms_norm.reference(residual, weight, eps)
+    made = rms_norm.reference(residual, weight, eps)
+    return made if out is None else out.copy_(made)
 
 
 @kernel(lambda s: [(s.x, s.tensor(2, s.hidden_size), 1e-5)], cpu="kernels.cpu.rows", cuda="kernels.gpu.rows")
@@ -85,10 +91,16 @@ def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     cpu="kernels.cpu.rows",
     cuda="kernels.gpu.rows",
 )
-def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add x [T, H] to residual [T, H] in place; return layer_norm(residual, weight, eps)."""
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+) -> Tensor:
+    """Add x [T, H] to residual [T, H] in place; return layer_norm(residual, weight, eps).
+
+    out: as in `add_rms_norm`.
+    """
     residual.add_(x)
-    return layer_norm.reference(residual, weight, eps)
+    made = layer_norm.reference(residual, weight, eps)
+    return made if out is None else out.copy_(made)
 
 
 @kernel(lambda s: [(s.q, s.k, s.plan.positions, s.cos_sin)], cpu="kernels.cpu.rows", cuda="kernels.gpu.rows")
@@ -299,12 +311,15 @@ def paged_attention(
     contiguous cache of int8 holds codes (`kernels.kv_codes`).
     sliding_window w > 0: a query sees itself and the w - 1 tokens before it. softcap c > 0: scores s become
     c * tanh(s / c). sinks [Hq], of q's dtype: the score of a key of value 0 that every query sees (Xiao et
-    al. 2024). Returns out [T, Hq, D].
+    al. 2024). Returns out [T, Hq, D]. A sequence of context 0 fills a row of a recorded step; it gets zeros.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     bounds, contexts = plan.cu_seqlens_q.tolist(), plan.context_lens.tolist()
     for s, context in enumerate(contexts):
         rows = slice(bounds[s], bounds[s + 1])
+        if not context:
+            out[rows] = 0.0
+            continue
         num_blocks = -(-context // kv.shape[3])
         blocks = kv[plan.block_table[s, :num_blocks].long()]  # [blocks, Hkv, 2, bt, D]
         if kv_codes.is_codes(kv):

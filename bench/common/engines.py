@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import time
 import warnings
@@ -174,4 +175,7 @@ def make_instance(
 ) -> EngineCore:
     """Return an engine core with compiled kernels. bits: of the quantised variants of its layers."""
     compile_kernels(model, limits, cache.pool.backend.device, bits=bits)
-    return instance_of(instance_id, model, cache, limits)
+    instance = instance_of(instance_id, model, cache, limits)
+    if recorded := instance.local_executor.recorded:
+        collections.deque(recorded.record(), maxlen=0)
+    return instance

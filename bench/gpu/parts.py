@@ -27,6 +27,7 @@ PARTS = (
     Part("memory", 100, is_alone=False),
     Part("nvml", 30),
     Part("decode", 150),
+    Part("graphs", 150),
     Part("swaps", 150),
     Part("service", 120),
     Part("peers", 100),

@@ -58,6 +58,8 @@ MIXED = ((1, 7), (9, 9), (1, 130), (20, 53), (3, 3), (1, 1))
 CASES = (
     AttentionCase("decodes and chunks in one call", MIXED),
     AttentionCase("the first token of a sequence", ((1, 1),)),
+    AttentionCase("decodes and an empty row", ((1, 70), (1, 0), (1, 5)), window=20),
+    AttentionCase("an empty row with a sink", ((1, 70), (1, 0)), has_sinks=True),
     AttentionCase("one decode over a split context", ((1, 700),), head_dim=128),
     AttentionCase("a chunk that continues a long context", ((33, 300),), num_heads=2, num_kv_heads=1),
     AttentionCase("eight heads to a KV head", MIXED, num_heads=8, num_kv_heads=1, head_dim=32),
@@ -278,7 +280,10 @@ def check_layer_norm(backend: str, device: str, dtype: torch.dtype) -> None:
         expected = kernels.add_layer_norm.reference(x, residual, weight, 1e-5)
         with kernels.use_backend(backend):
             assert_close(kernels.layer_norm(x.to(device), weight.to(device), 1e-5), alone)
-            assert_close(kernels.add_layer_norm(x.to(device), sums, weight.to(device), 1e-5), expected)
+            place = x.to(device, copy=True)
+            made = kernels.add_layer_norm(place, sums, weight.to(device), 1e-5, place)
+            assert_close(made, expected)
+            assert_close(place, expected)
         assert_close(sums, residual)
 
 
@@ -291,6 +296,9 @@ def check_add_rms_norm(backend: str, device: str, dtype: torch.dtype) -> None:
         expected = kernels.add_rms_norm.reference(x, residual, weight, 1e-5)
         with kernels.use_backend(backend):
             assert_close(kernels.add_rms_norm(x.to(device), sums, weight.to(device), 1e-5), expected)
+            place, again = x.to(device, copy=True), residual.to(device) - x.to(device)
+            kernels.add_rms_norm(place, again, weight.to(device), 1e-5, place)
+            assert_close(place, kernels.rms_norm.reference(again.cpu(), weight, 1e-5))
         assert_close(sums, residual)
 
 

@@ -181,7 +181,8 @@ def _weigh_chunk(a, cache, scaled, seq, head, rows, token, count, weights, out):
 def _finish(a, kind, start, head, rows, state, out):
     for r in range(rows):
         target = a.out + (start + r // a.group) * a.out_token + (head * a.group + r % a.group) * a.out_head
-        inverse = vsplat(F32(1.0) / read(F32, state + r * 8 + 4))
+        divisor = read(F32, state + r * 8 + 4)
+        inverse = vsplat(F32(1.0) / divisor if divisor > F32(0.0) else F32(0.0))  # 0: a context without keys
         for v in range(a.head_dim // LANES):
             result = vload(F32, out + (r * a.head_dim + v * LANES) * 4) * inverse
             vstore(kind, target + v * LANES * a.element, result)

@@ -182,6 +182,7 @@ def attend_many(a, kind, cache, scaled, seq, head, first_row, scratch):
         target = (
             a.out + (start + row // a.group) * a.out_token + (head * a.group + row % a.group) * a.out_head
         )
-        inverse = vsplat(F32(1.0) / read(F32, state + ROW_BYTES + r * 4))
+        divisor = read(F32, state + ROW_BYTES + r * 4)
+        inverse = vsplat(F32(1.0) / divisor if divisor > F32(0.0) else F32(0.0))  # 0: a context without keys
         for v in range(vectors):
             vstore(kind, target + v * width, vload(F32, out + r * line + v * 64) * inverse)

@@ -153,10 +153,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return _normed(x, None, weight, eps)
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     if x.dim() != 2 or not _is_normed(x.shape[-1], weight, x, residual):
-        return calls.add_rms_norm.reference(x, residual, weight, eps)
-    return _normed(x, residual, weight, eps)
+        return calls.add_rms_norm.reference(x, residual, weight, eps, out)
+    return _normed(x, residual, weight, eps, out)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -165,10 +171,16 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
     return _normed(x, None, weight, eps)
 
 
-def add_layer_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     if x.dim() != 2 or not _is_vectors(x.shape[-1], x, residual, weight):
-        return calls.add_layer_norm.reference(x, residual, weight, eps)
-    return _normed(x, residual, weight, eps)
+        return calls.add_layer_norm.reference(x, residual, weight, eps, out)
+    return _normed(x, residual, weight, eps, out)
 
 
 def _is_normed(width: int, weight: torch.Tensor, *tensors: torch.Tensor) -> bool:
@@ -178,9 +190,15 @@ def _is_normed(width: int, weight: torch.Tensor, *tensors: torch.Tensor) -> bool
     return _is_vectors(width, *tensors, weight)
 
 
-def _normed(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _normed(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Normalise x; a weight [2, H] is that of a layer norm."""
-    out, width, size = _new(x), x.shape[-1], x.element_size()
+    out, width, size = _new(x) if out is None else out, x.shape[-1], x.element_size()
     rows, step = x.numel() // width, _rows_per_item(width)
     inner_rows, inner = (x.shape[1], x.stride(1) * size) if x.dim() == 3 else (1, 0)
     first = weight.data_ptr()

@@ -286,6 +286,8 @@ def join_kernel(
         share = tl.exp2(peak - tl.max(peak, 0))
         inside = (splits < num_splits)[:, None] & (columns < HEAD_DIM)[None, :]
         partial = tl.load(partial_ptr + place[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0)
-        result = tl.sum(partial * share[:, None], 0) / tl.sum(divisor * share, 0)
+        total = tl.sum(divisor * share, 0)
+        # Without a key, as in a row that fills a step recorded for more sequences, the result is 0, not NaN.
+        result = tl.sum(partial * share[:, None], 0) / tl.where(total > 0, total, 1.0)
         target = out_ptr + begin.to(tl.int64) * out_token_stride + head * out_head_stride + columns
         tl.store(target, result.to(out_ptr.dtype.element_ty), mask=columns < HEAD_DIM)

@@ -78,21 +78,27 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _normed(x, None, weight, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _normed(x, residual, weight, eps)
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+) -> Tensor:
+    return _normed(x, residual, weight, eps, out)
 
 
 def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _normed(x, None, weight, eps)
 
 
-def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _normed(x, residual, weight, eps)
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+) -> Tensor:
+    return _normed(x, residual, weight, eps, out)
 
 
-def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def _normed(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None = None
+) -> Tensor:
     """Normalise x; a weight [2, H] is that of a layer norm."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     width = x.shape[-1]
     x = x if x.dim() <= 3 else x.reshape(-1, width)
     inner_rows, inner = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)

@@ -10,6 +10,7 @@ import torch
 import kernels
 from bus.messages import SamplingParams
 from worker.engine.core import EngineCore, Stats
+from worker.engine.recorded_decodes import recorded_decodes
 from worker.engine.sequence import Limits, own_request
 from worker.memory import CpuBackend, KVCache, PagePool
 from worker.model import Model, ModelError
@@ -106,7 +107,9 @@ def fair_shares(free: int, useful: Seq[int]) -> list[int]:
 def instance_of(instance_id: str, model: Model, cache: KVCache, limits: Limits) -> EngineCore:
     """Make an engine core whose kernels are compiled."""
     vocab_size, device = model.config.vocab_size, cache.pool.backend.device
-    return EngineCore(instance_id, model, cache, limits, vocab_size=vocab_size, device=device)
+    instance = EngineCore(instance_id, model, cache, limits, vocab_size=vocab_size, device=device)
+    instance.local_executor.recorded = recorded_decodes(model, cache, limits, device)
+    return instance
 
 
 def compile_kernels(model: Model, limits: Limits, device: torch.device, *, bits: Seq[int] = ()) -> None:
@@ -131,10 +134,12 @@ def compile_kernels(model: Model, limits: Limits, device: torch.device, *, bits:
 
 
 def canary_steps(instance: EngineCore) -> Iterator[None]:
-    """Run a first request, a prefill and two decodes, and yield after each step; statistics start over.
+    """Record decodes, run a first request, a prefill and two decodes, and yield after each step.
 
-    Raises ModelError if the logits are not numbers.
+    Statistics start over. Raises ModelError if the logits are not numbers.
     """
+    if recorded := instance.local_executor.recorded:
+        yield from recorded.record()
     longest = min(instance.limits.max_model_len - 3, instance.limits.max_num_batched_tokens + 1, 64)
     prompt = [i * 7 % instance.vocab_size for i in range(max(1, longest))]
     sampling = SamplingParams(max_tokens=3, seed=0, temperature=0.0, logprobs=0)

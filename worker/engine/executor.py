@@ -16,7 +16,8 @@ import torch
 
 from bus.messages import LayerShape
 from kernels.plan import AttentionPlan
-from worker.engine.input_batch import ScheduledBatch, attention_plan, to_tensor
+from worker.engine.input_batch import ModelInput, ScheduledBatch, attention_plan, to_tensor
+from worker.engine.recorded_decodes import RecordedDecodes
 
 BlockCounter = Callable[[], Generator[bool, None, list[list[int]]]]
 
@@ -148,17 +149,20 @@ class LocalExecutor(Executor):
     def __init__(self, model: RunnableModel, kv: Any, block_tokens: int, device: torch.device) -> None:
         self._model, self._kv, self._block_tokens, self._device = model, kv, block_tokens, device
         self._finished: list[FinishedBatch] = []
+        self.recorded: RecordedDecodes | None = None  # set where decodes can be recorded
 
     def execute(self, batch: ScheduledBatch) -> None:
-        given = batch.input
-        logits = self._model.forward(
+        logits = self.recorded.run(batch.input) if self.recorded else None
+        self._finished.append(FinishedBatch(batch, self._run(batch.input) if logits is None else logits))
+        self.num_steps += 1
+
+    def _run(self, given: ModelInput) -> torch.Tensor:
+        return self._model.forward(
             to_tensor(given.token_ids, self._device),
             attention_plan(given, self._block_tokens, self._device),
             self._kv,
             to_tensor(given.logit_rows, self._device),
         )
-        self._finished.append(FinishedBatch(batch, logits))
-        self.num_steps += 1
 
     def collect(self) -> list[FinishedBatch]:
         finished, self._finished = self._finished, []

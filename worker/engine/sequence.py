@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Literal, Self
 
 from bus.messages import SamplingParams, Submit, TokenLogprobs
 from bus.precisions import KVPrecision, Precision
@@ -16,7 +16,8 @@ class Limits:
 
     prefix_cache: whether sequences share the full KV blocks of equal beginnings. kv_dtype: what the KV cache
     is held in. short_context: the most tokens of a sequence that turns by the rows of the rotary tables from
-    `short_rope_row` on, not by those from 0 on (longrope); 0: all turn by the same.
+    `short_rope_row` on, not by those from 0 on (longrope); 0: all turn by the same. cuda_graphs: whether
+    decodes on a GPU are recorded.
     """
 
     max_num_seqs: int
@@ -25,6 +26,7 @@ class Limits:
     block_tokens: int
     prefix_cache: bool = False
     kv_dtype: KVPrecision = "full"
+    cuda_graphs: Literal["auto", "off"] = "auto"
     short_context: int = 0
     short_rope_row: int = 0
 

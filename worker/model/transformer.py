@@ -18,19 +18,23 @@ both: the sum of their embeddings is the residual, and the first one collects th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
 from kernels import AttentionPlan, add_layer_norm, add_rms_norm, layer_norm, linear, rms_norm
 from worker.model.config import ModelConfig
 from worker.model.cut import Cut
-from worker.model.layer import Layer
+from worker.model.experts import Experts
+from worker.model.layer import Attention, FeedForward, Layer
 from worker.model.recorded import Parts, RecordedSteps
 from worker.model.shard import RankGroup, ReduceGroup, Shard
+from worker.model.step_parts import Part, StepMemory
 
 CachesAt = Callable[[int], list[torch.Tensor]]  # degree -> the cache of each layer in its block numbers
+Begin = Callable[[StepMemory, torch.Tensor], torch.Tensor]  # memory, first norm -> x of the first layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,13 +182,78 @@ class Transformer:
             return residual
         return residual.mul_(torch.tensor(self._embedding_scale, dtype=residual.dtype).item())
 
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Return float32 [R, vocab] of x [R, H], which is normed."""
-        return self._capped(linear(x, self.ends.head, self.ends.head_bias))
+    def _logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return float32 [R, vocab] of x [R, H], which is normed; in `out`, if given."""
+        return self._capped(linear(x, self.ends.head, self.ends.head_bias), out)
 
-    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
-        made = logits.float()
+    def _capped(self, logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        made = logits.float() if out is None else out.copy_(logits)
         return made.div_(self._softcap).tanh_().mul_(self._softcap) if self._softcap else made
+
+    def step_memory(self, num_seqs: int, table_width: int, max_context_len: int) -> StepMemory:
+        """Make the memory of steps that decode up to `num_seqs` sequences alone (`parts`).
+
+        table_width: blocks of the longest context.
+        """
+        ends = self.ends
+        return StepMemory.make(num_seqs, table_width, max_context_len, ends.embedding, ends.head.shape[0])
+
+    def parts(self, memory: StepMemory, caches: Sequence[torch.Tensor]) -> Iterator[Part]:
+        """Yield the parts of a step alone that decodes, from the memory's token ids to its logits.
+
+        A layer is cut behind the norm that follows each of its halves (a parallel one at its end), where only
+        the residual and x pass on. So a part reads one half, the norms behind it, and the memory.
+        """
+        for i, layer in enumerate(self.layers):
+            attention, feed_forward, cache = layer.attention, layer.feed_forward, caches[i]
+            is_last = i == len(self.layers) - 1
+            norm = self.ends.norm if is_last else self.layers[i + 1].attention.input_norm
+            begin = self._begin if i == 0 else None
+            can = not isinstance(feed_forward, Experts)
+            if self._is_parallel:
+                run = partial(self._parallel_part, begin, attention, feed_forward, memory, cache, norm)
+                yield Part(f"layer {i}", (attention, feed_forward, cache, norm), run, can)
+                continue
+            run = partial(self._attention_part, begin, attention, memory, cache)
+            yield Part(f"attention of layer {i}", (attention, cache), run)
+            out_norm = attention.ffn_out_norm
+            run = partial(self._ffn_part, feed_forward, out_norm, memory, norm)
+            yield Part(f"FFN of layer {i}", (feed_forward, out_norm, norm), run, can)
+        yield Part("head", (), partial(self._logits, memory.x, memory.logits))
+
+    def _begin(self, memory: StepMemory, norm: torch.Tensor) -> torch.Tensor:
+        torch.index_select(self.ends.embedding, 0, memory.token_ids, out=memory.residual)
+        self._scaled(memory.residual)
+        return self._norm(memory.residual, norm, self.eps)
+
+    def _attention_part(
+        self, begin: Begin | None, attention: Attention, memory: StepMemory, cache: torch.Tensor
+    ) -> None:
+        x = begin(memory, attention.input_norm) if begin else memory.x
+        self._attend(attention, memory.plan, cache, x, memory.residual, out=memory.x)
+
+    def _ffn_part(
+        self,
+        feed_forward: FeedForward | Experts,
+        out_norm: torch.Tensor | None,
+        memory: StepMemory,
+        norm: torch.Tensor,
+    ) -> None:
+        x = self._feed(feed_forward, out_norm, memory.x)
+        self._add_norm(x, memory.residual, norm, self.eps, memory.x)
+
+    def _parallel_part(
+        self,
+        begin: Begin | None,
+        attention: Attention,
+        feed_forward: FeedForward | Experts,
+        memory: StepMemory,
+        cache: torch.Tensor,
+        norm: torch.Tensor,
+    ) -> None:
+        x = begin(memory, attention.input_norm) if begin else memory.x
+        made, _ = self._run_parallel(attention, feed_forward, memory.plan, cache, x, memory.residual)
+        self._add_norm(made, memory.residual, norm, self.eps, memory.x)
 
     def run(
         self,
@@ -240,46 +309,78 @@ class Transformer:
             return x, residual
         for i in range(segment.first, segment.end):
             layer, is_last = self.layers[i], i == segment.end - 1
-            attention, rows = layer.attention, last_rows if is_last else None
+            attention, feed_forward, rows = (
+                layer.attention,
+                layer.feed_forward,
+                last_rows if is_last else None,
+            )
             norm = next_norm if is_last else self.layers[i + 1].attention.input_norm
             if self._is_parallel:
-                x, residual = self._run_parallel(layer, segment, caches[i], x, residual, rows)
+                x, residual = self._run_parallel(
+                    attention, feed_forward, segment.plan, caches[i], x, residual, rows, segment.group
+                )
             else:
-                x = attention(x, segment.plan, caches[i], self.cos_sin[attention.rope], rows)
-                _sum(x, segment.group)
-                residual = residual if rows is None else residual[rows]
-                if attention.out_norm is not None:
-                    x = self._norm(x, attention.out_norm, self.eps)
-                x = self._add_norm(x, residual, attention.ffn_norm, self.eps)
-                x = layer.feed_forward(x)
-                _sum(x, segment.group)
-                if attention.ffn_out_norm is not None:
-                    x = self._norm(x, attention.ffn_out_norm, self.eps)
+                x, residual = self._attend(
+                    attention, segment.plan, caches[i], x, residual, rows, segment.group
+                )
+                x = self._feed(feed_forward, attention.ffn_out_norm, x, segment.group)
             if norm is None:
                 residual.add_(x)
             else:
                 x = self._add_norm(x, residual, norm, self.eps)
         return x, residual
 
-    def _run_parallel(
+    def _attend(
         self,
-        layer: Layer,
-        segment: Segment,
+        attention: Attention,
+        plan: AttentionPlan,
         cache: torch.Tensor,
         x: torch.Tensor,
         residual: torch.Tensor,
-        rows: torch.Tensor | None,
+        rows: torch.Tensor | None = None,
+        group: ReduceGroup | None = None,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a layer's attention up to its FFN's x (in `out`, if given); add to the residual."""
+        x = attention(x, plan, cache, self.cos_sin[attention.rope], rows)
+        _sum(x, group)
+        residual = residual if rows is None else residual[rows]
+        if attention.out_norm is not None:
+            x = self._norm(x, attention.out_norm, self.eps)
+        return self._add_norm(x, residual, attention.ffn_norm, self.eps, out), residual
+
+    def _feed(
+        self,
+        feed_forward: FeedForward | Experts,
+        out_norm: torch.Tensor | None,
+        x: torch.Tensor,
+        group: ReduceGroup | None = None,
+    ) -> torch.Tensor:
+        """Run a layer's FFN to what is to be added to the residual."""
+        x = feed_forward(x)
+        _sum(x, group)
+        return x if out_norm is None else self._norm(x, out_norm, self.eps)
+
+    def _run_parallel(
+        self,
+        attention: Attention,
+        feed_forward: FeedForward | Experts,
+        plan: AttentionPlan,
+        cache: torch.Tensor,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        rows: torch.Tensor | None = None,
+        group: ReduceGroup | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a layer whose halves read the same residual, to what is to be added to it; one sum makes it."""
-        attention = layer.attention
         residual_of_rows = residual if rows is None else residual[rows]
         if attention.ffn_norm is attention.input_norm:
             fed = x if rows is None else x[rows]
         else:
             fed = self._norm(residual_of_rows, attention.ffn_norm, self.eps)
-        made = attention(x, segment.plan, cache, self.cos_sin[attention.rope], rows)
-        made.add_(layer.feed_forward(fed))
-        _sum(made, segment.group)
+        made = attention(x, plan, cache, self.cos_sin[attention.rope], rows)
+        made.add_(feed_forward(fed))
+        _sum(made, group)
         return made, residual_of_rows
 
     def _gather_to_higher_tp(

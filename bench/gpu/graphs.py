@@ -1,0 +1,221 @@
+"""Decode steps as CUDA graphs beside the same steps call by call: tokens, time, launches, flips of halves.
+
+    python -m bench.gpu graphs [--device cpu]
+
+Tokens are those of a small random model, served with and without graphs: as it is, with a half of a layer
+replaced, with the half back, and with its KV cache in 8 bits. Times and launches are those of Llama 3 8B's
+shape, in turns on one engine. A flip replaces the FFN of a layer between two steps, by one that no graph has
+read yet or by one that a graph knows. `--device cpu` takes a tiny model and keeps calls in place of graphs.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import kernels  # noqa: F401 before torch: it settles how torch's threads wait
+
+# isort: split
+import torch
+
+from bench.common.engines import INSTANCE, EngineShape, close, greedy, run_prompts, timed
+from bench.gpu.card import bandwidth
+from bench.gpu.common import Found, device_clock, run_alone
+from bench.gpu.decode import CPU, GPU, TINY, decode_row, random_engine
+from worker.engine.core import EngineCore
+from worker.engine.engine import Engine
+from worker.engine.recorded_decodes import RecordedDecodes
+from worker.model import Model
+from worker.model.layer import FeedForward
+from worker.model.linear import TransposedLinear
+
+SMALL = TINY | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64}
+TOKENS = replace(
+    CPU, config=SMALL, shape=EngineShape(max_num_seqs=6, max_num_batched_tokens=64), budget_mib=256
+)
+DECODES = ((1, 512), (8, 512), (64, 512), (256, 256))  # sequences, tokens of context
+LENGTHS = (3, 70, 1, 40, 17)
+NUM_OUT = 40
+FLIPS = 12
+LAUNCHES = (
+    "cudaLaunchKernel",
+    "cudaLaunchKernelExC",
+    "cuLaunchKernel",
+    "cuLaunchKernelEx",
+    "cudaGraphLaunch",
+)
+COPIES = ("cudaMemcpyAsync", "cudaMemsetAsync")
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
+
+
+def measure(device: torch.device, found: Found) -> None:
+    sizes = GPU if device.type == "cuda" else CPU
+    for kv_dtype in ("full", "int8"):
+        compare_tokens(device, kv_dtype, found)
+    reads = bandwidth(device)
+    engine = random_engine(device, sizes)
+    recorded = recordings(engine, device)
+    found.put(
+        parts=recorded.num_recorded,
+        record_s=recorded.record_s,
+        record_mib=recorded.record_bytes / 2**20,
+    )
+    for num_seqs, context in DECODES if device.type == "cuda" else sizes.decodes:
+        for is_graph in (True, False):
+            use(engine, recorded if is_graph else None)
+            row = decode_row(engine, num_seqs, context, sizes, reads, device)
+            found.add("decode", row | {"graphs": is_graph})
+    use(engine, recorded)
+    found.put(flips=flips(engine, device, sizes.steps))
+    for is_graph in (True, False):
+        use(engine, recorded if is_graph else None)
+        found.put(**{"launches" if is_graph else "launches_call_by_call": launches_of_a_step(engine, device)})
+    close(engine)
+
+
+def recordings(engine: Engine, device: torch.device) -> RecordedDecodes:
+    """Return the engine's recordings; on a CPU, which has none, some that keep the calls."""
+    instance = instance_of(engine)
+    if recorded := instance.local_executor.recorded:
+        return recorded
+    assert device.type == "cpu", "a GPU records decodes"
+    recorded = RecordedDecodes(model_of(engine), instance.kv, instance.limits, device, lambda run: run)
+    for _ in recorded.record():
+        pass
+    return recorded
+
+
+def instance_of(engine: Engine) -> EngineCore:
+    return engine.instances[INSTANCE]
+
+
+def model_of(engine: Engine) -> Model:
+    model = instance_of(engine).model
+    assert isinstance(model, Model)
+    return model
+
+
+def use(engine: Engine, recorded: RecordedDecodes | None) -> None:
+    """Run the next decodes by these recordings, or call by call."""
+    instance_of(engine).local_executor.recorded = recorded
+
+
+def compare_tokens(device: torch.device, kv_dtype: Any, found: Found) -> None:
+    """Serve the same prompts with graphs and without, as halves come and go."""
+    prompts = [[(7 * n + 3 * i) % 200 for i in range(n)] for n in LENGTHS]
+    served = []
+    for is_graph in (True, False):
+        engine = random_engine(
+            device, replace(TOKENS, shape=replace(TOKENS.shape, kv_dtype=kv_dtype), dtype=torch.float32)
+        )
+        recorded = recordings(engine, device)
+        use(engine, recorded if is_graph else None)
+        model, made = model_of(engine), []
+        first = model.layers[1].feed_forward
+        for half in (first, changed(first, -3.0), copy(first)):
+            model.install(1, half)
+            made.append(run_prompts(engine, prompts, NUM_OUT)[1])
+        if is_graph and not recorded.num_steps:
+            found.problem(f"KV in {kv_dtype}: no step ran by recordings")
+        served.append(made)
+        close(engine)
+    for what, graphs, plain in zip(
+        ("as it is", "with another half", "with its half back"), *served, strict=True
+    ):
+        if graphs != plain:
+            found.problem(
+                f"tokens of a model {what}, KV in {kv_dtype}: {graphs} with graphs, {plain} without"
+            )
+    if served[1][0] == served[1][1]:
+        found.problem("another half changes no token: the comparison shows nothing")
+
+
+def changed(half: object, factor: float) -> FeedForward:
+    """Return an FFN with other memory for the weights of `down`, times a factor."""
+    assert isinstance(half, FeedForward)
+    other = copy(half)
+    assert isinstance(other.down, TransposedLinear)
+    other.down = TransposedLinear(other.down.weight * factor, other.down.bias)
+    return other
+
+
+def steps_of(engine: Engine, num_seqs: int, num_out: int) -> None:
+    """Begin some sequences and run their prefills."""
+    for s in range(num_seqs):
+        engine.submit(INSTANCE, greedy(f"s{s}", [(31 * i + s) % 199 for i in range(12)], num_out))
+    for _ in range(num_seqs + 4):
+        engine.step()
+
+
+def end(engine: Engine, num_seqs: int) -> None:
+    engine.cancel([f"s{s}" for s in range(num_seqs)])
+    while engine.has_work:
+        engine.step()
+
+
+def flips(engine: Engine, device: torch.device, steps: int) -> dict[str, float]:
+    """Time steps without a flip, those behind one to a half that is new, and to one that is known."""
+    model, clock = model_of(engine), device_clock(device)
+    first = model.layers[1].feed_forward
+    steps_of(engine, 2, 4 * (steps + 8 * FLIPS))
+    plain = [timed(engine.step, clock) for _ in range(steps)]
+    behind: dict[str, list[float]] = {"new": [], "known": []}
+    for _ in range(FLIPS):
+        for half, kind in ((changed(first, 1.0), "new"), (first, "known")):
+            model.install(1, half)
+            behind[kind].append(timed(engine.step, clock))
+            for _ in range(3):
+                engine.step()
+    end(engine, 2)
+    times = {"without": plain, **behind}
+    return {
+        f"{name}_{what}_ms": 1e3 * of(values)
+        for name, values in times.items()
+        for what, of in (("median", statistics.median), ("longest", max))
+    }
+
+
+def launches_of_a_step(engine: Engine, device: torch.device) -> dict[str, float]:
+    """Count what a decode step asks of the device, by the profiler; nothing on a CPU."""
+    count = 4
+    steps_of(engine, 2, 64)
+    if device.type != "cuda":
+        end(engine, 2)
+        return {}
+    torch.cuda.synchronize(device)
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
+        for _ in range(count):
+            engine.step()
+    end(engine, 2)
+    seen = Counter({event.key: event.count for event in profile.key_averages()})
+    groups: dict[str, tuple[str, ...]] = {"launches": LAUNCHES, "copies": COPIES, "waits": WAITS}
+    counted = {name: sum(seen[key] for key in keys) / count for name, keys in groups.items()}
+    return counted | {key: seen[key] / count for keys in groups.values() for key in keys if seen[key]}
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    if "parts" in found:
+        took = f"{found['record_s']:.1f} s and {found['record_mib']:.0f} MiB"
+        yield f"recorded {found['parts']} parts in {took}"
+    rows = found.get("decode", [])
+    for graph, plain in zip(rows[::2], rows[1::2], strict=False):
+        yield (
+            f"decode {graph['sequences']:3d} x {graph['context']:5d}: {graph['step_ms']:7.2f} ms with graphs,"
+            f" {plain['step_ms']:7.2f} call by call, floor {graph['floor_ms']:6.2f}, "
+            f"ratios {graph['ratio']:.2f} and {plain['ratio']:.2f}"
+        )
+    if flips := found.get("flips"):
+        yield "steps, ms: " + ", ".join(f"{name[:-3]} {value:.2f}" for name, value in flips.items())
+    for name in ("launches", "launches_call_by_call"):
+        if counts := found.get(name):
+            told = ", ".join(f"{value:g} {kind}" for kind, value in counts.items())
+            yield f"a step {'with graphs' if name == 'launches' else 'call by call'}: {told} (bar 70 and 1)"
+
+
+def main() -> int:
+    return run_alone(__doc__, "graphs", measure, lines)

@@ -1,0 +1,355 @@
+"""Decodes that run as recordings give the tokens of steps call by call, whatever changes between them.
+
+A recorder that keeps the calls stands for CUDA graphs: like a graph, a recording reads what lay at its
+addresses when it was made, and knows nothing of a half or a cache that has been replaced since.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench.common.engines import fill_cache, make_instance
+from bench.common.loading import load_model
+from bench.common.oracles import make_oracle
+from kernels.registry import use_backend
+from tests.support.engine_toys import Client, request, run
+from worker.engine.build import canary_steps, make_cache, make_pool, served_limits
+from worker.engine.core import EngineCore
+from worker.engine.engine import Engine
+from worker.engine.recorded_decodes import RecordedDecodes, sizes_up_to
+from worker.engine.sequence import Limits
+from worker.memory import PagePool
+from worker.model import Model, step_parts
+from worker.model.layer import Attention, LayerHalf
+from worker.model.linear import DenseLinear, TransposedLinear
+from worker.model.step_parts import Run, value_of
+
+CPU = torch.device("cpu")
+NUM_NEW = 12
+
+
+class Recorder:
+    """Records calls by keeping them; counts recordings and their runs, and fails while `why` says so."""
+
+    def __init__(self) -> None:
+        self.num_made = self.num_runs = 0
+        self.why = ""
+
+    def __call__(self, call: Run) -> Run:
+        if self.why:
+            raise RuntimeError(self.why)
+        self.num_made += 1
+
+        def replay() -> None:
+            self.num_runs += 1
+            call()
+
+        return replay
+
+
+class Case:
+    """An engine whose decodes are recorded, or run call by call."""
+
+    def __init__(self, folder: Path, *, is_recorded: bool = True, **limits: Any) -> None:
+        self.pool: PagePool = make_pool(CPU, 64 * 1024 * 1024)
+        self.model: Model = load_model(folder, self.pool, dtype=torch.float32)
+        sizes: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "block_tokens": 4}
+        self.limits = Limits(**(served_limits(self.model, 128) | sizes | limits))
+        self.cache = make_cache(self.pool, self.model, self.limits, "test")
+        fill_cache(self.pool, self.cache, self.model, self.limits, reserve_pages=64)
+        self.instance: EngineCore = make_instance("m@w0", self.model, self.cache, self.limits)
+        self.recorder = Recorder()
+        assert self.instance.local_executor.recorded is None, "a CPU records steps as programs of its own"
+        if is_recorded:
+            self.recorded = RecordedDecodes(self.model, self.cache, self.limits, CPU, self.recorder)
+            self.instance.local_executor.recorded = self.recorded
+        self.engine = Engine(CPU)
+        self.engine.add_instance(self.instance)
+
+    def serve(self, lengths: list[int], name: str = "") -> dict[str, list[int]]:
+        for i, length in enumerate(lengths):
+            prompt = [(7 * length + 3 * j) % 200 for j in range(length)]
+            self.engine.submit("m@w0", request(f"{name}{i}", prompt, NUM_NEW + i))
+        return run(self.engine, Client()).tokens
+
+    def close(self) -> None:
+        self.cache.release()
+        self.model.release()
+        self.pool.check_integrity()
+        self.pool.close()
+
+
+@pytest.fixture(autouse=True)
+def plain_kernels() -> Iterator[None]:
+    with use_backend("reference"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    make_oracle("llama").save_pretrained(made)
+    return made
+
+
+@pytest.fixture
+def case(folder: Path) -> Iterator[Case]:
+    made = Case(folder)
+    yield made
+    made.close()
+
+
+def compare(folder: Path, **limits: Any) -> Case:
+    """Serve the same prompts with recordings and without, and return the case with them, closed."""
+    cases = [Case(folder, is_recorded=is_recorded, **limits) for is_recorded in (True, False)]
+    recorded, plain = (each.serve([3, 20, 1, 9, 33]) for each in cases)
+    assert recorded == plain
+    for each in cases:
+        each.close()
+    return cases[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-j", "falcon, new decoder", "mixtral"])
+def test_tokens_are_those_of_steps_call_by_call(tmp_path: Path, family: str) -> None:
+    make_oracle(family).save_pretrained(tmp_path)
+    case = compare(tmp_path)
+    layers = case.model.config.num_layers
+    parts = {"mixtral": layers + 1}.get(family, layers + 1 if case.model.config.block == "parallel" else 0)
+    parts = parts or 2 * layers + 1
+    assert case.recorded.num_steps > NUM_NEW
+    sizes_met = {1, 2, 4, 6}  # five sequences that end one after the other
+    assert case.recorder.num_made == len(sizes_met) * parts
+
+
+def test_a_cache_in_8_bits_takes_no_empty_row(folder: Path) -> None:
+    compare(folder, kv_dtype="int8")
+
+
+def test_a_step_that_prefills_runs_call_by_call(case: Case) -> None:
+    case.engine.submit("m@w0", request("0", [1, 2, 3], 8))
+    case.engine.step()
+    assert case.recorded.num_steps == 0
+    case.engine.step()
+    assert case.recorded.num_steps == 1
+    case.engine.submit("m@w0", request("1", [1, 2, 3], 8))
+    case.engine.step()
+    assert case.recorded.num_steps == 1
+
+
+def test_all_sizes_are_recorded_before_the_first_request(case: Case) -> None:
+    cached = [layer[: case.cache.num_blocks] for layer in case.cache.layers]
+    for layer in cached:
+        layer.fill_(7.0)
+    list(case.recorded.record())
+    assert all(layer.eq(7.0).all() for layer in cached), "empty rows write no keys"
+    list(canary_steps(case.instance))
+    made = case.recorder.num_made
+    assert made == case.recorded.num_recorded == 4 * 7
+    case.serve([3, 20, 1, 9, 33])
+    assert case.recorder.num_made == made
+
+
+def test_recording_at_the_start_ends_when_its_time_is_up(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.engine.recorded_decodes.RECORD_S", 0.0)
+    list(case.recorded.record())
+    assert case.recorder.num_made == 7
+    case.serve([3])
+    assert case.recorder.num_made == 14
+
+
+def test_recording_at_the_start_ends_when_the_device_is_full(
+    case: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(case.recorded, "_free_bytes", lambda: 10 << 20)
+    list(case.recorded.record())
+    assert "10 MiB free; lower worker.memory_mb" in caplog.text
+    assert case.recorder.num_made == 7
+    case.serve([3])
+    assert case.recorder.num_made == 7
+
+
+def changed(half: LayerHalf) -> LayerHalf:
+    """Return another half, with other weights."""
+    other = copy(half)
+    if isinstance(other, Attention):
+        assert isinstance(other.o, DenseLinear)
+        other.o = DenseLinear(other.o.weight * -3)
+        other.input_norm = other.input_norm.clone()
+    else:
+        assert isinstance(other.down, TransposedLinear)
+        other.down = TransposedLinear(other.down.weight * -3)
+    return other
+
+
+@pytest.mark.parametrize(("part", "num_stale"), [("feed_forward", 1), ("attention", 2)])
+def test_a_swap_records_what_reads_the_half_anew_and_the_way_back_nothing(
+    folder: Path, part: str, num_stale: int
+) -> None:
+    found = []
+    for is_recorded in (True, False):
+        case = Case(folder, is_recorded=is_recorded)
+        before = getattr(case.model.layers[1], part)
+        made, tokens = [], []
+        for i, half in enumerate(
+            [before, changed(before), copy(before)]
+        ):  # a half is built anew on its return
+            case.model.install(1, half)
+            tokens.append(case.serve([5], str(i))[f"{i}0"])
+            made.append(case.recorder.num_made)
+        found.append(tokens)
+        if is_recorded:
+            assert made == [7, 7 + num_stale, 7 + num_stale]
+        case.close()
+    assert found[0] == found[1]
+    assert found[0][0] == found[0][2] != found[0][1]
+
+
+def test_a_swap_between_two_steps_takes_effect_at_once(folder: Path) -> None:
+    found = []
+    for is_recorded in (True, False):
+        case = Case(folder, is_recorded=is_recorded)
+        first, second = case.model.layers[0].feed_forward, changed(case.model.layers[0].feed_forward)
+        client = Client()
+        for i in range(3):
+            case.engine.submit("m@w0", request(str(i), list(range(3 + i)), 30))
+        for i in range(24):
+            case.model.install(0, (first, second)[i // 3 % 2])
+            client.take(case.engine.step())
+        found.append(run(case.engine, client).tokens)
+        case.close()
+    assert found[0] == found[1]
+
+
+def test_growing_the_kv_cache_records_nothing_and_converting_a_layer_one_part(case: Case) -> None:
+    case.serve([5], "a")
+    made = case.recorder.num_made
+    case.cache.grow(2)
+    case.serve([5], "b")
+    assert case.recorder.num_made == made
+    case.cache.convert(1, "int8")
+    case.instance.kv_converted()
+    case.serve([5], "c")
+    assert case.recorder.num_made == made + 1
+    case.cache.convert(1, "full")
+    case.serve([5], "d")
+    assert case.recorder.num_made == made + 1
+
+
+def test_a_part_that_cannot_be_recorded_runs_call_by_call_and_the_log_says_why(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    case, plain = Case(folder), Case(folder, is_recorded=False)
+    case.recorder.why = "operation not permitted when stream is capturing"
+    with caplog.at_level(logging.WARNING):
+        assert case.serve([3, 20]) == plain.serve([3, 20])
+    assert case.recorder.num_made == 0
+    lines = [line for line in caplog.messages if "recording it failed" in line]
+    assert len(lines) == step_parts.MOST_FAILURES
+    assert lines[0].startswith("the attention of layer 0 of a decode step runs call by call")
+    assert case.recorder.why in lines[0]
+    case.recorder.why = ""
+    case.serve([3], "later")
+    assert case.recorder.num_made == 0  # a device that refuses is not asked for ever
+    for each in (case, plain):
+        each.close()
+
+
+def test_one_failure_costs_one_step_of_one_part(case: Case) -> None:
+    case.recorder.why = "another thread waited for the device"
+    case.engine.submit("m@w0", request("0", [1, 2, 3], 8))
+    case.engine.step()
+    made = step_parts.MOST_FAILURES
+    step_parts_before, step_parts.MOST_FAILURES = made, 100
+    try:
+        case.engine.step()
+        case.recorder.why = ""
+        case.engine.step()
+        assert case.recorder.num_made == 7
+    finally:
+        step_parts.MOST_FAILURES = step_parts_before
+
+
+class Launches(TorchDispatchMode):  # type: ignore[misc]  # torch leaves it untyped
+    """Counts what torch computes outside of recordings, and what waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.num_waits = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not func.is_view and name not in ("empty", "empty_like", "empty_strided", "detach"):
+            self.names.append(name)
+        self.num_waits += name in ("_local_scalar_dense", "item", "nonzero", "equal")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_decode_of_32_layers_takes_at_most_70_launches_and_waits_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_oracle("llama", num_hidden_layers=32).save_pretrained(tmp_path)
+    case = Case(tmp_path)
+
+    class Quiet(Recorder):
+        """Counts the runs of recordings, which are one launch each, and shows nothing of what they do."""
+
+        def __call__(self, call: Run) -> Run:
+            replay = super().__call__(call)
+
+            def hidden() -> None:
+                with torch.utils._python_dispatch._disable_current_modes():
+                    replay()
+
+            return hidden
+
+    case.recorder = case.recorded._parts._record = Quiet()
+    waits, to_host = [], torch.Tensor.cpu
+
+    def cpu(self: torch.Tensor) -> torch.Tensor:
+        waits.append("copy to the host")
+        return to_host(self)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+    # As on a GPU: the largest logit is found there, and the token ids come to the host.
+    monkeypatch.setattr("worker.engine.sampler.argmax", lambda scores: scores.argmax(dim=-1))
+    for i in range(3):
+        case.engine.submit("m@w0", request(str(i), [1, 2, 3 + i], 8))
+    for _ in range(3):  # prefill, and the first decodes
+        case.engine.step()
+    runs = case.recorder.num_runs
+    waits.clear()
+    with Launches() as launches:
+        assert len(case.engine.step()[0].outputs) == 3
+    num_replays = case.recorder.num_runs - runs
+    assert num_replays == 65  # the halves and the head
+    assert launches.names == ["copy_", "argmax"]  # the step's input, and the largest logits
+    assert num_replays + len(launches.names) + len(waits) <= 70
+    assert len(waits) + launches.num_waits == 1
+    case.close()
+
+
+def test_sizes_end_with_the_most_sequences_of_a_step() -> None:
+    assert sizes_up_to(1) == [1]
+    assert sizes_up_to(6) == [1, 2, 4, 6]
+    assert sizes_up_to(64) == [1, 2, 4, 8, 16, 24, 32, 48, 64]
+    assert sizes_up_to(1000)[-2:] == [224, 256]
+
+
+def test_the_value_of_a_half_is_where_its_tensors_lie(case: Case) -> None:
+    half = case.model.layers[0].feed_forward
+    assert value_of(copy(half)) == value_of(half)
+    assert value_of(changed(half)) != value_of(half)
+    assert value_of(case.model.layers[1].feed_forward) != value_of(half)
+    attention = case.model.layers[0].attention
+    other = copy(attention)
+    other.scale *= 2
+    assert value_of(other) != value_of(attention)
