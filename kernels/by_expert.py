@@ -34,7 +34,15 @@ def fill_groups(
     least: int,
 ) -> None:
     """Multiply the pairs of each expert that has `least` or more."""
-    for unit, (begin, end) in zip(weight.matrices(), pairwise(routing.bounds.tolist()), strict=True):
+    for unit, (begin, end) in zip(weight.matrices(), pairwise(_bounds(routing)), strict=True):
         if end - begin >= least:
             part = x[begin:end] if is_by_place else x[routing.rows[begin:end]]
             out[begin:end] = calls.quantized_linear(unit.padded(part), unit)
+
+
+def _bounds(routing: Routing) -> list[int]:
+    """Return the bounds; on device "meta", where there are none, the first expert has all pairs."""
+    if routing.bounds.is_meta:
+        return [0] + [routing.rows.shape[0]] * (routing.bounds.shape[0] - 1)
+    bounds: list[int] = routing.bounds.tolist()
+    return bounds

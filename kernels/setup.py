@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from kernels.cpu.choice import TABLE, Product, describe
 from kernels.examples import Sizes
-from kernels.registry import KERNELS
+from kernels.registry import KERNELS, use_backend
 
 
 def configure(threads: int = 0, product_kernel: str = "") -> int:
@@ -60,12 +60,16 @@ def warm_up(
     rotary_dim: int = 0,
     softcap: float = 0.0,
     has_sinks: bool = False,
+    rehearse: Callable[[], None] | None = None,
 ) -> None:
     """Run every kernel once on a prefill chunk and a decode, so that no request waits for a compiler.
 
     The sizes are the model's (`kernels.examples.Sizes`); `bits` are those of its quantised variants.
-    has_kv_codes: its KV cache may be in 8 bits. It takes some 40 s the first time on a machine and under 1 s
+    has_kv_codes: its KV cache may be in 8 bits. It takes some 40 s the first time on a CPU and under 1 s
     afterwards, with the compiled code on disk.
+
+    rehearse: runs the model's own steps on device "meta". On a GPU, what they and the examples launch is
+    compiled first, in processes of their own, and what is compiled later is an error in the log.
     """
     sizes = Sizes(
         dtype=dtype,
@@ -81,7 +85,26 @@ def warm_up(
         softcap=softcap,
         has_sinks=has_sinks,
     )
-    with torch.device(device):
-        for call in KERNELS:
-            for arguments in call.examples(sizes):
-                call(*arguments)
+    device = torch.device(device)
+    if device.type == "cuda":
+        _compile_for_gpu(sizes, rehearse)
+    with device:
+        _run_examples(sizes)
+
+
+def _compile_for_gpu(sizes: Sizes, rehearse: Callable[[], None] | None) -> None:
+    from kernels.gpu.compiling import compile_all, recorded, watch  # Triton is not on every machine
+
+    with recorded() as wanted, use_backend("cuda"):
+        if rehearse:
+            rehearse()
+        with torch.device("meta"):
+            _run_examples(sizes)
+    compile_all(wanted)
+    watch()
+
+
+def _run_examples(sizes: Sizes) -> None:
+    for call in KERNELS:
+        for arguments in call.examples(sizes):
+            call(*arguments)

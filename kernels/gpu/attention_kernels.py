@@ -3,7 +3,7 @@
 Row r is query r // GROUP of the tile and head r % GROUP of the KV head's group, so heads that share keys load
 them once. Scores are scaled by log2(e), so the softmax uses 2^x. Strides count elements. Arguments that
 change from step to step are not specialised: if one became 1 or a multiple of 16, Triton would compile again
-while serving.
+while serving. Nor is the alignment of a plan's tensors, which may be parts of one buffer.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # Functions of the compiler carry no annotations: Triton infers their types from the call.
@@ -119,7 +119,10 @@ def _sequence_of(tile, bounds_ptr, num_seqs, BLOCK_Q: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=("window", "num_seqs", "table_stride"))
+@triton.jit(
+    do_not_specialize=("window", "num_seqs", "table_stride"),
+    do_not_specialize_on_alignment=("bounds_ptr", "contexts_ptr", "table_ptr"),
+)
 def chunk_kernel(
     q_ptr,
     kv_ptr,
@@ -190,7 +193,10 @@ def chunk_kernel(
         tl.store(target[:, None] + columns[None, :], result, mask=inside)
 
 
-@triton.jit(do_not_specialize=("window", "num_splits", "table_stride"))
+@triton.jit(
+    do_not_specialize=("window", "num_splits", "table_stride"),
+    do_not_specialize_on_alignment=("bounds_ptr", "contexts_ptr", "table_ptr"),
+)
 def decode_kernel(
     q_ptr,
     kv_ptr,
@@ -260,7 +266,7 @@ def decode_kernel(
         tl.store(state_ptr + place * 2 + 1, peak, mask=rows < GROUP)
 
 
-@triton.jit(do_not_specialize=("num_splits",))
+@triton.jit(do_not_specialize=("num_splits",), do_not_specialize_on_alignment=("bounds_ptr",))
 def join_kernel(
     partial_ptr,
     state_ptr,

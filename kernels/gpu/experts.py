@@ -45,7 +45,7 @@ def grouped_linear(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("bounds_ptr", "rows_ptr"))
 def _group_kernel(
     x_ptr,
     w_ptr,

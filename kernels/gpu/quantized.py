@@ -12,7 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.gpu.attention import num_processors, operand
+from kernels.gpu.attention import operand
+from kernels.gpu.device import num_processors
 from kernels.gpu.quantized_kernels import decode_kernel, product_kernel
 from kernels.packing import TILE, planes
 from kernels.quantized import GROUP_STEP, QuantizedWeight

@@ -128,7 +128,7 @@ def _rotate(base_ptr, head_stride, num_heads, heads, columns, cosine, sine, HALF
     tl.store(place + HALF, (high * cosine + low * sine).to(base_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("positions_ptr",))
 def _rotary_kernel(
     q_ptr,
     k_ptr,
@@ -217,7 +217,7 @@ def _gated(gate: Tensor, up: Tensor, linear: float, cubic: float) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("slots_ptr",))
 def _store_kv_kernel(
     k_ptr,
     v_ptr,
@@ -287,7 +287,7 @@ def _code_heads(source, target, scales, scaled, inside, LARGEST: tl.constexpr):
     tl.store(target, whole.to(tl.int8), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("slots_ptr",))
 def _store_kv_codes_kernel(
     k_ptr,
     v_ptr,
@@ -342,7 +342,7 @@ def _store_codes(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("source_ptr", "target_ptr"))
 def _copy_blocks_kernel(
     kv_ptr,
     source_ptr,

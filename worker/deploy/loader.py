@@ -171,7 +171,11 @@ class ModelLoader:
 
     def compile(self, pause: Pause) -> None:
         bits = [BITS[precision] for precision in self.variants.precisions if precision != "full"]
-        compile_kernels(self.model, self.limits, self.pool.backend.device, bits=bits)
+        device, quantized = self.pool.backend.device, dict[tuple[Part, Precision], RangePlan]()
+        if isinstance(self.variants, LayerVariants):
+            plans = self.variants.ranges.plans.items()
+            quantized = {key: plan for key, plan in plans if key[1] != "full"}
+        compile_kernels(self.model, self.limits, device, bits=bits, quantized=quantized)
         if self.pool.backend.device.type == "cpu":
             self.products = kernels.choose_products(self._products(), f"{self.digest} {self.model.dtype}")
         for line in self.products:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 
 import torch
 
 import kernels
-from bus.messages import SamplingParams
+from bus.messages import Part, SamplingParams
+from bus.precisions import Precision
 from worker.engine.core import EngineCore, Stats
 from worker.engine.recorded_decodes import recorded_decodes
 from worker.engine.sequence import Limits, own_request
 from worker.memory import CpuBackend, KVCache, PagePool
 from worker.model import Model, ModelError
-from worker.model.layout import degrees
+from worker.model.layout import RangePlan, degrees
+from worker.model.rehearsal import Rehearsal
 
 MIB = 1024 * 1024
 CPU_PAGE_BYTES, CUDA_PAGE_BYTES = 64 * 1024, 2 * MIB
@@ -112,9 +114,29 @@ def instance_of(instance_id: str, model: Model, cache: KVCache, limits: Limits) 
     return instance
 
 
-def compile_kernels(model: Model, limits: Limits, device: torch.device, *, bits: Seq[int] = ()) -> None:
-    """Compile what this model's steps will run. May be called in any thread."""
+def compile_kernels(
+    model: Model,
+    limits: Limits,
+    device: torch.device,
+    *,
+    bits: Seq[int] = (),
+    quantized: Mapping[tuple[Part, Precision], RangePlan] | None = None,
+) -> None:
+    """Compile what this model's steps will run. May be called in any thread.
+
+    bits: of the variants below full precision. quantized: their layouts, without which a GPU compiles at the
+    first step with one of them.
+    """
     config = model.config
+    has_kv_codes = limits.kv_dtype != "full"
+    rehearsal = Rehearsal(
+        config=config,
+        plan=model.plan,
+        quantized=quantized or {},
+        block_tokens=limits.block_tokens,
+        has_kv_codes=has_kv_codes,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+    )
     for tp in degrees(config, model.plan.max_tp):  # Triton compiles for a number of heads
         kernels.warm_up(
             model.dtype,
@@ -126,10 +148,11 @@ def compile_kernels(model: Model, limits: Limits, device: torch.device, *, bits:
             block_tokens=limits.block_tokens,
             device=device,
             bits=bits if tp == 1 else (),
-            has_kv_codes=limits.kv_dtype != "full",
+            has_kv_codes=has_kv_codes,
             rotary_dim=config.rope.dim,
             softcap=config.attention_softcap,
             has_sinks=config.has_sinks,
+            rehearse=rehearsal if tp == 1 else None,  # it has all degrees
         )
 
 

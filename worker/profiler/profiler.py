@@ -22,6 +22,7 @@ from worker.deploy.kv_sharing import fair_pages, gift, next_lender
 from worker.deploy.model_host import PAGES_AT_ONCE, ModelHost, holder_of
 from worker.engine.core import EngineCore
 from worker.memory import KVCache, PagePool
+from worker.model.rehearsal import Rehearsal
 from worker.profiler.fingerprint import CutPlan, Fingerprint
 from worker.profiler.grid import Grid
 from worker.profiler.requests import Requests
@@ -164,6 +165,15 @@ class Profiler:
         config = self.plan.config
         if self.pool.backend.device.type == "cuda":
             torch.cuda.set_device(self.pool.backend.device)
+        has_kv_codes = self.grid.kv_dtype != "full"
+        rehearsal = Rehearsal(
+            config=config,
+            plan=self.plan.model,
+            quantized=self.plan.quantized,
+            block_tokens=self.grid.block_tokens,
+            has_kv_codes=has_kv_codes,
+            max_num_batched_tokens=self.grid.max_num_batched_tokens,
+        )
         for tp in (1, *self.plan.shares):  # Triton compiles for a number of heads
             kernels.warm_up(
                 self.plan.model.dtype,
@@ -175,10 +185,11 @@ class Profiler:
                 block_tokens=self.grid.block_tokens,
                 device=self.pool.backend.device,
                 bits=[BITS[precision] for precision in self.plan.precisions],
-                has_kv_codes=self.grid.kv_dtype != "full",
+                has_kv_codes=has_kv_codes,
                 rotary_dim=config.rope.dim,
                 softcap=config.attention_softcap,
                 has_sinks=config.has_sinks,
+                rehearse=rehearsal if tp == 1 else None,  # it has all degrees
             )
 
     def _say(self, progress: str) -> None:
