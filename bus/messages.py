@@ -486,6 +486,9 @@ class InstanceCard:
     losses_assumed: dict[Precision, str] = field(default_factory=dict)  # why the others were not measured
     kv_dtype: KVPrecision = "full"  # what its KV cache rests in
     kv_loss: float | None = None  # share of perplexity that a KV cache in 8 bits costs; None: not measured
+    max_num_seqs: int = 0  # in one step, as the next one; 0: unknown
+    max_num_batched_tokens: int = 0
+    max_tp: int = 0  # the degree that its weights are padded for; 1: none; 0: unknown
     kv_gain: float = 1.0  # KV blocks in 8 bits in the pages of one in the model's dtype
 
     @property

@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -127,6 +127,12 @@ class ControllerSettings(Section):
     change_cooldown_s: float = _key(120.0, "time before a deployment is changed; failures double it", gt=0)
 
 
+STEP_DEFAULTS: Final = {
+    "cpu": {"max_num_seqs": 64, "max_num_batched_tokens": 512},
+    "cuda": {"max_num_seqs": 256, "max_num_batched_tokens": 8192},
+}
+
+
 class WorkerSettings(Section):
     """One worker process per device."""
 
@@ -144,9 +150,13 @@ class WorkerSettings(Section):
     kv_dtype: KVPrecision = _key("full", "the KV cache; full: in the model's dtype, int8: in 8 bits")
     prefix_cache: bool = _key(True, "requests share the KV blocks of equal beginnings")
     max_model_len: int = _key(0, "longest sequence; 0: what the model's config says", ge=0)
-    max_num_seqs: int = _key(64, "most sequences in one step", ge=1)
-    max_num_batched_tokens: int = _key(512, "most tokens in one step: the chunk of a prefill", ge=1)
-    max_tp: int = _key(4, "highest tensor-parallel degree that weights are padded for", ge=1, le=8)
+    max_num_seqs: int = _key(0, "most sequences in one step; 0: 64 on a CPU, 256 on a GPU", ge=0)
+    max_num_batched_tokens: int = _key(
+        0, "most tokens in one step: the chunk of a prefill; 0: 512 on a CPU, 8192 on a GPU", ge=0
+    )
+    max_tp: int = _key(
+        0, "highest tensor-parallel degree that weights are padded for; 0: 4, or 1 if it is alone", ge=0, le=8
+    )
     variants: list[str] = _key(list(QUANTIZED), "precisions that layers may be swapped to; empty: no swaps")
     quantization: Literal["", "awq", "gptq", "rtn"] = _key(
         "", "method of the variants; empty: the best set in the model's folder, else rtn at load"
@@ -193,6 +203,17 @@ class WorkerSettings(Section):
                 " the variants are read from, or set host_memory_mb = 0"
             )
         return self
+
+    def in_force(self, device: str) -> Self:
+        """Return the settings of a worker on a "cpu" or "cuda" device: no zero stands for a default.
+
+        docs/structure.md has the reasons for the numbers. A worker is alone if it has no address for others
+        (`group_host`); where `instar serve` starts a single one, it sets `max_tp`.
+        """
+        defaults = STEP_DEFAULTS[device] | {"max_tp": 4 if self.group_host else 1}
+        return self.model_copy(
+            update={name: value for name, value in defaults.items() if not getattr(self, name)}
+        )
 
     @field_validator("variants")
     @classmethod

@@ -30,7 +30,7 @@ SHOWN_MORPHS: Final = 32
 _CARD: Final = (
     *("id", "model", "tp", "pp", "dtype", "max_model_len", "num_layers", "variants", "order", "order_name"),
     *("min_blocks", "layer_pages", "attention_pages", "losses", "losses_assumed"),
-    *("kv_heads", "degrees", "tokens_at", "products"),
+    *("kv_heads", "degrees", "tokens_at", "products", "max_num_seqs", "max_num_batched_tokens", "max_tp"),
 )
 _COUNTS: Final = ("running", "waiting", "recomputed_tokens")
 MEASURED: Final = [field.name for field in fields(InstanceMetrics) if field.name != "last"]

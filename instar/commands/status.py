@@ -26,7 +26,7 @@ DESCRIPTION = """\
 Shows the state of a running service.
 
   instar status                     the service on this machine
-  instar status --verbose           with the GPUs and the kernels that each model's products run on
+  instar status --verbose           with GPUs, limits of a step, and kernels of products
   instar status --json              the same for programs
   instar status --url http://host:8000
 """
@@ -34,7 +34,7 @@ Shows the state of a running service.
 
 def add_to(parser: CommandParser) -> None:
     add_client_flags(parser)
-    parser.add_argument("--verbose", action="store_true", help="show GPUs and the kernels of products too")
+    parser.add_argument("--verbose", action="store_true", help="show GPUs, limits of a step and kernels too")
     parser.set_defaults(run=run)
 
 
@@ -53,7 +53,7 @@ def show(state: dict[str, Any], console: Console, *, is_verbose: bool = False) -
     instances = state["instances"]
     lines: list[Any] = shape_lines(instances)
     if is_verbose:
-        lines += [*gpu_lines(state["workers"]), *product_lines(instances)]
+        lines += [*gpu_lines(state["workers"]), *limit_lines(instances), *product_lines(instances)]
     lines += map(deployment_line, deployments)
     for morph in shown_morphs(state.get("morphs") or []):
         first, *reasons = morph_lines(morph)
@@ -133,6 +133,16 @@ def loss_lines(instance: Mapping[str, Any]) -> list[str]:
     return [
         f"{instance['id']}: the loss of {', '.join(names)} is assumed: {reason}"
         for reason, names in by_reason.items()
+    ]
+
+
+def limit_lines(instances: list[dict[str, Any]]) -> list[str]:
+    """Return what one step takes at most, which depends on the device, and the degree of the layout."""
+    return [
+        f"{one['id']}: at most {one['max_num_seqs']} sequences and {one['max_num_batched_tokens']} tokens"
+        f" a step, weights padded for degree {one['max_tp']}"
+        for one in instances
+        if one.get("max_num_seqs")
     ]
 
 

@@ -26,7 +26,7 @@ COUNTED: Final = (
 # What is kept of each instance once: what it can become, for a simulation of it.
 FACTS: Final = (
     *("model", "num_layers", "max_model_len", "min_blocks", "variants", "order"),
-    *("layer_pages", "attention_pages"),
+    *("layer_pages", "attention_pages", "max_num_seqs", "max_num_batched_tokens"),
 )
 _SAMPLE: Final = re.compile(r"^([a-zA-Z_:][\w:]*)(\{.*\})? (\S+)", re.MULTILINE)
 

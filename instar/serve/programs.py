@@ -35,6 +35,8 @@ def plan_programs(
         name = worker_id(settings, index, shares_redis=redis is None)
         threads = settings.worker.threads or max(1, num_cpus // settings.serve.workers)
         own = with_values(settings, "worker", id=name, threads=threads)
+        if settings.serve.workers == 1 and redis is not None and not settings.worker.max_tp:
+            own = with_values(own, "worker", max_tp=1)  # alone: no padding for groups that cannot be
         env = settings_environment(own, environ) | _visible_gpu(settings, environ, index, num_gpus)
         programs.append(_module(name, "worker", env, stop_s + settings.worker.drain_timeout_s))
     return programs

@@ -51,15 +51,18 @@ def calibration_of(
 ) -> EngineCalibration:
     """Fit a calibration to runs of workers with these settings. Raises InputError.
 
+    What a run says of its own limits counts; for one that does not, workers on a CPU are assumed.
+
     profiles: the model's folder, for the losses of its halves; without it they are assumed.
     """
     facts: dict[str, Any] = next(
         (one for run in runs for one in run.observed.get("instances", {}).values()), {}
     )
+    worker = worker.in_force("cpu")
     limits = EngineLimits(
         max_model_len=facts.get("max_model_len") or worker.max_model_len or 1,
-        max_num_seqs=worker.max_num_seqs,
-        max_num_batched_tokens=worker.max_num_batched_tokens,
+        max_num_seqs=facts.get("max_num_seqs") or worker.max_num_seqs,
+        max_num_batched_tokens=facts.get("max_num_batched_tokens") or worker.max_num_batched_tokens,
         block_tokens=facts.get("block_tokens") or worker.block_tokens,
     )
     found = fit(runs, limits)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bus.settings import Settings, SettingsError, load_settings, settings_environment
+from bus.settings import Settings, SettingsError, WorkerSettings, load_settings, settings_environment
 from bus.settings_sources import Given
 
 
@@ -194,3 +195,14 @@ def test_the_gateway_knows_whether_others_can_reach_it(
 def test_a_variable_that_leaves_its_section_out_is_not_ignored(variable: str, meant: str) -> None:
     with pytest.raises(SettingsError, match=f"{variable}: there is no such setting; did you mean {meant}"):
         load_settings(environ={"INSTAR_CONFIG": "", variable: "x"})
+
+
+def test_zeros_are_replaced_by_the_defaults_of_the_device_and_what_is_set_stays() -> None:
+    def in_force(device: str, **given: Any) -> tuple[int, int, int]:
+        found = WorkerSettings(**given).in_force(device)
+        return found.max_num_seqs, found.max_num_batched_tokens, found.max_tp
+
+    assert in_force("cpu") == (64, 512, 4)
+    assert in_force("cuda") == (256, 8192, 4)
+    assert in_force("cuda", group_host="") == (256, 8192, 1), "no other worker reaches it"
+    assert in_force("cuda", group_host="", max_num_seqs=3, max_num_batched_tokens=70, max_tp=2) == (3, 70, 2)

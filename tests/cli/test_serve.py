@@ -106,6 +106,19 @@ def test_workers_that_share_a_redis_with_other_hosts_carry_their_hosts_name() ->
     assert workers == [f"{socket.gethostname()}-w0"]
 
 
+@pytest.mark.parametrize(
+    ("workers", "has_own_redis", "given", "max_tp"),
+    [(1, True, 0, 1), (1, True, 4, 4), (2, True, 0, 4), (1, False, 0, 4)],
+)
+def test_weights_of_a_single_worker_are_not_padded_for_groups(
+    workers: int, has_own_redis: bool, given: int, max_tp: int
+) -> None:
+    settings = with_values(with_values(Settings(), "serve", workers=workers), "worker", max_tp=given)
+    programs = plan_programs(settings, plan_redis(64) if has_own_redis else None, {}, 8, 0)
+    own = load_settings(environ=programs[-1].env)
+    assert own.worker.in_force("cpu").max_tp == max_tp
+
+
 def test_no_password_is_in_an_argument() -> None:
     redis = plan_redis(64)
     programs = plan_programs(Settings(), redis, {}, 1, 0)

@@ -12,6 +12,7 @@ from instar.commands.status import (
     as_of_text,
     instances_table,
     layers_text,
+    limit_lines,
     morph_lines,
     policy_text,
     product_lines,
@@ -85,6 +86,13 @@ def test_gpus_are_told_in_words_without_what_they_do_not_tell() -> None:
     workers: list[dict[str, Any]] = [{"id": "w0", "gpu": gpu}, {"id": "w1", "gpu": None}, {"id": "w2"}]
     assert gpu_lines(workers) == [
         "w0: H100, busy 87%, 612 of 700 W, 1980 MHz, slowed by power cap 30%, XID 13: 2"
+    ]
+
+
+def test_the_limits_of_a_step_are_told_where_they_are_known() -> None:
+    limits: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_tp": 1}
+    assert limit_lines([instance("w0", **limits), instance("w1")]) == [
+        "demo@w0: at most 256 sequences and 8192 tokens a step, weights padded for degree 1"
     ]
 
 

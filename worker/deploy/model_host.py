@@ -121,8 +121,8 @@ class ModelHost:
     def __init__(
         self, worker: str, pool: PagePool, engine: Engine, settings: WorkerSettings, morphs: MorphManager
     ) -> None:
-        self.worker, self.pool, self.engine, self.settings = worker, pool, engine, settings
-        self.morphs = morphs
+        self.worker, self.pool, self.engine, self.morphs = worker, pool, engine, morphs
+        self.settings = settings.in_force(pool.backend.device.type)
         self.morphs.reclaim = pool.reclaim
         self.memory = host_memory(settings, pool.backend.device)
         self.models: dict[str, HostedModel] = {}

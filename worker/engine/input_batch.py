@@ -187,7 +187,7 @@ class InputBatch:
         ranges, rows = [], []
         for chunk, chunk_end in zip(chunks, ends.tolist(), strict=True):
             seq = chunk.seq
-            if seq.prompt_logprobs and len(seq.prompt_logprobs) < seq.num_prompt:
+            if seq.wants_prompt_logits:
                 first = max(seq.num_computed_tokens, len(seq.prompt_logprobs) - 1)
                 end = min(seq.num_computed_tokens + chunk.num_tokens, seq.num_prompt - 1)
                 if first < end:

@@ -41,6 +41,8 @@ from worker.memory import BlockAllocator
 Begun = tuple[Sequence, list[int]]  # a sequence, and the indexed blocks that it begins with
 
 LATELY_S, BURST_S = 1.0, 0.25  # arrivals count for so long; over less time they tell no rate
+# Rows of logits in one step for the log-probabilities of prompts: with 8192 they would take 4 GB and more.
+MOST_PROMPT_LOGITS = 512
 TOKENS_A_LOOK = 256  # at least every so many scheduled chunks the need of blocks is counted anew
 
 
@@ -67,11 +69,19 @@ class SchedulerOutput:
     preempted: list[Sequence] = field(default_factory=list)  # lost their blocks and rows, also to begin anew
     rejected: list[tuple[Sequence, str]] = field(default_factory=list)  # left the scheduler, with the reason
     num_tokens: int = 0
+    num_prompt_logits: int = 0  # rows for prompt tokens, at most
 
     def add(self, seq: Sequence, num_tokens: int) -> None:
         """Schedule `num_tokens` of `seq`."""
         self.chunks.append(ScheduledChunk(seq, num_tokens))
         self.num_tokens += num_tokens
+        if seq.wants_prompt_logits:
+            self.num_prompt_logits += num_tokens
+
+    def room_for(self, seq: Sequence, max_tokens: int) -> int:
+        """Return how many tokens of `seq` this step may run, of `max_tokens` in all."""
+        room = max_tokens - self.num_tokens
+        return min(room, MOST_PROMPT_LOGITS - self.num_prompt_logits) if seq.wants_prompt_logits else room
 
 
 class Scheduler:
@@ -302,15 +312,14 @@ class Scheduler:
         for seq in self.running:
             remaining = seq.num_uncomputed_tokens
             if remaining > 1:
-                num_tokens = min(remaining, max_tokens - output.num_tokens)
-                if num_tokens == 0:
-                    return
-                output.add(seq, num_tokens)
+                num_tokens = min(remaining, output.room_for(seq, max_tokens))
+                if num_tokens > 0:
+                    output.add(seq, num_tokens)
 
     def _admit(self, output: SchedulerOutput, max_tokens: int) -> None:
         while self.may_admit:
-            budget = max_tokens - output.num_tokens
             seq = self.waiting[0]
+            budget = output.room_for(seq, max_tokens)
             needed = seq.num_blocks_needed(self.limits.block_tokens)
             if needed > self.blocks.capacity:
                 self._pop_head()

@@ -123,6 +123,11 @@ class Sequence:
         """
         return len(self.token_ids) - self.num_computed_tokens
 
+    @property
+    def wants_prompt_logits(self) -> bool:
+        """True while log-probabilities of its prompt are asked for and not all known."""
+        return 0 < len(self.prompt_logprobs) < self.num_prompt
+
     def num_blocks_needed(self, block_tokens: int) -> int:
         """KV blocks that hold all known tokens."""
         return -(-len(self.token_ids) // block_tokens)

@@ -60,7 +60,7 @@ class Measurer:
     """Carries out the Measure commands of one worker, measuring as it would serve."""
 
     pool: PagePool
-    settings: WorkerSettings
+    settings: WorkerSettings  # in force on the device
     lent: LentPages | None = None  # beside the free pages
     copier: Copier = field(default_factory=lambda: Copier(lambda: None))
     max_rounds: int = MAX_ROUNDS

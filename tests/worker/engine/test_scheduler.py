@@ -270,6 +270,29 @@ def test_a_sequence_too_long_for_the_cache_even_alone_leaves_with_the_numbers() 
     scheduler.check_integrity()
 
 
+def test_a_step_has_few_rows_for_the_log_probabilities_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.engine.scheduler.MOST_PROMPT_LOGITS", 6)
+    scheduler = make(capacity=100, tokens=32)
+    wanted = [sequence("first", 9), sequence("second", 4)]
+    for seq in wanted:
+        seq.prompt_logprobs.append(None)
+    for seq in (*wanted, sequence("plain", 20)):
+        scheduler.add(seq)
+    steps = []
+    for _ in range(4):
+        plan = scheduler.schedule()
+        steps.append(names(plan))
+        for chunk in plan.chunks:
+            chunk.seq.prompt_logprobs += [None] * chunk.num_tokens * bool(chunk.seq.prompt_logprobs)
+        scheduler.commit(plan.chunks)
+    assert steps == [
+        {"first": 6},
+        {"first": 3, "second": 3, "plain": 20},
+        {"second": 1},
+        {},
+    ]
+
+
 def test_limits_that_make_no_sense_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="max_num_seqs is 0"):
         Limits(0, 1, 1, 1)

@@ -144,7 +144,7 @@ def pool() -> Iterator[PagePool]:
 
 
 def measurer_of(pool: PagePool, **changes: Any) -> Measurer:
-    settings = WorkerSettings(**{"block_tokens": 4, "max_num_batched_tokens": 32, **changes})
+    settings = WorkerSettings(**{"block_tokens": 4, "max_num_batched_tokens": 32, **changes}).in_force("cpu")
     return Measurer(pool, settings, max_rounds=2)
 
 
