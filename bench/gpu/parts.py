@@ -28,6 +28,7 @@ PARTS = (
     Part("nvml", 30),
     Part("decode", 150),
     Part("graphs", 150),
+    Part("model", 30),
     Part("swaps", 150),
     Part("service", 120),
     Part("peers", 100),
