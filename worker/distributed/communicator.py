@@ -5,15 +5,19 @@ Gloo between CPU devices, NCCL between GPUs, and gloo by way of host memory for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch.distributed import ProcessGroupGloo, Store, Work
 
 Sizes = Sequence[int]  # rows to or from each rank, in their order
+
+POLL_S: Final = 50e-6  # between two looks whether the device has ended a call
 
 
 class PeerLost(RuntimeError):
@@ -24,7 +28,8 @@ class Communicator(Protocol):
     """`rank` of `size`.
 
     Every member makes the same calls in the same order; each call waits for all of them and raises
-    PeerLost, at the latest after the group's timeout, where one does not come.
+    PeerLost, at the latest after the group's timeout, where one does not come. Between GPUs `all_reduce` is
+    only launched, and `settle` waits.
     """
 
     rank: int
@@ -37,6 +42,12 @@ class Communicator(Protocol):
         """Send rows of `sent` to the ranks in their order, and receive theirs.
 
         sent: [sum(out), ...]; received: [sum(come), ...]. Contiguous tensors of one dtype.
+        """
+
+    def settle(self) -> None:
+        """Wait for the end of all calls so far, on a GPU too. Raises PeerLost.
+
+        Before the host waits for what a sum became, in any way: it would wait for a lost peer for ever.
         """
 
     def close(self) -> None:
@@ -59,6 +70,9 @@ class TorchCommunicator:
         sizes = list(come), list(out)
         self._wait(lambda group: group.alltoall_base(received, sent, *sizes))
 
+    def settle(self) -> None:
+        """Do nothing: a call has ended when it returns."""
+
     def close(self) -> None:
         group, self._group = self._group, None
         if group is not None:
@@ -73,6 +87,49 @@ class TorchCommunicator:
             work.wait()
         except RuntimeError as error:
             raise PeerLost(f"rank {self.rank} of {self.size}: {error}") from error
+
+
+class DeviceEvent(Protocol):
+    """A point in a device's stream, as torch.cuda.Event has it."""
+
+    def query(self) -> bool:
+        """Return True if the device has passed it. Raises RuntimeError for an error of the device."""
+
+
+class LaunchedCommunicator(TorchCommunicator):
+    """A communicator between GPUs, over NCCL.
+
+    There `Work.wait` orders streams, and does not wait for the peers. A kernel of NCCL spins until they come,
+    and whoever waits for the device waits for it. So `settle` looks at an event behind the last call until
+    the timeout, and then aborts the group, which ends its kernels. `Work.is_completed` would not do: it is
+    also true of a call that failed.
+    """
+
+    def __init__(self, group: Any, timeout_s: float, mark: Callable[[], DeviceEvent]) -> None:
+        """mark: records an event in the stream of the calls."""
+        super().__init__(group)
+        self._timeout_s, self._mark = timeout_s, mark
+        self._end: DeviceEvent | None = None  # behind the last call
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, come: Sizes, out: Sizes) -> None:
+        super().all_to_all(received, sent, come, out)
+        self.settle()
+
+    def settle(self) -> None:
+        end, self._end = self._end, None
+        deadline = time.monotonic() + self._timeout_s
+        while end and not end.query():
+            if time.monotonic() > deadline:
+                self.close()
+                raise PeerLost(
+                    f"rank {self.rank} of {self.size}: a call did not end within {self._timeout_s:g} s"
+                    " (worker.group_timeout_s); another rank is gone, or hangs"
+                )
+            time.sleep(POLL_S)
+
+    def _wait(self, call: Any) -> None:
+        super()._wait(call)
+        self._end = self._mark()
 
 
 class Staged:
@@ -101,6 +158,9 @@ class Staged:
         self._group.all_to_all(came, here, come, out)
         received.copy_(came)
 
+    def settle(self) -> None:
+        self._group.settle()
+
     def close(self) -> None:
         self._group.close()
 
@@ -124,10 +184,10 @@ def connect(
     try:
         if device == "cpu":
             return TorchCommunicator(_gloo(store, rank, size, timeout, host))
-        gpu = str(torch.cuda.get_device_properties(torch.device(device)).uuid)
-        if share_a_gpu(store, rank, size, gpu):
+        gpu = torch.device(device)
+        if share_a_gpu(store, rank, size, str(torch.cuda.get_device_properties(gpu).uuid)):
             return Staged(TorchCommunicator(_gloo(store, rank, size, timeout, host)), pins=True)
-        return TorchCommunicator(_nccl(store, rank, size, timeout))
+        return _connected(_nccl(store, rank, size, timeout), timeout_s, gpu)
     except RuntimeError as error:
         raise PeerLost(f"rank {rank} of {size} did not meet the others: {error}") from error
 
@@ -142,9 +202,19 @@ def _gloo(store: Store, rank: int, size: int, timeout: timedelta, host: str) -> 
 def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     from torch.distributed import ProcessGroupNCCL  # only builds with CUDA have it
 
+    # Read by the constructor. Else its watchdog ends this process with all its models where a peer is lost.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     options = ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options._timeout = 2 * timeout  # later than `LaunchedCommunicator`, which leaves the group
     return ProcessGroupNCCL(store, rank, size, options)
+
+
+def _connected(group: Any, timeout_s: float, gpu: torch.device) -> LaunchedCommunicator:
+    """Make the communicator of a group, and the connections now: NCCL makes them with the first call."""
+    made = LaunchedCommunicator(group, timeout_s, lambda: torch.cuda.current_stream(gpu).record_event())
+    made.all_reduce(torch.zeros(1, device=gpu))
+    made.settle()
+    return made
 
 
 def share_a_gpu(store: Store, rank: int, size: int, gpu: str) -> bool:

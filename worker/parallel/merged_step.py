@@ -26,13 +26,17 @@ class MergedStep:
         local, device = self._local, self._local.instance.device
         runs = self._formation.runs(local.num_layers)
         batches = [self._batch(run, works) for run in runs]
-        return local.model.forward_segments(
+        logits = local.model.forward_segments(
             to_tensor(batches[0].token_ids, device),
             [self._segment(run, batch, works) for run, batch in zip(runs, batches, strict=True)],
             local.cache,
             to_tensor(batches[-1].logit_rows, device),
             self._own_rows(runs[-1], works),
         )
+        for group in (self._member.high, self._member.low):
+            if group:
+                group.settle()
+        return logits
 
     def _ranks(self, run: LayerRun) -> list[int]:
         """Return the ranks whose inputs a run takes, in the order of the batch."""

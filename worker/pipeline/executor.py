@@ -84,6 +84,8 @@ class PipelineExecutor(Executor):
         residual = self._model.embed(to_tensor(work.token_ids, self._device), group)
         rows = to_tensor(work.logit_rows, self._device) if is_alone else None
         residual = self._model.run(residual, attention, self._cache, rows, group)
+        if group:
+            group.settle()
         return self._model.logits(residual, group) if is_alone else residual
 
     def collect(self) -> list[FinishedBatch]:

@@ -290,6 +290,8 @@ class RemoteStageRunner:
         residual = model.run(residual, plan, cache, rows, group)
         if is_first and self._join.is_last:
             model.logits(residual, group)
+        if group:
+            group.settle()
         if self.stage.shard.rank:
             return
         made = to_host(residual)

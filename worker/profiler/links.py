@@ -216,6 +216,7 @@ def all_reduces(
     for _ in range(rounds):
         for number, tensor in enumerate(tensors):
             group.all_reduce(tensor)
+            group.settle()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             yield number

@@ -11,7 +11,14 @@ import torch
 from torch.distributed import HashStore, PrefixStore, Store
 
 from worker.distributed.carriers import Messages
-from worker.distributed.communicator import Communicator, PeerLost, Staged, connect, share_a_gpu
+from worker.distributed.communicator import (
+    Communicator,
+    LaunchedCommunicator,
+    PeerLost,
+    Staged,
+    connect,
+    share_a_gpu,
+)
 
 
 def together(size: int, work: Callable[[Communicator], object], timeout_s: float = 20.0) -> list[object]:
@@ -111,6 +118,80 @@ def test_workers_of_one_gpu_talk_by_way_of_host_memory_as_others_do_directly() -
         assert isinstance(made, list)
         direct, staged = made[:6], made[6:]
         assert all(torch.equal(a, b) for a, b in zip(direct, staged, strict=True))
+
+
+class Launched:
+    """A group between GPUs: a call returns at once, and ends on the device when its peers come."""
+
+    def __init__(self) -> None:
+        self.ended, self.aborts, self.looks = True, 0, 0
+
+    def rank(self) -> int:
+        return 1
+
+    def size(self) -> int:
+        return 2
+
+    def allreduce(self, _: list[torch.Tensor]) -> Launched:
+        self.ended = False
+        return self
+
+    def alltoall_base(self, *_: object) -> Launched:
+        return self.allreduce([])
+
+    def wait(self) -> None:
+        """Order streams."""
+
+    def abort(self) -> None:
+        self.aborts += 1
+
+    def query(self) -> bool:
+        self.looks += 1
+        self.ended |= self.looks == 3
+        return self.ended
+
+
+def test_a_sum_between_gpus_is_waited_for_when_it_is_settled() -> None:
+    device = Launched()
+    group = LaunchedCommunicator(device, 20.0, lambda: device)
+    group.settle()
+    group.all_reduce(torch.ones(4))
+    assert device.looks == 0
+    group.settle()
+    group.settle()
+    assert device.looks == 3 and device.ended
+    device.looks = 0
+    group.all_to_all(torch.ones(2), torch.ones(2), [1, 1], [1, 1])
+    assert device.looks == 3 and device.ended, "rows that came are read at once"
+
+
+def test_a_peer_that_is_lost_between_gpus_is_told_and_the_group_aborted() -> None:
+    device = Launched()
+    group = LaunchedCommunicator(device, 0.05, lambda: device)
+    group.all_reduce(torch.ones(4))
+    device.looks = 3  # it never ends
+    with pytest.raises(PeerLost, match=r"rank 1 of 2: a call did not end within 0\.05 s .*another rank"):
+        group.settle()
+    group.close()
+    assert device.aborts == 1
+    with pytest.raises(PeerLost, match="was left"):
+        group.all_reduce(torch.ones(4))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_call_that_does_not_end_on_a_gpu_is_a_lost_peer() -> None:
+    group, x = connect(HashStore(), 0, 1, timeout_s=0.5, device="cuda:0"), torch.ones(8, device="cuda")
+    group.all_reduce(x)
+    group.settle()
+    assert int(x.sum()) == 8
+    torch.cuda._sleep(4_000_000_000)  # of its cycles: two seconds
+    group.all_reduce(x)
+    with pytest.raises(PeerLost, match=r"did not end within 0\.5 s"):
+        group.settle()
+    with pytest.raises(PeerLost, match="was left"):
+        group.all_reduce(x)
+    assert int(torch.ones(8, device="cuda").sum()) == 8, "the device goes on"
 
 
 def test_an_exchange_takes_the_same_way() -> None:
