@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -198,10 +197,11 @@ class RecordedDecodes:
         if same(halves, step.halves) and same(caches, step.caches):
             return
         parts = list(self._model.step_parts(step.memory, self._kv))
-        calls = [
-            call if before and same(before.reads, part.reads) else self._parts.find(size, part)
-            for part, before, call in zip_longest(parts, step.parts, step.calls)
-        ]
+        known = {part.name: (part.reads, call) for part, call in zip(step.parts, step.calls, strict=True)}
+        calls = []
+        for part in parts:
+            reads, call = known.get(part.name, ((None,), None))
+            calls.append(call if same(reads, part.reads) else self._parts.find(size, part))
         step.halves, step.caches, step.parts, step.calls = halves, caches, parts, calls
 
     def _write(self, memory: StepMemory, size: int, given: ModelInput) -> None:

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from bus.precisions import KVPrecision, Precision
 from worker.engine.sequence import Limits
@@ -39,6 +40,7 @@ class Grid:
     block_tokens: int
     max_num_batched_tokens: int
     kv_dtype: KVPrecision = "full"
+    cuda_graphs: Literal["auto", "off"] = "auto"
     rounds: int = ROUNDS
     max_rounds: int = MAX_ROUNDS
     max_seconds: float = MAX_SECONDS
@@ -94,6 +96,7 @@ class Grid:
             max_model_len=max(map(self.context, self.points)),
             block_tokens=self.block_tokens,
             kv_dtype=self.kv_dtype,
+            cuda_graphs=self.cuda_graphs,
         )
 
     @property

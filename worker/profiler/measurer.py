@@ -203,6 +203,7 @@ class Measurer:
             points=_points(command),
             block_tokens=self.settings.block_tokens,
             kv_dtype=self.settings.kv_dtype,
+            cuda_graphs=self.settings.cuda_graphs,
             max_num_batched_tokens=self.settings.max_num_batched_tokens,
             rounds=min(ROUNDS, self.max_rounds),
             max_rounds=self.max_rounds,

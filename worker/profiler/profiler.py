@@ -21,6 +21,7 @@ from bus.precisions import BITS
 from worker.deploy.kv_sharing import fair_pages, gift, next_lender
 from worker.deploy.model_host import PAGES_AT_ONCE, ModelHost, holder_of
 from worker.engine.core import EngineCore
+from worker.engine.recorded_decodes import recorded_decodes
 from worker.memory import KVCache, PagePool
 from worker.model.rehearsal import Rehearsal
 from worker.profiler.fingerprint import CutPlan, Fingerprint
@@ -136,10 +137,11 @@ class Profiler:
             )
             undo.callback(cache.release)
             cache.grow(self._kv_pages)
-            limits, vocab_size = self.grid.limits, config.vocab_size
+            limits, vocab_size, device = self.grid.limits, config.vocab_size, self.pool.backend.device
             instance = EngineCore(
-                self._name, fingerprint, cache, limits, vocab_size=vocab_size, device=self.pool.backend.device
+                self._name, fingerprint, cache, limits, vocab_size=vocab_size, device=device
             )
+            instance.local_executor.recorded = recorded_decodes(fingerprint.model, cache, limits, device)
             requests = Requests(fingerprint, instance, self.grid, say=self._say, clock=self.clock)
             self.memory = yield from requests.memory()
             transient = max(one.activation_bytes or 0 for one in self.memory)

@@ -6,13 +6,14 @@ import itertools
 import random
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from bus.deployments import Configuration, LatencySample, MemorySample
 from bus.messages import SamplingParams, Submit
 from worker.engine.core import EngineCore
+from worker.engine.recorded_decodes import RecordedDecodes
 from worker.engine.sequence import own_request
 from worker.profiler.device_memory import peak_memory
 from worker.profiler.fingerprint import Fingerprint
@@ -37,6 +38,10 @@ class Requests:
     clock: Callable[[], float]
     num_sent: int = 0
     seconds: float = 0.0  # time of all timed steps
+    recorded: RecordedDecodes | None = field(init=False)  # for steps alone, as the worker would run them
+
+    def __post_init__(self) -> None:
+        self.recorded = self.instance.local_executor.recorded
 
     def memory(self) -> Generator[bool, None, list[MemorySample]]:
         """Measure a prefill of the largest batch in each precision.
@@ -140,6 +145,7 @@ class Requests:
     def _submit(self, num_layers: int, point: Point, output_tokens: int) -> None:
         self.fingerprint.use(num_layers, point.precision, point.tp)
         self.instance.reshaped()
+        self.instance.local_executor.recorded = self.recorded if point.tp == 1 else None
         for _ in range(point.batch_size):
             self.instance.submit(self._request(point.prompt_tokens, output_tokens))
 

@@ -228,6 +228,26 @@ def test_a_swap_between_two_steps_takes_effect_at_once(folder: Path) -> None:
     assert found[0] == found[1]
 
 
+def test_layers_of_another_number_run_as_recorded_for_them(folder: Path) -> None:
+    """A fingerprint's layers are one or two, and take turns."""
+    found = []
+    for is_recorded in (True, False):
+        case = Case(folder, is_recorded=is_recorded)
+        layers, tokens, made = list(case.model.layers), [], []
+        for i, chosen in enumerate([(0,), (0, 1), (2,), (1, 2), (0,), (1, 2)]):
+            case.model.layers[:] = [layers[j] for j in chosen]
+            case.instance.reshaped()
+            tokens.append(case.serve([5], str(i)))
+            made.append(case.recorder.num_made)
+        found.append(tokens)
+        case.model.layers[:] = layers
+        if is_recorded:
+            # Layer 0 goes on to layer 1 with another FFN, as it has another norm behind it.
+            assert made == [3, 6, 8, 12, 12, 12]
+        case.close()
+    assert found[0] == found[1]
+
+
 def test_growing_the_kv_cache_records_nothing_and_converting_a_layer_one_part(case: Case) -> None:
     case.serve([5], "a")
     made = case.recorder.num_made
