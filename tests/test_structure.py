@@ -54,7 +54,7 @@ def test_the_engine_imports_nothing_that_a_bare_gpu_machine_lacks() -> None:
     shared = tuple(f"bus.{name}" for name in (*names, "checkpoints", "variants"))
     folders = ("kernels", "worker/engine", "worker/memory", "worker/model")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    files += [ROOT / f"{name.replace('.', '/')}.py" for name in shared]
+    files += [ROOT / f"{name.replace('.', '/')}.py" for name in (*shared, "worker.service.nvml")]
     foreign = {
         f"{path.relative_to(ROOT)}: {name}"
         for path in files

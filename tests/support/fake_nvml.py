@@ -82,6 +82,10 @@ class FakeNvml:
         put(pynvml, "_nvmlGetFunctionPointer_cache", {one: make(one) for one, make in functions.items()})
         return self
 
+    def add(self, name: str, call: Callable[..., object], *types: Any) -> None:
+        """Give the library one more function."""
+        pynvml._nvmlGetFunctionPointer_cache[name] = self._c(call, *types)(name)
+
     def _c(self, call: Callable[..., object], *types: Any) -> Callable[[str], Any]:
         """Return what makes a C function of `call` for a name."""
 

@@ -191,15 +191,15 @@ class Gpu:
         return int(self._first(calls))
 
     def _first(self, calls: tuple[tuple[str, Callable[[], Any]], ...]) -> Any:
-        """Return what the first call gives that this library and this driver have: newer names come first."""
+        """Return what the first call gives that this library and this driver know: newer names come first."""
         nvml = self._nvml
         *newer, (_, oldest) = calls
         for name, call in newer:
             if hasattr(nvml, name):
                 try:
                     return call()
-                except nvml.NVMLError_FunctionNotFound:
-                    continue
+                except nvml.NVMLError as error:
+                    self._raise_if_lost(error)
         return oldest()
 
     def _ecc(self, *, is_corrected: bool) -> int:

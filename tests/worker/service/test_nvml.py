@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from ctypes import c_void_p
 
 import pynvml
 import pytest
@@ -95,6 +96,16 @@ def test_what_a_gpu_does_not_support_is_left_out_named_once_and_not_asked_for_ag
     assert caplog.messages == [f"NVML does not tell these of {NAME}: ECC errors, XID events, power"]
     assert nvml.calls["nvmlDeviceGetPowerUsage"] == nvml.calls["nvmlDeviceGetTotalEccErrors"] == 1
     assert not gpu.wait(60), "no XID will come: it must not wait for one"
+
+
+def test_a_newer_function_that_fails_leaves_the_older_one(nvml: FakeNvml) -> None:
+    nvml.add("nvmlDeviceGetTemperatureV", lambda gpu, out: None, c_void_p, c_void_p)
+    nvml.failing = {"nvmlDeviceGetTemperatureV": UNKNOWN}
+    assert Gpu(UUID).read().temperature_celsius == 64
+    assert nvml.calls["nvmlDeviceGetTemperatureV"] == nvml.calls["nvmlDeviceGetTemperature"] == 1
+    nvml.failing = {"nvmlDeviceGetTemperatureV": IS_LOST}
+    with pytest.raises(GpuLost):
+        Gpu(UUID).read()
 
 
 def test_a_number_that_fails_once_is_asked_for_again(nvml: FakeNvml) -> None:
