@@ -48,7 +48,7 @@ def start(redis: RedisSettings, log: Path, models: str, **settings: str) -> subp
         ({}, "no model to serve"),
         ({"models": [f"a={DEMO}", "a=/tmp"]}, "two models are called 'a'"),
         ({"models": ["x"], "device": "gpu"}, "worker.device is 'gpu'"),
-        ({"models": ["x"], "device": "cuda:9"}, "worker.device is 'cuda:9', and this machine has"),
+        ({"models": ["x"], "device": "cuda:9"}, "worker.device is 'cuda:9', and "),
         ({"models": [str(DEMO)], "memory_mb": 5}, "too big for the device's budget"),
         ({"models": [str(DEMO)], "max_model_len": 99999}, "max_model_len is 99999"),
         ({"models": [str(DEMO)], "memory_mb": 29, "threads": 1}, "no room for a KV cache"),

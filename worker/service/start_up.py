@@ -34,6 +34,7 @@ from worker.morph.run import NotApplied, Peers, Steps
 from worker.pipeline.split import leader_of
 from worker.pipeline.stage_host import StageHost
 from worker.profiler.links import ProbeResponder
+from worker.service import gpu_needs
 from worker.service.loading import CannotServe, Progress
 from worker.shape.copier import Copier
 
@@ -125,17 +126,23 @@ def model_folders(models: list[str], *, may_be_empty: bool = False) -> dict[str,
 
 
 def _device(name: str) -> torch.device:
-    has_gpu = torch.cuda.is_available()
+    """Return the device to serve on, "": a GPU if this machine shows one. Raises CannotServe."""
+    has_gpu = bool(torch.version.cuda) and any(Path("/dev").glob("nvidia[0-9]*"))
     try:
-        device = torch.device(name or ("cuda:0" if has_gpu else "cpu"))
+        device = torch.device(name or ("cuda:0" if has_gpu or torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
         raise CannotServe(f"worker.device is {name!r}: {error}; use cpu or cuda:0") from error
-    if device.type not in ("cpu", "cuda"):
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
         raise CannotServe(f"worker.device is {name!r}; cpu and cuda are supported")
-    if device.type == "cuda" and (not has_gpu or (device.index or 0) >= torch.cuda.device_count()):
-        raise CannotServe(f"worker.device is {name!r}, and this machine has {torch.cuda.device_count()} GPUs")
-    # A thread can only be bound to a GPU with a number.
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+    index = device.index or 0
+    problem = gpu_needs.missing(gpu_needs.find(index))
+    if not problem and not torch.cuda.is_available():
+        problem = "torch cannot use it: `python -c 'import torch; torch.zeros(1).cuda()'` says why"
+    if problem:
+        raise CannotServe(f"worker.device is {name!r}, and {problem}, or set worker.device to cpu")
+    return torch.device("cuda", index)  # a thread can only be bound to a GPU with a number
 
 
 def serve_models(folders: Mapping[str, Path], host: ModelHost, progress: Callable[[str], None]) -> None:

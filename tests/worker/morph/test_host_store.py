@@ -278,7 +278,9 @@ def test_too_little_room_names_both_numbers_and_the_settings(
 ) -> None:
     monkeypatch.setattr(shared_file, "writable_bytes", lambda folder: 3 << 20)
     maker = Maker()
-    with pytest.raises(ModelError, match=r"take 9\.0 MiB .* 3\.0 MiB are free; .*variants, or .*host_dir"):
+    with pytest.raises(
+        ModelError, match=r"take 9\.0 MiB .* 3\.0 MiB are free; .*variants, or .*host_dir.*shm-size"
+    ):
         HostStore(tmp_path, "key", {"large": 9 << 20}, maker)
     assert maker.times == 0 and files(tmp_path) == []
 
