@@ -99,8 +99,7 @@ class Gpu:
                 return nvml.nvmlDeviceGetHandleByUUID(name)
             except (nvml.NVMLError_NotFound, nvml.NVMLError_InvalidArgument):
                 continue
-            except nvml.NVMLError as error:
-                self._raise_if_lost(error)
+            except nvml.NVMLError as error:  # GPU_IS_LOST too: it may be another one of the machine
                 raise NoNvml(f"nvmlDeviceGetHandleByUUID({name}): {_said(error)}") from error
         raise NoNvml(f"NVML knows no GPU with the UUID {uuid}")
 
@@ -159,8 +158,7 @@ class Gpu:
                 event = nvml.nvmlEventSetWait(self._events, math.ceil(left_s * 1000))
             except nvml.NVMLError_Timeout:
                 break
-            except nvml.NVMLError as error:
-                self._raise_if_lost(error)
+            except nvml.NVMLError as error:  # also if a GPU is lost; the next reading says if it is this one
                 log.warning("XIDs are not reported any more: nvmlEventSetWait: %s", _said(error))
                 self._events = None
             else:

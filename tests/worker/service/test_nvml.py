@@ -177,7 +177,7 @@ def test_an_xid_of_the_gpu_itself_ends_the_watch_with_its_meaning(
 
 
 @pytest.mark.parametrize(
-    "name", ["nvmlDeviceGetMemoryInfo", "nvmlEventSetWait_v2", "nvmlDeviceGetUtilizationRates"]
+    "name", ["nvmlDeviceGetMemoryInfo", "nvmlDeviceGetTemperature", "nvmlDeviceGetUtilizationRates"]
 )
 def test_a_gpu_that_is_lost_ends_the_watch_whatever_call_says_so(
     nvml: FakeNvml, watch: GpuWatch, lost: list[str], name: str
@@ -190,10 +190,24 @@ def test_a_gpu_that_is_lost_ends_the_watch_whatever_call_says_so(
     assert lost == [f"{NAME}: NVML says: GPU is lost ({IS_LOST})"]
 
 
-def test_a_gpu_that_is_lost_from_the_start_is_told(nvml: FakeNvml) -> None:
-    nvml.failing = {"nvmlDeviceGetHandleByUUID": IS_LOST}
+def test_a_gpu_that_is_lost_before_the_first_reading_is_told(nvml: FakeNvml) -> None:
+    nvml.failing = {"nvmlDeviceGetName": IS_LOST}
     with pytest.raises(GpuLost, match="GPU is lost"):
         Gpu(UUID)
+    assert nvml.calls["nvmlShutdown"] == 1
+
+
+def test_another_gpu_of_the_machine_that_is_lost_ends_no_worker(
+    nvml: FakeNvml, watch: GpuWatch, lost: list[str]
+) -> None:
+    """The driver's functions say so of any GPU where they enumerate them or wait for several."""
+    nvml.failing = {"nvmlDeviceGetHandleByUUID": IS_LOST}
+    with pytest.raises(NoNvml, match="GPU is lost"):
+        Gpu(UUID)
+    nvml.failing = {"nvmlEventSetWait_v2": IS_LOST}
+    watch.start()
+    until(lambda: nvml.calls["nvmlDeviceGetMemoryInfo"] > 2)
+    assert not lost and nvml.calls["nvmlEventSetWait_v2"] == 1
 
 
 def test_nvml_that_hangs_holds_nobody_up_and_its_old_reading_is_not_reported(
