@@ -37,6 +37,7 @@ from bus.precisions import QUANTIZED, Precision
 from kernels.gpu.compiling import WARP, Specialization, compile_apart, compile_for, recorded
 from kernels.registry import use_backend
 from worker.model import read_config
+from worker.model.config import ModelConfig
 from worker.model.layout import plan_model
 from worker.model.quantized_layout import plan_quantized
 from worker.model.rehearsal import Rehearsal
@@ -124,19 +125,32 @@ def launches(
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         read = read_config(Path(folder))
-    plan = plan_model(read, torch.bfloat16, PAGE_BYTES, max_tp)
+    return launches_of(read, torch.bfloat16, gpu, precisions=precisions, max_tp=max_tp)
+
+
+def launches_of(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    gpu: Gpu,
+    *,
+    precisions: Sequence[Precision] = QUANTIZED,
+    max_tp: int = MAX_TP,
+    max_num_batched_tokens: int = MAX_BATCHED_TOKENS,
+) -> list[Specialization]:
+    """Return what `launches` does, of a model in this dtype."""
+    plan = plan_model(config, dtype, PAGE_BYTES, max_tp)
     quantized = {
         (part, precision): half
         for precision in precisions
-        for part, half in zip(PARTS, plan_quantized(read, plan, PAGE_BYTES, precision), strict=True)
+        for part, half in zip(PARTS, plan_quantized(config, plan, PAGE_BYTES, precision), strict=True)
     }
     rehearse = Rehearsal(
-        config=read,
+        config=config,
         plan=plan,
         quantized=quantized,
         block_tokens=BLOCK_TOKENS,
         has_kv_codes=True,
-        max_num_batched_tokens=MAX_BATCHED_TOKENS,
+        max_num_batched_tokens=max_num_batched_tokens,
     )
     with recorded(gpu.target, gpu.processors) as found, use_backend("cuda"):
         rehearse()

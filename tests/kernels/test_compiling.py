@@ -20,14 +20,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import kernels
+from bench.common.oracles import FAMILIES, make_oracle
 from bench.gpu import compiled
 from bench.gpu.common import Found
-from bench.gpu.compiled import GPUS, MODELS, Gpu, launches
+from bench.gpu.compiled import GPUS, MODELS, Gpu, launches, launches_of
 from kernels import calls, setup
 from kernels.examples import Sizes
 from kernels.gpu import compiling
 from kernels.gpu.compiling import Specialization, compile_apart, compile_for, compiled_late, recorded
 from kernels.registry import use_backend
+from worker.model import read_config
 
 H100 = GPUTarget("cuda", 90, 32)
 
@@ -172,6 +174,16 @@ def test_kernels_of_a_model_fit_a_gpu(model: str, gpu: Gpu, names: list[str]) ->
     for name in names:
         taken = compiled.compiled(wanted[name], gpu)
         assert taken.problem == "" and 0 < taken.registers <= 255
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_steps_of_every_family_are_rehearsed(family: str, tmp_path: Path) -> None:
+    make_oracle(family).config.save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    found = launches_of(config, torch.float32, GPUS[1], max_tp=2, max_num_batched_tokens=32)
+    names = {each.kernel.split(".")[-1] for each in found}
+    assert {"chunk_kernel", "decode_kernel", "_rms_norm_kernel", "_store_kv_codes_kernel"} <= names
 
 
 @pytest.mark.slow
