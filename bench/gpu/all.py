@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,11 @@ class Run:
     def __init__(self, folder: Path, parts: Sequence[Part], limit_s: float, device: str) -> None:
         """Prepare to run the parts; device: the GPU's name, or "cpu" for their dry runs."""
         self._folder, self._parts, self._device = folder, parts, device
+        slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+        self._kept = RESULTS / "gpu" / f"{slug}.json"
+        self._earlier: dict[str, Any] = _read(self._kept).get("parts", {})
         self._began, self._limit_s = time.monotonic(), limit_s
+        self._day = date.today().isoformat()
         self._done: list[Running] = []
         self._running: list[Running] = []
 
@@ -119,8 +124,9 @@ class Run:
     # ------------------------------------------------------------------------- what is known
 
     def whole(self) -> dict[str, Any]:
-        """Return the JSON of every part, and what became of it."""
-        parts: dict[str, Any] = {}
+        """Return the JSON of every part and what became of it; of parts left out, that of an earlier run."""
+        own = [part.name for part in self._parts]
+        parts: dict[str, Any] = {name: one for name, one in self._earlier.items() if name not in own}
         for part in self._parts:
             ran = [one for one in [*self._done, *self._running] if one.part is part]
             found = [_read(self._folder / f"{one.name}.json") for one in ran]
@@ -129,15 +135,14 @@ class Run:
             for one, values in zip(ran, found, strict=True):
                 if one.ended and not values.get("is_whole"):
                     problems.append(f"{one.name} is not whole: it {one.ended}; {_last_line(one.log)}")
-            parts[part.name] = {"ends": ends, "problems": problems, "found": found}
+            parts[part.name] = {"day": self._day, "ends": ends, "problems": problems, "found": found}
         return {"bench": "gpu", "device": self._device, "parts": parts}
 
     def write(self) -> dict[str, Any]:
         """Write everything and return it."""
         result = self.whole()
         text = json.dumps(result, indent=1) + "\n"
-        slug = re.sub(r"[^a-z0-9]+", "-", self._device.lower()).strip("-")
-        targets = [RESULTS / "gpu" / f"{slug}.json"] if self._device != "cpu" else []
+        targets = [self._kept] if self._device != "cpu" else []
         if out := os.environ.get("OUT"):
             targets.append(Path(out) / "gpu.json")
             (Path(out) / "gpu.log").write_text("".join(self._logs()))
@@ -151,16 +156,16 @@ class Run:
             yield f"\n======== {one.name}: {one.ended or 'runs'}\n{_tail(one.log)}"
 
 
-def table(result: dict[str, Any]) -> Iterator[str]:
+def table(parts: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of every part's own table, then what failed and what did not run."""
-    for name, part in result["parts"].items():
+    for name, part in parts.items():
         lines = importlib.import_module(f"bench.gpu.{name}").lines
         for found in part["found"]:
             try:
                 yield from lines(found)
             except (KeyError, IndexError, TypeError) as missing:
                 yield f"{name}: its table stops at {missing!r}"
-    for name, part in result["parts"].items():
+    for name, part in parts.items():
         if part["ends"] == ["not run"]:
             yield f"{name}: not run"
         for problem in part["problems"]:
@@ -185,9 +190,10 @@ def main() -> int:
         parts = [part for part in PARTS if part.name in wanted]
         result = Run(Path(folder), parts, args.limit, device).run()
     say()
-    for line in table(result):
+    own = {name: part for name, part in result["parts"].items() if name in wanted}
+    for line in table(own):
         say(line)
-    num_problems = sum(len(part["problems"]) for part in result["parts"].values())
+    num_problems = sum(len(part["problems"]) for part in own.values())
     say(f"{num_problems} checks failed")
     say(json.dumps(result))
     return 1 if num_problems else 0
