@@ -94,11 +94,24 @@ def run_alone(
     found = Found(part, f"{part}-{shard}" if shards > 1 else part, shard, shards, is_kept=is_kept)
     began = time.perf_counter()
     measure(torch.device("cuda", 0) if is_gpu else torch.device("cpu"), found)
+    if is_gpu:
+        _put_compiled(found)
     found.put(is_whole=True, seconds=round(time.perf_counter() - began, 1))
     for line in lines(found.values):
         say(line)
     say(json.dumps(found.values))
     return 1 if found.values["problems"] else 0
+
+
+def _put_compiled(found: Found) -> None:
+    """Put how many kernels were compiled ahead; one that was compiled later is a problem."""
+    from kernels.gpu.compiling import compiled_ahead, compiled_late  # where there is a GPU, there is Triton
+
+    count, seconds = compiled_ahead()
+    found.put(compiled_ahead={"kernels": count, "seconds": round(seconds, 1)})
+    say(f"{count} kernels compiled and loaded ahead in {seconds:.1f} s")
+    for kernel in compiled_late():
+        found.problem(f"compiled while serving: {kernel}")
 
 
 @contextmanager

@@ -241,8 +241,11 @@ def compile_all(wanted: Sequence[Specialization], *, processes: int = 0) -> None
         LOADING_THREADS, "loading", initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),)
     ) as threads:
         list(threads.map(lambda kernel: kernel.run, made))
+    seconds = time.monotonic() - began
+    _watch.ahead += len(missing)
+    _watch.seconds += seconds
     if missing:
-        log.info("compiled %d kernels in %.0f s", len(missing), time.monotonic() - began)
+        log.info("compiled %d kernels in %.0f s", len(missing), seconds)
 
 
 def compile_apart(wanted: Sequence[Specialization], target: GPUTarget, processes: int) -> list[str]:
@@ -320,14 +323,15 @@ def _mark(wanted: Specialization, target: GPUTarget) -> Path:
 
 
 class _Watch:
-    """The kernels that were compiled although all should have been."""
+    """The kernels that were compiled before serving, and those that should have been."""
 
     def __init__(self) -> None:
         self.is_on = False
-        self.found: list[str] = []
+        self.ahead, self.seconds = 0, 0.0
+        self.late: list[str] = []
 
     def report(self, kernel: str, key: str) -> None:
-        self.found.append(f"{kernel} {key}")
+        self.late.append(f"{kernel} {key}")
         log.error(
             "kernel %s was not compiled before serving, and its compilation holds up all threads now; its"
             " arguments: %s",
@@ -347,7 +351,12 @@ def watch() -> None:
 
 def compiled_late() -> list[str]:
     """Return the kernels, with their arguments, that were compiled after `watch`."""
-    return list(_watch.found)
+    return list(_watch.late)
+
+
+def compiled_ahead() -> tuple[int, float]:
+    """Return how many kernels were compiled before serving, and the seconds of that and of loading them."""
+    return _watch.ahead, _watch.seconds
 
 
 # ----------------------------------------------------------------------------- the process that compiles
