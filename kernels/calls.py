@@ -354,7 +354,7 @@ def _attend(
     return (weights @ values.repeat_interleave(group, 0)).transpose(0, 1).to(q.dtype)
 
 
-@kernel(lambda s: [(s.kv, torch.tensor([0]), torch.tensor([1]))], cuda="kernels.gpu.rows")
+@kernel(lambda s: [(kv, torch.tensor([0]), torch.tensor([1])) for kv in s.caches], cuda="kernels.gpu.rows")
 def copy_blocks(kv: Tensor, src: Tensor, dst: Tensor) -> None:
     """Copy kv[src[i]] to kv[dst[i]] for block ids int64 [n]. No block may be both a source and a target."""
     kv[dst] = kv[src]

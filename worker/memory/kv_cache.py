@@ -210,7 +210,8 @@ class KVCache:
         is_apart = moves.keys().isdisjoint(moves.values())
         most = max(1, at_once_bytes * degree // self.block_bytes)
         for part in [moves] if is_apart else in_parts(moves, most):
-            sources, targets = torch.tensor(list(part.items()), device=layers[0].device).unbind(1)
+            # Two rows of one tensor: its columns would not be contiguous, as the kernel takes them to be.
+            sources, targets = torch.tensor([list(part), list(part.values())], device=layers[0].device)
             for layer in layers:
                 if part.keys().isdisjoint(part.values()):
                     copy_blocks(layer, sources, targets)

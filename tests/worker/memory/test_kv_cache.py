@@ -524,6 +524,29 @@ def test_there_and_back_the_limit_of_blocks_stays(pool: PagePool) -> None:
     assert kv.blocks_in(100) == kv.num_blocks == 23 and kv.pages_per_layer == pages
 
 
+def test_several_blocks_move_by_one_call_whose_ids_are_contiguous(
+    pool: PagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = cache(pool)
+    kv.grow(2)
+    assert kv.num_blocks > 6
+    for layer in kv.layers:
+        layer[:3] = torch.randn(layer[:3].shape)
+    stored = [layer[:3].clone() for layer in kv.layers]
+    made = list[object]()
+
+    def copy(layer: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        assert sources.is_contiguous() and targets.is_contiguous()  # what kernels.copy_blocks takes
+        made.append(kernels.copy_blocks(layer, sources, targets))
+
+    monkeypatch.setattr("worker.memory.kv_cache.copy_blocks", copy)
+    kv.copy_blocks({0: 5, 1: 3, 2: 4})
+    assert len(made) == len(kv.layers)
+    for layer, before in zip(kv.layers, stored, strict=True):
+        assert torch.equal(layer[[5, 3, 4]], before)
+    kv.release()
+
+
 def test_blocks_in_8_bits_move_with_their_scales_and_halve_by_heads() -> None:
     with checked_pool(CpuBackend, PAGES) as pool:
         kv = KVCache(
