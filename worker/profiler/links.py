@@ -132,8 +132,7 @@ class _Line:
         if isinstance(back, str):
             raise NoAnswer(back)
         back.to(self._device, non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        await_stream(self._device)
 
     def complaint(self) -> str:
         """Return the reason that the other worker gave for not taking part, or ""."""
@@ -202,6 +201,12 @@ def meet_probe(store: str, rank: int, host: str, device: torch.device) -> Commun
     return meet(store, "probe", rank, 2, timeout_s=PATIENCE_S, host=host, device=str(device))
 
 
+def await_stream(device: torch.device) -> None:
+    """Wait for what this thread gave a GPU. A wait for the whole device would end a capture of a graph."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def tensors_for(sizes: Sequence[int], dtype: str, device: torch.device) -> list[torch.Tensor]:
     """Return a tensor of zeros for each size; their sums stay 0. Raises ValueError for an unknown dtype."""
     if dtype not in DTYPES:
@@ -217,6 +222,5 @@ def all_reduces(
         for number, tensor in enumerate(tensors):
             group.all_reduce(tensor)
             group.settle()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            await_stream(device)
             yield number
