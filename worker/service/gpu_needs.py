@@ -72,9 +72,10 @@ def _missing_of_driver(facts: GpuFacts) -> str:
 def find(index: int) -> GpuFacts:
     """Look at this machine. Starts the driver, and takes no memory of the GPU."""
     versions = {}
-    for package in OLDEST:
+    for package, oldest in OLDEST.items():
         with suppress(ImportError):
-            versions[package] = str(importlib.import_module(MODULES.get(package, package)).__version__)
+            module = importlib.import_module(MODULES.get(package, package))
+            versions[package] = str(getattr(module, "__version__", oldest))
     facts: dict[str, Any] = {"versions": versions, "torch_cuda": torch.version.cuda or "", "index": index}
     if facts["torch_cuda"] and "cuda-bindings" in versions:
         facts |= _of_driver(index)
