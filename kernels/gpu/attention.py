@@ -6,6 +6,7 @@ Compiled once per dtype, head dimension, group and block size (`attention_kernel
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,14 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.attention_configs import CHUNKS, DECODES, EXACT, OLDER_CHUNKS, AttentionConfig, fitting
 from kernels.gpu.attention_kernels import chunk_kernel, decode_kernel, join_kernel
 from kernels.gpu.device import num_processors, properties
 from kernels.kv_codes import SCALE_BYTES, is_codes
 from kernels.plan import AttentionPlan
 
-# Rows of a chunk's tile and keys of one iteration. Exact float32 products run on no tensor core: their tiles
-# are unrolled into registers, and 64 x 64 takes 12 s to compile.
-TILES = {torch.bfloat16: (64, 64), torch.float16: (64, 64), torch.float32: (32, 32)}
 LEAST_ROWS = 16  # the smallest side of tl.dot
 MAX_SPLITS = 32
 KEYS_PER_SPLIT = 256  # fewer are not worth joining
@@ -39,6 +38,24 @@ def paged_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if q.shape[0] == 0:
         return out
+    gpu = properties(q.device)
+    chunk, decode = configs(q.dtype, triton.next_power_of_2(q.shape[2]), gpu.arch, gpu.shared_bytes)
+    return attend(q, kv, plan, scale, out, chunk, decode, sliding_window, softcap, sinks)
+
+
+def attend(
+    q: Tensor,
+    kv: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    out: Tensor,
+    chunk: AttentionConfig,
+    decode: AttentionConfig,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend as paged_attention does, in programs of these configs."""
     num_seqs, window = plan.context_lens.shape[0], sliding_window or 2**30
     table, log2_e = plan.block_table, math.log2(math.e)
     step = (
@@ -50,33 +67,50 @@ def paged_attention(
         "BLOCK_TOKENS": kv.shape[3],
         "HEAD_DIM": q.shape[2],
         "BLOCK_DIM": max(LEAST_ROWS, triton.next_power_of_2(q.shape[2])),
-        "BLOCK_N": TILES[q.dtype][1],
         "OPERAND": operand(q),
         "SCALE_BYTES": SCALE_BYTES if is_codes(kv) else 0,
         "HAS_CAP": softcap > 0,
         "HAS_SINKS": sinks is not None,
     }
     if q.shape[0] > num_seqs:
-        _attend_chunks(q, kv, out, num_seqs, step, sizes)
+        _attend_chunks(q, kv, out, num_seqs, step, sizes, chunk)
     if plan.max_q_len == 1 or num_seqs > 1:  # one long sequence alone: no decode
         keys = min(plan.max_context_len, window)
-        splits = num_splits(num_seqs * kv.shape[1], keys, num_processors(q.device))
-        _attend_decodes(q, kv, out, num_seqs, splits, step, sizes)
+        splits = num_splits(num_seqs * kv.shape[1], keys, num_processors(q.device), decode.waves)
+        _attend_decodes(q, kv, out, num_seqs, splits, step, sizes, decode)
     return out
 
 
+@cache
+def configs(
+    dtype: torch.dtype, head_dim: int, arch: int, shared_bytes: int
+) -> tuple[AttentionConfig, AttentionConfig]:
+    """Return the configs of chunks and of decodes for a GPU of this capability and shared memory."""
+    if dtype == torch.float32:
+        return EXACT, EXACT
+    chunks = CHUNKS if arch // 10 in (9, 10) else OLDER_CHUNKS
+    return fitting(chunks, head_dim, shared_bytes), fitting(DECODES, head_dim, shared_bytes)
+
+
 def _attend_chunks(
-    q: Tensor, kv: Tensor, out: Tensor, num_seqs: int, step: tuple[Any, ...], sizes: dict[str, Any]
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    num_seqs: int,
+    step: tuple[Any, ...],
+    sizes: dict[str, Any],
+    config: AttentionConfig,
 ) -> None:
-    block_rows = max(TILES[q.dtype][0], triton.next_power_of_2(sizes["GROUP"]))
+    block_rows = max(config.block_rows, triton.next_power_of_2(sizes["GROUP"]))
     block_q = block_rows // sizes["GROUP"]
     chunk_kernel[(q.shape[0] // block_q + num_seqs, kv.shape[1])](
         *(q, kv, out, *step, num_seqs, *q.stride()[:2], *_strides(q, kv), *out.stride()[:2]),
         **sizes,
         BLOCK_ROWS=block_rows,
         BLOCK_Q=block_q,
-        num_warps=_chunk_warps(q),
-        num_stages=2,
+        BLOCK_N=config.block_n,
+        STAGES=config.num_stages,
+        num_warps=config.num_warps,
     )
 
 
@@ -88,17 +122,25 @@ def _attend_decodes(
     splits: int,
     step: tuple[Any, ...],
     sizes: dict[str, Any],
+    config: AttentionConfig,
 ) -> None:
     num_heads, head_dim = q.shape[1:]
-    partial = torch.empty(num_seqs, num_heads, splits, head_dim, dtype=torch.float32, device=q.device)
-    state = torch.empty(num_seqs, num_heads, splits, 2, dtype=torch.float32, device=q.device)
+    partial = state = None
+    if splits > 1:
+        partial = torch.empty(num_seqs, num_heads, splits, head_dim, dtype=torch.float32, device=q.device)
+        state = torch.empty(num_seqs, num_heads, splits, 2, dtype=torch.float32, device=q.device)
     decode_kernel[(num_seqs, kv.shape[1], splits)](
-        *(q, kv, partial, state, *step, splits, num_heads, *q.stride()[:2], *_strides(q, kv)),
+        *(q, kv, out, partial, state, *step, splits, num_heads),
+        *(*q.stride()[:2], *_strides(q, kv), *out.stride()[:2]),
         **sizes,
         BLOCK_ROWS=max(LEAST_ROWS, triton.next_power_of_2(sizes["GROUP"])),
-        num_warps=4,
-        num_stages=2,
+        BLOCK_N=config.block_n,
+        IS_WHOLE=splits == 1,
+        STAGES=config.num_stages,
+        num_warps=config.num_warps,
     )
+    if splits == 1:
+        return
     join_kernel[(num_seqs, num_heads)](
         *(partial, state, out, step[0], splits, num_heads, *out.stride()[:2]),
         HEAD_DIM=head_dim,
@@ -106,15 +148,6 @@ def _attend_decodes(
         BLOCK_SPLITS=MAX_SPLITS,
         num_warps=2,
     )
-
-
-def _chunk_warps(q: Tensor) -> int:
-    """Return the warps of a chunk's tile.
-
-    The tensor cores of 9.0 and 10.0 keep sums or operands outside of registers. Elsewhere four warps have too
-    few registers for a tile of 64 x 128: Triton 3.6 and 3.7 spilled 40 to 170 bytes of each thread for 8.0.
-    """
-    return 4 if q.dtype == torch.float32 or properties(q.device).arch // 10 in (9, 10) else 8
 
 
 def _strides(q: Tensor, kv: Tensor) -> tuple[int, ...]:
@@ -129,7 +162,7 @@ def operand(q: Tensor) -> Any:
     return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[q.dtype]
 
 
-def num_splits(programs: int, keys: int, processors: int) -> int:
-    """Return the programs per (sequence, KV head) that give each processor two, if there are enough keys."""
-    wanted = -(-2 * processors // programs)
+def num_splits(programs: int, keys: int, processors: int, waves: int = 2) -> int:
+    """Return the programs per (sequence, KV head) that give each processor `waves`, if keys suffice."""
+    wanted = -(-waves * processors // programs)
     return max(1, min(wanted, -(-keys // KEYS_PER_SPLIT), MAX_SPLITS))

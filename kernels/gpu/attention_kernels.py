@@ -55,9 +55,69 @@ def _first_state(sinks_ptr, heads, is_row, HAS_SINKS: tl.constexpr):
 
 
 @triton.jit
+def _attend_tile(
+    q,
+    positions,
+    kv_ptr,
+    block,
+    start,
+    last_key,
+    total,
+    divisor,
+    peak,
+    softcap,
+    window,
+    block_stride,
+    value_stride,
+    token_stride,
+    BLOCK_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
+    """Attend from q to keys start <= j < start + BLOCK_N in `block`; not masked: all rows see all of them."""
+    columns = tl.arange(0, q.shape[1])
+    keys = start + tl.arange(0, BLOCK_N)
+    is_key = keys < last_key
+    block = block.to(tl.int64)
+    place = kv_ptr + block * block_stride + keys % BLOCK_TOKENS * token_stride
+    key_at = place[:, None] + columns[None, :]
+    if IS_MASKED or q.shape[1] > HEAD_DIM:
+        inside = is_key[:, None] & (columns < HEAD_DIM)[None, :]
+        key = tl.load(key_at, mask=inside, other=0.0)
+        value = tl.load(key_at + value_stride, mask=inside, other=0.0)
+    else:
+        key = tl.load(key_at)
+        value = tl.load(key_at + value_stride)
+    scores = tl.dot(q, tl.trans(key.to(q.dtype)), input_precision="ieee")
+    if SCALE_BYTES > 0:
+        scales = kv_ptr + block * block_stride + BLOCK_TOKENS * HEAD_DIM
+        scales += keys % BLOCK_TOKENS * SCALE_BYTES
+        scores = scores * _scales(scales, is_key)[None, :]
+        value = value.to(tl.float32) * _scales(scales + value_stride, is_key)[:, None]
+    if HAS_CAP:  # tanh(y) = 1 - 2 / (1 + e^2y)
+        scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.8853900817779268 / softcap))))
+    if IS_MASKED:
+        age = positions[:, None] - keys[None, :]
+        seen = (age >= 0) & (age < window) & is_key[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
+    return _soften(scores, value.to(q.dtype), total, divisor, peak)
+
+
+@triton.jit
+def _blocks(table_ptr, keys, last_key, BLOCK_TOKENS: tl.constexpr):
+    """Load the blocks of keys; a loop loads the next tile's, so that loads of keys do not wait for them."""
+    return tl.load(table_ptr + keys // BLOCK_TOKENS, mask=keys < last_key, other=0)
+
+
+@triton.jit
 def _attend_rows(
     q,
     positions,
+    first_position,
+    last_position,
     kv_ptr,
     table_ptr,
     first_key,
@@ -74,36 +134,44 @@ def _attend_rows(
     BLOCK_N: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Attend from q to keys first_key <= j < last_key, first_key a multiple of BLOCK_N.
 
-    q [rows, columns] is scaled, and so is softcap; positions int32 [rows] are the queries'; kv_ptr is at the
-    KV head; peak and divisor are those of `_first_state`. Products are in q's dtype. SCALE_BYTES > 0: the
-    cache holds codes (`kernels.kv_codes`). Returns the weighted sum of the values [rows, columns], its
-    divisor and the running maximum.
+    q [rows, columns] is scaled, and so is softcap; positions int32 [rows] are the queries', from
+    first_position to last_position; kv_ptr is at the KV head; peak and divisor are those of `_first_state`.
+    Products are in q's dtype. SCALE_BYTES > 0: the cache holds codes (`kernels.kv_codes`). Tiles that all
+    rows see whole come first and need no masks, then those before them, which a window cuts, and those at the
+    end. Returns the weighted sum of the values [rows, columns], its divisor and the running maximum.
     """
-    columns = tl.arange(0, q.shape[1])
     total = tl.zeros([q.shape[0], q.shape[1]], tl.float32)
-    for start in range(first_key, last_key, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
-        is_key = keys < last_key
-        block = tl.load(table_ptr + keys // BLOCK_TOKENS, mask=is_key, other=0).to(tl.int64)
-        place = kv_ptr + block * block_stride + keys % BLOCK_TOKENS * token_stride
-        inside = is_key[:, None] & (columns < HEAD_DIM)[None, :]
-        key = tl.load(place[:, None] + columns[None, :], mask=inside, other=0.0)
-        value = tl.load(place[:, None] + value_stride + columns[None, :], mask=inside, other=0.0)
-        scores = tl.dot(q, tl.trans(key.to(q.dtype)), input_precision="ieee")
-        if SCALE_BYTES > 0:
-            scales = kv_ptr + block * block_stride + BLOCK_TOKENS * HEAD_DIM
-            scales += keys % BLOCK_TOKENS * SCALE_BYTES
-            scores = scores * _scales(scales, is_key)[None, :]
-            value = value.to(tl.float32) * _scales(scales + value_stride, is_key)[:, None]
-        if HAS_CAP:  # tanh(y) = 1 - 2 / (1 + e^2y)
-            scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.8853900817779268 / softcap))))
-        age = positions[:, None] - keys[None, :]
-        seen = (age >= 0) & (age < window) & is_key[None, :]
-        scores = tl.where(seen, scores, float("-inf"))
-        total, divisor, peak = _soften(scores, value.to(q.dtype), total, divisor, peak)
+    first_seen = tl.maximum(first_key, (last_position - window + BLOCK_N) // BLOCK_N * BLOCK_N)
+    behind_seen = tl.minimum(first_position + 1, last_key) // BLOCK_N * BLOCK_N
+    if behind_seen < first_seen:
+        first_seen = first_key
+        behind_seen = first_key
+    keys = tl.arange(0, BLOCK_N)
+    block = _blocks(table_ptr, first_seen + keys, last_key, BLOCK_TOKENS)
+    for start in tl.range(first_seen, behind_seen, BLOCK_N, num_stages=STAGES):
+        total, divisor, peak = _attend_tile(
+            *(q, positions, kv_ptr, block, start, last_key, total, divisor, peak, softcap, window),
+            *(block_stride, value_stride, token_stride),
+            *(BLOCK_TOKENS, HEAD_DIM, BLOCK_N, SCALE_BYTES, HAS_CAP, False),
+        )
+        block = _blocks(table_ptr, start + BLOCK_N + keys, last_key, BLOCK_TOKENS)
+    skipped = behind_seen - first_seen
+    start = tl.where(first_key < first_seen, first_key, first_key + skipped)
+    block = _blocks(table_ptr, start + keys, last_key, BLOCK_TOKENS)
+    for place in tl.range(first_key, last_key - skipped, BLOCK_N, num_stages=STAGES):
+        start = tl.where(place < first_seen, place, place + skipped)
+        total, divisor, peak = _attend_tile(
+            *(q, positions, kv_ptr, block, start, last_key, total, divisor, peak, softcap, window),
+            *(block_stride, value_stride, token_stride),
+            *(BLOCK_TOKENS, HEAD_DIM, BLOCK_N, SCALE_BYTES, HAS_CAP, True),
+        )
+        place += BLOCK_N
+        start = tl.where(place < first_seen, place, place + skipped)
+        block = _blocks(table_ptr, start + keys, last_key, BLOCK_TOKENS)
     return total, divisor, peak
 
 
@@ -155,6 +223,7 @@ def chunk_kernel(
     SCALE_BYTES: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Attend from the sequences with more than one new token; grid (T // BLOCK_Q + S, Hkv).
 
@@ -181,12 +250,14 @@ def chunk_kernel(
         total, divisor, _ = _attend_rows(
             _scaled_queries(source, columns, inside, scale, OPERAND),
             before + queries,
+            before + first_query,
+            before + tl.minimum(first_query + BLOCK_Q, length) - 1,
             kv_ptr + head * head_stride,
             table_ptr + seq.to(tl.int64) * table_stride,
             tl.maximum(0, before + first_query - window + 1) // BLOCK_N * BLOCK_N,
             tl.minimum(context, before + first_query + BLOCK_Q),
             *(peak, divisor, softcap, window, block_stride, value_stride, token_stride),
-            *(BLOCK_TOKENS, HEAD_DIM, BLOCK_N, SCALE_BYTES, HAS_CAP),
+            *(BLOCK_TOKENS, HEAD_DIM, BLOCK_N, SCALE_BYTES, HAS_CAP, STAGES),
         )
         target = out_ptr + tokens * out_token_stride + heads * out_head_stride
         result = (total / divisor[:, None]).to(out_ptr.dtype.element_ty)
@@ -200,6 +271,7 @@ def chunk_kernel(
 def decode_kernel(
     q_ptr,
     kv_ptr,
+    out_ptr,
     partial_ptr,
     state_ptr,
     bounds_ptr,
@@ -218,6 +290,8 @@ def decode_kernel(
     head_stride,
     value_stride,
     token_stride,
+    out_token_stride,
+    out_head_stride,
     GROUP: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -228,11 +302,14 @@ def decode_kernel(
     SCALE_BYTES: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Attend from the sequences with one new token; grid (S, Hkv, splits of a long context).
 
     Writes partial float32 [S, Hq, splits, HEAD_DIM] and state float32 [S, Hq, splits, 2] (divisor and
-    maximum). A split without keys writes divisor 0.
+    maximum). A split without keys writes divisor 0. IS_WHOLE: there is one split, and the result goes to
+    out [T, Hq, D].
     """
     seq, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     begin = tl.load(bounds_ptr + seq)
@@ -253,17 +330,26 @@ def decode_kernel(
         total, divisor, peak = _attend_rows(
             _scaled_queries(source, columns, inside, scale, OPERAND),
             tl.full([BLOCK_ROWS], 0, tl.int32) + context - 1,
+            context - 1,
+            context - 1,
             kv_ptr + head * head_stride,
             table_ptr + seq * table_stride,
             first_key,
             tl.minimum(context, first_key + share * BLOCK_N),
             *(peak, divisor, softcap, window, block_stride, value_stride, token_stride),
-            *(BLOCK_TOKENS, HEAD_DIM, BLOCK_N, SCALE_BYTES, HAS_CAP),
+            *(BLOCK_TOKENS, HEAD_DIM, BLOCK_N, SCALE_BYTES, HAS_CAP, STAGES),
         )
-        place = (seq * num_heads + heads) * num_splits + split
-        tl.store(partial_ptr + place[:, None] * HEAD_DIM + columns[None, :], total, mask=inside)
-        tl.store(state_ptr + place * 2, divisor, mask=rows < GROUP)
-        tl.store(state_ptr + place * 2 + 1, peak, mask=rows < GROUP)
+        if IS_WHOLE:
+            target = out_ptr + begin.to(tl.int64) * out_token_stride + heads * out_head_stride
+            # Without a key, as in a row that fills a recorded step, the result is 0, not NaN.
+            result = total / tl.where(divisor > 0, divisor, 1.0)[:, None]
+            result = result.to(out_ptr.dtype.element_ty)
+            tl.store(target[:, None] + columns[None, :], result, mask=inside)
+        else:
+            place = (seq * num_heads + heads) * num_splits + split
+            tl.store(partial_ptr + place[:, None] * HEAD_DIM + columns[None, :], total, mask=inside)
+            tl.store(state_ptr + place * 2, divisor, mask=rows < GROUP)
+            tl.store(state_ptr + place * 2 + 1, peak, mask=rows < GROUP)
 
 
 @triton.jit(do_not_specialize=("num_splits",), do_not_specialize_on_alignment=("bounds_ptr",))

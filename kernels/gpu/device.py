@@ -8,6 +8,9 @@ from functools import cache
 
 import torch
 
+SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}
+LEAST_SHARED_KIB = 99  # of other capabilities from 8.6
+
 
 @dataclass(frozen=True, slots=True)
 class Properties:
@@ -15,6 +18,11 @@ class Properties:
 
     processors: int
     arch: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Return the shared memory that a program may have (CUDA C++ Programming Guide, capabilities)."""
+        return SHARED_KIB.get(self.arch, LEAST_SHARED_KIB) << 10
 
 
 INTERPRETER = Properties(8, 90)  # few multiprocessors, but enough that splitting is tested

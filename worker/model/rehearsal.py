@@ -23,6 +23,7 @@ from worker.model.transformer import Ends, Transformer
 from worker.model.weights import tensors_in
 
 NUM_BLOCKS = 2
+MANY_KEYS = 1 << 16  # a context that attention splits
 MOST_OF_BOTH_ENDS = 128  # tokens up to which both ends of a range between powers of two are run
 
 
@@ -59,6 +60,7 @@ class Rehearsal:
         transformer = Transformer(self.config, layers, ends=self._ends())
         steps = [self._step([1]), self._step([1, 1])]
         steps += [self._step([tokens - 1, 1]) for tokens in self._token_counts()]
+        steps.append(self._step([1], MANY_KEYS))
         for is_codes in (False, True)[: 1 + (self.has_kv_codes and precision == "full")]:
             self._run_steps(transformer, self._cache(shard, is_codes), steps)
         # A norm between two layers, and the rows whose logits are wanted.
@@ -119,8 +121,8 @@ class Rehearsal:
         shape = (NUM_BLOCKS * shard.size, config.num_kv_heads // shard.size, 2, self.block_tokens, dim)
         return torch.empty(shape, dtype=dtype)
 
-    def _step(self, lengths: list[int]) -> AttentionPlan:
-        """Return a step of sequences with so many new tokens each and nothing before them."""
+    def _step(self, lengths: list[int], max_context_len: int = 0) -> AttentionPlan:
+        """Return a step of sequences with so many new tokens each; 0: nothing is before them."""
         tokens, longest = sum(lengths), max(lengths)
         return AttentionPlan(
             cu_seqlens_q=torch.empty(len(lengths) + 1, dtype=torch.int32),
@@ -129,7 +131,7 @@ class Rehearsal:
             slot_mapping=torch.empty(tokens, dtype=torch.int64),
             positions=torch.empty(tokens, dtype=torch.int64),
             max_q_len=longest,
-            max_context_len=longest,
+            max_context_len=max_context_len or longest,
         )
 
 
