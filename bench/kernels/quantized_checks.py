@@ -27,6 +27,13 @@ INPUTS = 192
 OUTPUTS = (48, 50, 3)  # outputs of a unit: whole vectors on the CPU, and others
 TOKENS = (0, 1, 3, 6, 15, 16, 70)
 
+# Units, inputs of a unit, group and split of weights whose rows lie on 16 bytes.
+TILED: tuple[tuple[int, int, int, Split], ...] = (
+    (1, 768, 64, "outputs"),
+    (2, 256, 64, "inputs"),
+    (2, 512, 128, "outputs"),
+)
+
 AssertClose = Callable[[torch.Tensor, torch.Tensor], None]
 
 
@@ -50,6 +57,13 @@ def quantized_checks(
         yield f"experts with {bits} bits", partial(check_experts, backend, device, assert_close, bits)
     if backend == "cuda":
         yield "product with bits in pieces", partial(check_pieces, device, assert_close)
+        for bits, case in itertools.product(CODE_BITS, TILED):
+            if is_slow and case is not TILED[CODE_BITS.index(bits)]:
+                continue
+            yield (
+                f"product with {bits} bits on 16 bytes, {case}",
+                partial(check_tiles, device, assert_close, bits, *case),
+            )
 
 
 def is_interpreted(backend: str, device: str) -> bool:
@@ -144,6 +158,37 @@ def check_experts(backend: str, device: str, assert_close: AssertClose, bits: in
             added = None if bias is None else bias[2:4].to(device)
             made = kernels.grouped_quantized_linear(x.to(device), *own, is_by_place, added)
         assert_close(made[here], expected[here])
+
+
+def check_tiles(
+    device: str, assert_close: AssertClose, bits: int, units: int, inputs: int, group: int, split: Split
+) -> None:
+    """Check weights whose rows lie on 16 bytes, with as many tokens as each config takes."""
+    from kernels.gpu import quantized as gpu
+    from kernels.gpu.product_configs import TABLE
+
+    weight, _ = quantized(
+        units=units,
+        unit_outputs=70,
+        unit_inputs=inputs,
+        bits=bits,
+        group=group,
+        split=split,
+        is_scaled=units > 1,
+        gap=16,
+    )
+    tiles = gpu.tiles_of(_moved(weight, device))
+    assert tiles is not None and tiles.has_words == (group == 64)
+    every = (1, *(most + 1 for most, _ in TABLE[bits]))
+    for tokens in every[:: len(every) - 1] if device == "cpu" else every:
+        for dtype in DTYPES[1:]:
+            check_product(
+                "cuda", device, assert_close, weight, dtype, min(tokens, 70) if device == "cpu" else tokens
+            )
+    config = TABLE[bits][-1][1]
+    x = torch.randn(3, weight.num_inputs, dtype=torch.bfloat16)
+    made = [gpu.multiply_tiles(x.to(device), _moved(weight, device), None, tiles, config) for _ in range(2)]
+    assert torch.equal(*made)
 
 
 def check_pieces(device: str, assert_close: AssertClose) -> None:

@@ -18,14 +18,18 @@ def quantized(
     split: Split = "outputs",
     is_scaled: bool = False,
     seed: int = 0,
+    gap: int = 8,
 ) -> tuple[QuantizedWeight, torch.Tensor]:
-    """Return a random weight with gaps of 0xFF between units and rows, and its matrix [N, K]."""
+    """Return a random weight with gaps of 0xFF between units and rows, and its matrix [N, K].
+
+    gap: elements between rows.
+    """
     random = torch.Generator().manual_seed(seed)
     shape = (units * unit_outputs, unit_inputs) if split == "outputs" else (unit_outputs, units * unit_inputs)
     w = torch.randn(shape, generator=random)
     codes, scales, zeros = kernels.quantize_rtn(w, bits, group)
     parts = (_in_units(part, units, split) for part in (kernels.pack(codes, bits), scales, zeros))
-    packed, scales, zeros = (_apart(part) for part in parts)
+    packed, scales, zeros = (_apart(part, gap) for part in parts)
     input_scale = torch.rand(shape[1], generator=random) + 0.5 if is_scaled else None
     return QuantizedWeight(packed, scales, zeros, bits, group, split, input_scale), w
 
@@ -36,10 +40,10 @@ def _in_units(matrix: torch.Tensor, units: int, split: Split) -> torch.Tensor:
     return matrix.unflatten(1, (units, -1)).transpose(0, 1)
 
 
-def _apart(part: torch.Tensor) -> torch.Tensor:
+def _apart(part: torch.Tensor, gap: int) -> torch.Tensor:
     """Return [U, Nu, n] as a view into a larger buffer, so that reading past it shows."""
     units, outputs, width = part.shape
-    buffer = torch.full((units, outputs + 1, width + 8), 255, dtype=torch.uint8).to(part.dtype)
+    buffer = torch.full((units, outputs + 1, width + gap), 255, dtype=torch.uint8).to(part.dtype)
     if part.dtype.is_floating_point:
         buffer.fill_(float("nan"))
     view = buffer[:, :outputs, :width]

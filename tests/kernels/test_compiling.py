@@ -163,7 +163,7 @@ def test_what_was_rehearsed_is_launched_without_a_compiler_and_the_rest_is_an_er
 @pytest.mark.parametrize(
     ("model", "gpu", "names"),
     [
-        ("llama-3-8b", GPUS[1], ["chunk_kernel", "product_kernel"]),
+        ("llama-3-8b", GPUS[1], ["chunk_kernel", "tiles_kernel"]),
         ("qwen2.5-7b", GPUS[0], ["decode_kernel", "_rms_norm_kernel"]),
         ("qwen3-30b-a3b", GPUS[2], ["_group_kernel", "_rotary_kernel"]),
     ],
@@ -174,6 +174,14 @@ def test_kernels_of_a_model_fit_a_gpu(model: str, gpu: Gpu, names: list[str]) ->
     for name in names:
         taken = compiled.compiled(wanted[name], gpu)
         assert taken.problem == "" and 0 < taken.registers <= 255
+
+
+def test_weights_go_from_registers_into_the_tensor_cores() -> None:
+    found = launches(MODELS["llama-3-8b"], GPUS[1], precisions=["int4"], max_tp=1)
+    (wanted, *_) = (each for each in found if each.kernel.endswith("tiles_kernel"))
+    ptx = compile_for(H100, wanted).asm["ptx"]
+    loop = ptx[ptx.index("wgmma.mma_async") : ptx.rindex("wgmma.mma_async")]
+    assert "fma.rn.bf16x2" in loop and "st.shared" not in loop and "ld.global" not in loop
 
 
 @pytest.mark.slow

@@ -15,6 +15,9 @@ import kernels
 from bench.kernels.checks import checks
 from kernels import calls
 from kernels.gpu.attention import MAX_SPLITS, num_splits
+from kernels.gpu.attention_configs import CHUNKS, fitting
+from kernels.gpu.product_configs import MOST_SPLITS, TABLE, product_config
+from kernels.gpu.product_configs import num_splits as splits_of_product
 from kernels.packing import CODE_BITS
 from kernels.registry import KERNELS, KernelCall
 
@@ -33,7 +36,7 @@ def test_triton_kernels_agree_with_their_oracles_in_the_interpreter(part: str) -
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=200,
     )
     assert run.returncode == 0, run.stdout + run.stderr
 
@@ -84,3 +87,34 @@ def test_a_context_is_split_only_as_far_as_processors_and_keys_go(
     programs: int, keys: int, processors: int, splits: int
 ) -> None:
     assert num_splits(programs, keys, processors) == splits <= MAX_SPLITS
+
+
+@pytest.mark.parametrize(
+    ("programs", "steps", "waves", "splits"),
+    [(64, 16, 4, 8), (448, 16, 4, 1), (32, 3, 4, 1), (1, 1000, 4, MOST_SPLITS)],
+)
+def test_inputs_are_split_only_as_far_as_processors_and_steps_go(
+    programs: int, steps: int, waves: int, splits: int
+) -> None:
+    assert splits_of_product(programs, steps, 132, waves) == splits <= MOST_SPLITS
+
+
+@pytest.mark.parametrize("bits", CODE_BITS)
+@pytest.mark.parametrize("limit", [227 << 10, 163 << 10, 99 << 10])
+def test_every_product_config_fits_the_shared_memory_there_is(bits: int, limit: int) -> None:
+    for _, config in TABLE[bits]:
+        fitted = config.fitted(bits, limit)
+        assert fitted.shared_bytes(bits) <= limit or (fitted.num_stages == 2 and fitted.tiles == 1)
+        assert fitted == config or config.shared_bytes(bits) > limit
+
+
+def test_more_tokens_than_the_table_has_go_through_memory() -> None:
+    for bits in CODE_BITS:
+        most, config = TABLE[bits][-1]
+        assert product_config(bits, most) == config and product_config(bits, most + 1) is None
+
+
+def test_attention_takes_the_first_config_that_fits() -> None:
+    assert fitting(CHUNKS, 128, 227 << 10) == CHUNKS[0]
+    assert fitting(CHUNKS, 256, 227 << 10) == CHUNKS[1]
+    assert fitting(CHUNKS, 1024, 1 << 10) == CHUNKS[-1]

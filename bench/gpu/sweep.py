@@ -1,0 +1,433 @@
+"""Configs of quantised products and of attention on a GPU, each held against its oracle and timed.
+
+    python -m bench.gpu sweep [--device cpu]
+
+All configs compile first, in as many processes as there are cores. Then each is called in a CUDA graph with
+the next of several copies of what serving reads from memory, so that none is in the second-level cache. The
+tables in force are `kernels.gpu.product_configs` and `kernels.gpu.attention_configs`; the card says where
+another row takes less time. `--device cpu` runs two small products and two attentions in the interpreter.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import astuple, dataclass
+from functools import partial
+from typing import Any
+
+import kernels  # before torch: it settles how torch's threads wait
+
+# isort: split
+import torch
+
+from bench.common.machine import num_cores
+from bench.gpu.card import bandwidth
+from bench.gpu.common import Found, run_alone
+from kernels import AttentionPlan, QuantizedWeight
+from kernels.gpu.attention_configs import CHUNK_CANDIDATES, DECODE_CANDIDATES, AttentionConfig
+from kernels.gpu.product_configs import CANDIDATES, TABLE, ProductConfig, product_config
+from kernels.packing import packed_size
+
+LIMIT_S = 75.0  # for all; what is left is not measured
+COMPILE_S = 35.0
+FEW = 4  # candidates of bits other than 4
+GROUP = 64
+COLD_BYTES = 120 << 20  # more than second-level caches hold
+LEAST_CALLS = 8
+ROUNDS = 3
+ERROR = 1e-2  # of a result's norm: roundings of bfloat16 are 2^-9 each
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_TOKENS = 32, 8, 128, 16
+
+Call = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The cases that are measured."""
+
+    shapes: tuple[tuple[int, int], ...]  # inputs and outputs of products
+    tokens: tuple[int, ...]
+    chunks: tuple[tuple[int, int], ...]  # new tokens and context of a sequence
+    decodes: tuple[tuple[int, int], ...]  # sequences and context
+    most: int | None  # candidates
+    scratch_bytes: tuple[int, ...]
+
+
+# Products of an 8B model: gate_up, down, o, qkv.
+GPU = Sizes(
+    shapes=((4096, 28672), (14336, 4096), (4096, 4096), (4096, 6144)),
+    tokens=(1, 16, 32, 64, 128, 256, 512, 1024, 2048),
+    chunks=((2048, 2048), (8192, 8192), (512, 4096)),
+    decodes=((1, 512), (1, 2048), (8, 2048), (64, 512), (64, 2048), (256, 512), (256, 2048)),
+    most=None,
+    scratch_bytes=(16 << 20, 32 << 20, 64 << 20),
+)
+CPU = Sizes(((256, 64),), (1, 17), ((20, 33),), ((2, 40),), 1, (1 << 20,))
+
+
+def measure(device: torch.device, found: Found) -> None:
+    is_gpu = device.type == "cuda"
+    if not is_gpu:
+        os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
+    deadline = time.monotonic() + LIMIT_S
+    sizes = GPU if is_gpu else CPU
+    if is_gpu:
+        found.put(compile_failures=compile_all(min(COMPILE_S, LIMIT_S)), compiled_s=_passed(deadline))
+    reads = bandwidth(device)
+    found.put(bandwidth_gb_s=round(reads / 1e9))
+    broken = {name for name, _ in found.values.get("compile_failures", [])}
+    work = itertools.chain(
+        products(device, sizes, 4, reads, broken),
+        attentions(device, sizes, reads, broken),
+        products(device, sizes, 8, reads, broken),
+        products(device, sizes, 3, reads, broken),
+    )
+    for rows in work:
+        for row in rows:
+            if row["error"] > ERROR or not row["is_steady"]:
+                found.problem(f"{row}")
+        found.add("rows", *rows)
+        if time.monotonic() > deadline:
+            found.put(ended=f"after {LIMIT_S:.0f} s, with cases left out")
+            break
+
+
+def _passed(deadline: float) -> float:
+    return round(LIMIT_S - (deadline - time.monotonic()), 1)
+
+
+# --------------------------------------------------------------------------- compiling
+
+
+def compile_all(limit_s: float) -> list[tuple[str, str]]:
+    """Compile every config in processes of their own; return the names of those that failed, and why."""
+    jobs: list[Any] = []
+    for bits in (4, 8, 3):
+        most = None if bits == 4 else FEW
+        configs = {config for some in CANDIDATES.values() for config in some[:most]}
+        configs |= {config for _, config in TABLE[bits]}
+        jobs += [(bits, config) for config in sorted(configs)]
+    jobs += [("chunk", config) for config in CHUNK_CANDIDATES]
+    jobs += [("decode", config) for config in DECODE_CANDIDATES]
+    workers = max(1, min(14, num_cores() - 1, len(jobs)))
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    futures = {pool.submit(_compile, kind, config): _name(kind, config) for kind, config in jobs}
+    deadline, failures = time.monotonic() + limit_s, []
+    pending = set(futures)
+    while pending and (left := deadline - time.monotonic()) > 0:
+        done, pending = wait(pending, left, FIRST_COMPLETED)
+        for future in done:
+            problem = future.exception()
+            if why := str(problem) if problem else future.result():
+                failures.append((futures[future], why))
+    failures += [(futures[future], "was not compiled in time") for future in pending]
+    processes = list(pool._processes.values())
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in processes if pending else ():
+        process.kill()
+    return failures
+
+
+def _name(kind: object, config: object) -> str:
+    return f"{kind} {astuple(config)}"  # type: ignore[call-overload]
+
+
+def _compile(kind: int | str, config: Any) -> str:
+    """Run the kernels of a config on a few numbers, to fill the compiler's cache; say what failed."""
+    device = torch.device("cuda", 0)
+    try:
+        if isinstance(kind, int):
+            for inputs in (64 * max(2, config.tiles), 2048):  # not split, and split
+                x = torch.zeros(1, inputs, dtype=torch.bfloat16, device=device)
+                _multiply(x, _weight(inputs, 64, kind, device), config)
+        elif kind == "chunk":
+            plan, q, kv = _attention_of(device, ((32, 64),), 1)
+            _attend(q, kv, plan[0], config, DECODE_CANDIDATES[0])
+        else:
+            for context in (64, 4096):  # in one split, and in several
+                plan, q, kv = _attention_of(device, ((1, context),), 1)
+                _attend(q, kv, plan[0], CHUNK_CANDIDATES[0], config)
+        torch.cuda.synchronize()
+    except Exception as problem:  # noqa: BLE001 whatever the compiler refuses
+        return f"{type(problem).__name__}: {str(problem)[-300:]}"
+    return ""
+
+
+# --------------------------------------------------------------------------- products
+
+
+def products(
+    device: torch.device, sizes: Sizes, bits: int, reads: float, broken: set[str]
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of each shape and number of tokens."""
+    for inputs, outputs in sizes.shapes:
+        nbytes = outputs * (packed_size(inputs, bits) + 3 * inputs // GROUP)
+        copies = max(4, -(-COLD_BYTES // nbytes)) if device.type == "cuda" else 1
+        weights = [_weight(inputs, outputs, bits, device) for _ in range(copies)]
+        full = [
+            torch.randn(outputs, inputs, dtype=torch.bfloat16, device=device)
+            for _ in range(max(2, copies // 4))
+        ]
+        exact = kernels.dequantize(weights[0]).t()
+        for tokens in sizes.tokens:
+            x = torch.randn(tokens, inputs, dtype=torch.bfloat16, device=device)
+            expected = x.float() @ exact
+            dense = seconds(device, [partial(kernels.linear.reference, x, one) for one in full])
+            common = {
+                "inputs": inputs,
+                "outputs": outputs,
+                "tokens": tokens,
+                "bits": bits,
+                "dense_us": _us(dense),
+                "floor_us": _us(nbytes / reads),
+            }
+            rows = []
+            for name, product in _ways(bits, tokens, sizes):
+                if name in broken:
+                    continue
+                calls = [partial(product, x, weight) for weight in weights]
+                rows.append(common | {"config": name} | judged(device, calls, expected))
+            yield rows
+
+
+def _ways(bits: int, tokens: int, sizes: Sizes) -> Iterator[tuple[str, Callable[..., torch.Tensor]]]:
+    """Yield the name of each config for so many tokens, and its product."""
+    most = next((most for most in sorted(CANDIDATES) if tokens <= most), None)
+    few = sizes.most if bits == 4 or sizes.most else FEW
+    configs = list(CANDIDATES[most][:few]) if most else []
+    in_force = product_config(bits, tokens)
+    if in_force and in_force not in configs:
+        configs.append(in_force)
+    for config in configs:
+        yield _name(bits, config), partial(_multiply_as, config)
+    if tokens >= 128 or not most:
+        for nbytes in sizes.scratch_bytes:
+            yield f"scratch of {nbytes >> 20} MiB", partial(_through_scratch, nbytes)
+
+
+def _multiply_as(config: ProductConfig, x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    return _multiply(x, weight, config)
+
+
+def _multiply(x: torch.Tensor, weight: QuantizedWeight, config: ProductConfig) -> torch.Tensor:
+    from kernels.gpu import quantized
+
+    tiles = quantized.tiles_of(weight)
+    assert tiles is not None
+    return quantized.multiply_tiles(x, weight, None, tiles, config)
+
+
+def _through_scratch(nbytes: int, x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    from kernels.gpu import quantized
+
+    return quantized.through_scratch(x, weight, None, nbytes)
+
+
+def _weight(inputs: int, outputs: int, bits: int, device: torch.device) -> QuantizedWeight:
+    shape = (1, outputs, packed_size(inputs, bits))
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
+    scales = ((torch.rand(1, outputs, inputs // GROUP, device=device) + 0.5) / 2**bits).half()
+    zeros = torch.randint(0, 2**bits, scales.shape, dtype=torch.uint8, device=device)
+    return QuantizedWeight(codes, scales, zeros, bits, GROUP)
+
+
+# --------------------------------------------------------------------------- attention
+
+
+def attentions(
+    device: torch.device, sizes: Sizes, reads: float, broken: set[str]
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of each chunk, then of each decode."""
+    for seqs, length, context, kind, configs in (
+        *((1, length, context, "chunk", CHUNK_CANDIDATES) for length, context in sizes.chunks),
+        *((seqs, 1, context, "decode", DECODE_CANDIDATES) for seqs, context in sizes.decodes),
+    ):
+        cached = 2 * 2 * seqs * KV_HEADS * HEAD_DIM * context
+        copies = max(1, -(-COLD_BYTES // cached)) if device.type == "cuda" and kind == "decode" else 1
+        plans, q, kv = _attention_of(device, ((length, context),) * seqs, min(copies, 64))
+        expected = _attended(q, kv, plans[0], length, context)
+        pairs = length * (context - (length - 1) / 2)  # of a query and a key that it sees
+        common = {
+            "kind": kind,
+            "seqs": seqs,
+            "length": length,
+            "context": context,
+            "floor_us": _us(cached / reads),
+            "gflop": 4e-9 * seqs * pairs * HEADS * HEAD_DIM,
+        }
+        rows = []
+        for config in configs[: sizes.most]:
+            if _name(kind, config) in broken:
+                continue
+            two = (config, DECODE_CANDIDATES[0]) if kind == "chunk" else (CHUNK_CANDIDATES[0], config)
+            calls = [partial(_attend, q, kv, plan, *two) for plan in plans]
+            rows.append(common | {"config": _name(kind, config)} | judged(device, calls, expected))
+        yield rows
+
+
+def _attend(
+    q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan, chunk: AttentionConfig, decode: AttentionConfig
+) -> torch.Tensor:
+    from kernels.gpu import attention
+
+    return attention.attend(q, kv, plan, HEAD_DIM**-0.5, torch.empty_like(q), chunk, decode)
+
+
+def _attention_of(
+    device: torch.device, lengths: Sequence[tuple[int, int]], copies: int
+) -> tuple[list[AttentionPlan], torch.Tensor, torch.Tensor]:
+    """Return a plan for each of the copies of the sequences' blocks, queries and a cache in any order."""
+    counts = [-(-context // BLOCK_TOKENS) for _, context in lengths]
+    each, widest = sum(counts), max(counts)
+    order = torch.randperm(copies * each, dtype=torch.int32)
+    plans = []
+    for copy in range(copies):
+        own = order[copy * each : (copy + 1) * each].split(counts)
+        table = torch.stack([torch.nn.functional.pad(row, (0, widest - len(row))) for row in own])
+        new = torch.tensor([0, *(length for length, _ in lengths)], dtype=torch.int32)
+        unused = torch.zeros(0, dtype=torch.int64, device=device)
+        plans.append(
+            AttentionPlan(
+                cu_seqlens_q=new.cumsum(0, dtype=torch.int32).to(device),
+                context_lens=torch.tensor([context for _, context in lengths], dtype=torch.int32).to(device),
+                block_table=table.to(device),
+                slot_mapping=unused,
+                positions=unused,
+                max_q_len=max(length for length, _ in lengths),
+                max_context_len=max(context for _, context in lengths),
+            )
+        )
+    tokens = sum(length for length, _ in lengths)
+    q = torch.randn(tokens, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    shape = (copies * each, KV_HEADS, 2, BLOCK_TOKENS, HEAD_DIM)
+    return plans, q, torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+
+def _attended(
+    q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan, length: int, context: int
+) -> torch.Tensor:
+    """Return what attention gives for sequences of one length and context, by torch, sequence by sequence."""
+    made = []
+    behind = (
+        torch.arange(context, device=q.device)
+        - torch.arange(context - length, context, device=q.device)[:, None]
+    )
+    for s, queries in enumerate(q.split(length)):
+        blocks = kv[plan.block_table[s].long()].float()  # [blocks, Hkv, 2, bt, D]
+        keys, values = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :context]
+        rows = []
+        for some, ages in zip(queries.split(1024), behind.split(1024), strict=True):
+            wide = some.float().transpose(0, 1).unflatten(0, (KV_HEADS, -1)).flatten(1, 2)
+            scores = (wide @ keys.transpose(1, 2)).unflatten(1, (-1, len(some))) * HEAD_DIM**-0.5
+            weights = scores.masked_fill(ages > 0, float("-inf")).softmax(-1)
+            rows.append((weights.flatten(1, 2) @ values).unflatten(1, (-1, len(some))).flatten(0, 1))
+        made.append(torch.cat(rows, 1).transpose(0, 1))
+    return torch.cat(made)
+
+
+# --------------------------------------------------------------------------- judging
+
+
+def judged(device: torch.device, calls: Sequence[Call], expected: torch.Tensor) -> dict[str, Any]:
+    """Return the error of the first call against what is expected, if it repeats itself, and the time."""
+    try:
+        made = calls[0]()
+        error = float((made.float() - expected).norm() / expected.norm())
+        is_steady = torch.equal(made, calls[0]())
+        return {
+            "error": round(error, 5) if error == error else 1e9,  # NaN
+            "is_steady": is_steady,
+            "us": _us(seconds(device, calls)),
+        }
+    except RuntimeError as problem:
+        if "illegal memory access" in str(problem):
+            raise
+        return {"error": 1e9, "is_steady": True, "us": 1e9, "problem": str(problem)[-200:]}
+
+
+def seconds(device: torch.device, calls: Sequence[Call]) -> float:
+    """Return the seconds of a call, one after the other in a graph, in the best of ROUNDS replays."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        for call in calls:
+            call()
+        return (time.perf_counter() - began) / len(calls)
+    calls = list(calls) * -(-LEAST_CALLS // len(calls))
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):  # torch.cuda.graph() would give back all cached memory
+        graph.capture_begin()
+        for call in calls:
+            call()
+        graph.capture_end()
+    graph.replay()
+    best = float("inf")
+    for _ in range(ROUNDS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, begin.elapsed_time(end) / len(calls) / 1e3)
+    return best
+
+
+def _us(seconds: float) -> float:
+    return round(1e6 * seconds, 2)
+
+
+# --------------------------------------------------------------------------- the card
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """Yield the compiler's failures, then for each case the best config beside the one in force."""
+    for name, why in found.get("compile_failures", []):
+        yield f"sweep: {name} did not compile: {why.splitlines()[-1][:150]}"
+    yield f"sweep: compiled in {found.get('compiled_s')} s; {found.get('ended', 'every case was measured')}"
+    rows = found.get("rows", [])
+    yield from _product_lines([row for row in rows if "bits" in row])
+    yield from _attention_lines([row for row in rows if "kind" in row])
+
+
+def _product_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a line for all shapes together: microseconds in sum."""
+    cases = defaultdict(list)
+    for row in rows:
+        cases[row["bits"], row["tokens"]].append(row)
+    for (bits, tokens), case in sorted(cases.items(), reverse=True):
+        sums: dict[str, float] = defaultdict(float)
+        for row in case:
+            sums[row["config"]] += row["us"]
+        shapes = {(row["inputs"], row["outputs"]): row for row in case}.values()
+        dense, floor = (sum(row[name] for row in shapes) for name in ("dense_us", "floor_us"))
+        best = min(sums, key=lambda name: sums[name])
+        config = product_config(bits, tokens)
+        in_force = sums.get(_name(bits, config) if config else "scratch of 32 MiB", float("nan"))
+        yield (
+            f"int{bits} x {tokens:4d} tokens, {len(shapes)} shapes: best {best} {sums[best]:7.1f} us, "
+            f"in force {in_force:7.1f}, bfloat16 {dense:7.1f}, floor {floor:6.1f}"
+        )
+
+
+def _attention_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+    cases = defaultdict(list)
+    for row in rows:
+        cases[row["kind"], row["seqs"], row["length"], row["context"]].append(row)
+    for (kind, seqs, length, context), case in cases.items():
+        best = min(case, key=lambda row: row["us"])
+        rest = " ".join(f"{row['us']:.0f}" for row in case)
+        yield (
+            f"{kind} {seqs} x {length} of {context}: best {best['config']} {best['us']:.1f} us, "
+            f"{best['gflop'] / best['us'] * 1e-3:.0f} TFLOP/s, floor {best['floor_us']:.1f}; all: {rest}"
+        )
+
+
+def main() -> int:
+    return run_alone(__doc__, "sweep", measure, lines)

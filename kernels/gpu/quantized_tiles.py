@@ -1,0 +1,257 @@
+"""Products with quantised weights of which bytes lie on 16: weights times tokens, tile by tile.
+
+Weights are the left operand of the tensor cores: decoded (`kernels.gpu.codes`) they stay in registers, and
+tokens come from shared memory. Bytes, tokens and words of scales and zeros are copied there STAGES ahead.
+Rows are outputs of a unit. Nothing that a launch passes is specialised but pointers, so a program compiled
+once serves every shape.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# Functions of the compiler carry no annotations: Triton infers their types from the call.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.gpu.codes import weights_of
+
+TILE = tl.constexpr(64)
+
+
+@triton.jit
+def _scale_of(words, place: tl.constexpr):
+    """Return float16 number `place` of the two in each of the words uint32."""
+    return ((words >> (place * 16)) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _third_bits(at, is_row, shifts, part: tl.constexpr):
+    """Load bytes [rows, 16] of which bit 2 is the third bit of a part's codes of the tiles at `at`."""
+    words = tl.load((at + (16 + part // 2 * 4)).to(tl.pointer_type(tl.uint32)), mask=is_row, other=0)
+    words = words >> 14 if part % 2 else words << 2
+    return (words >> shifts).to(tl.uint8)
+
+
+@triton.jit(
+    do_not_specialize=(
+        "tokens",
+        "splits",
+        "x_stride",
+        "codes_unit",
+        "codes_row",
+        "scales_unit",
+        "scales_row",
+        "zeros_unit",
+        "zeros_row",
+        "unit_rows",
+        "row_blocks",
+        "unit_tiles",
+        "in_units",
+        "group_tiles",
+        "num_outputs",
+    )
+)
+def tiles_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    lanes_ptr,
+    bias_ptr,
+    out_ptr,
+    tokens,
+    splits,
+    x_stride,
+    codes_unit,
+    codes_row,
+    scales_unit,
+    scales_row,
+    zeros_unit,
+    zeros_row,
+    unit_rows,
+    row_blocks,
+    unit_tiles,
+    in_units,
+    group_tiles,
+    num_outputs,
+    BITS: tl.constexpr,
+    TILES: tl.constexpr,
+    HAS_WORDS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    HAS_ASM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Multiply x by the weight into out [splits, T, N], contiguous.
+
+    Grid (out_units * row_blocks, ceil(T / BLOCK_T), splits). A step takes TILES tiles of a unit, a split an
+    equal run of all steps. x_stride counts 8 elements, codes_unit and codes_row count 16 bytes. HAS_WORDS: a
+    step's tiles are 4, each with a scale and a zero of its own, which lie on 4 bytes. lanes_ptr: int32 0..15.
+    """
+    PARTS: tl.constexpr = 1 if BITS == 8 else (2 if BITS == 4 else 4)
+    WIDTH: tl.constexpr = 64 // PARTS  # bytes of a tile's widest plane
+    unit = tl.program_id(0) // row_blocks
+    row = tl.program_id(0) % row_blocks * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    is_row = row < unit_rows
+    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
+    is_token = token < tokens
+    lane = tl.arange(0, WIDTH)
+    codes_ptr += row.to(tl.int64) * codes_row * 16
+    scales_ptr += row.to(tl.int64) * scales_row
+    zeros_ptr += row.to(tl.int64) * zeros_row
+    x_ptr += token.to(tl.int64) * x_stride * 8 + lane[:, None]
+    unit_steps = unit_tiles // TILES
+    all_steps = in_units * unit_steps
+    begin = all_steps * tl.program_id(2) // splits
+    end = all_steps * (tl.program_id(2) + 1) // splits
+    total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    shifts = 0
+    if BITS == 3:
+        shifts = tl.load(lanes_ptr + tl.arange(0, 16)[None, :])
+    for index in tl.range(begin, end, num_stages=STAGES):
+        place = (unit + index // unit_steps).to(tl.int64)
+        first = index % unit_steps * TILES
+        codes_at = codes_ptr + place * codes_unit * 16 + first * (8 * BITS)
+        scales_at = scales_ptr + place * scales_unit
+        zeros_at = zeros_ptr + place * zeros_unit
+        if HAS_WORDS:
+            words = (scales_at + first).to(tl.pointer_type(tl.uint32))
+            scales_low = tl.load(words, mask=is_row, other=0)
+            scales_high = tl.load(words + 1, mask=is_row, other=0)
+            four_zeros = tl.load((zeros_at + first).to(tl.pointer_type(tl.uint32)), mask=is_row, other=0)
+        for tile in tl.static_range(TILES):
+            if HAS_WORDS:
+                scale = _scale_of(scales_low if tile < 2 else scales_high, tile % 2)
+                zero = ((four_zeros >> (tile * 8)) & 255).to(tl.int32)
+            else:
+                group = (first + tile) // group_tiles
+                scale = tl.load(scales_at + group, mask=is_row, other=0.0)
+                zero = tl.load(zeros_at + group, mask=is_row, other=0)
+            at = codes_at + tile * (8 * BITS)
+            pieces = tl.load(at + lane[None, :], mask=is_row, other=0)
+            for part in tl.static_range(PARTS):
+                high = pieces
+                if BITS == 3:
+                    high = _third_bits(at, is_row, shifts, part)
+                x = tl.load(x_ptr + (index * TILES + tile) * TILE + part * WIDTH, mask=is_token, other=0.0)
+                w = weights_of(pieces, high, zero, scale, part, BITS, OPERAND, HAS_ASM)
+                total = tl.dot(w, x.to(OPERAND), total, input_precision="ieee")
+    output = unit * unit_rows + row
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + output, mask=is_row, other=0.0).to(tl.float32)
+    out_ptr += (tl.program_id(2) * tokens).to(tl.int64) * num_outputs
+    tl.store(
+        out_ptr + (token * num_outputs + output), total.to(out_ptr.dtype.element_ty), mask=is_token & is_row
+    )
+
+
+@triton.jit(do_not_specialize=("splits", "size", "num_outputs"))
+def join_kernel(
+    partial_ptr,
+    bias_ptr,
+    out_ptr,
+    splits,
+    size,
+    num_outputs,
+    HAS_BIAS: tl.constexpr,
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add the splits of partial float32 [splits, T, N] in their order; grid (ceil(size / BLOCK)), size T * N.
+
+    MOST is at least the number of splits.
+    """
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(MOST):
+        at = partial_ptr + tl.full([], split, tl.int64) * size + place
+        total += tl.load(at, mask=inside & (split < splits), other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + place % num_outputs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=(
+        "first",
+        "count",
+        "codes_unit",
+        "codes_row",
+        "scales_unit",
+        "scales_row",
+        "zeros_unit",
+        "zeros_row",
+        "unit_rows",
+        "unit_tiles",
+        "group_tiles",
+        "num_inputs",
+    )
+)
+def decode_tiles_kernel(
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    lanes_ptr,
+    out_ptr,
+    first,
+    count,
+    codes_unit,
+    codes_row,
+    scales_unit,
+    scales_row,
+    zeros_unit,
+    zeros_row,
+    unit_rows,
+    unit_tiles,
+    group_tiles,
+    num_inputs,
+    BITS: tl.constexpr,
+    TILES: tl.constexpr,
+    HAS_ASM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Decode outputs [first, first + count) into out [count, K], contiguous.
+
+    Grid (ceil(count / BLOCK_N), tiles of all inputs / TILES); strides as `tiles_kernel` takes them.
+    """
+    PARTS: tl.constexpr = 1 if BITS == 8 else (2 if BITS == 4 else 4)
+    WIDTH: tl.constexpr = 64 // PARTS
+    offset = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    inside = offset < count
+    lane = tl.arange(0, WIDTH)[None, :]
+    row = (first + offset) % unit_rows
+    all_tiles = tl.program_id(1) * TILES
+    unit = (first + offset) // unit_rows + all_tiles // unit_tiles  # one of the two is 0
+    codes_ptr += unit.to(tl.int64) * codes_unit * 16 + row.to(tl.int64) * codes_row * 16
+    scales_ptr += unit.to(tl.int64) * scales_unit + row.to(tl.int64) * scales_row
+    zeros_ptr += unit.to(tl.int64) * zeros_unit + row.to(tl.int64) * zeros_row
+    out_ptr += offset.to(tl.int64) * num_inputs + all_tiles * TILE + lane
+    shifts = 0
+    if BITS == 3:
+        shifts = tl.load(lanes_ptr + tl.arange(0, 16)[None, :])
+    for tile in tl.static_range(TILES):
+        index = all_tiles % unit_tiles + tile
+        scale = tl.load(scales_ptr + index // group_tiles, mask=inside, other=0.0)
+        zero = tl.load(zeros_ptr + index // group_tiles, mask=inside, other=0)
+        at = codes_ptr + index * (8 * BITS)
+        pieces = tl.load(at + lane, mask=inside, other=0)
+        for part in tl.static_range(PARTS):
+            high = pieces
+            if BITS == 3:
+                high = _third_bits(at, inside, shifts, part)
+            w = weights_of(pieces, high, zero, scale, part, BITS, out_ptr.dtype.element_ty, HAS_ASM)
+            tl.store(out_ptr + (tile * TILE + part * WIDTH), w, mask=inside)
+
+
+@triton.jit(do_not_specialize=("x_stride",))
+def scale_kernel(x_ptr, scale_ptr, out_ptr, x_stride, num_inputs, BLOCK: tl.constexpr):
+    """Multiply x [T, K] by scale [K] into out [T, K], contiguous; grid (T, ceil(K / BLOCK))."""
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < num_inputs
+    x = tl.load(x_ptr + token * x_stride + place, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * num_inputs + place, (x * scale).to(out_ptr.dtype.element_ty), mask=inside)
