@@ -301,7 +301,7 @@ class PageCounts:
 class GpuTelemetry:
     """A worker's GPU by NVML, also at /metrics. A number that the GPU or the machine does not tell is None.
 
-    The numbers are those of the whole GPU: other processes may use it too.
+    The numbers are those of the whole GPU: other processes may use it too. The last is the worker's own.
     """
 
     name: str = ""  # as NVML has it
@@ -333,6 +333,11 @@ class GpuTelemetry:
         metadata=_of_gpu_by(
             "xid", "xid_errors", "Errors that the driver reported while the worker ran.", is_counter=True
         ),
+    )
+    kernels_compiled_late: int | None = _of_gpu(
+        "kernels_compiled_late",
+        "Kernels that the worker compiled while it served, which held it up.",
+        is_counter=True,
     )
 
 

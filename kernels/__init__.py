@@ -23,7 +23,7 @@ from kernels.plan import AttentionPlan
 from kernels.quantized import QuantizedWeight, dequantize, quantize_rtn
 from kernels.registry import use_backend
 from kernels.routing import Routing
-from kernels.setup import choose_products, configure, warm_up
+from kernels.setup import choose_products, configure, num_compiled_late, warm_up
 
 __all__ = [
     "AttentionPlan",
@@ -32,6 +32,7 @@ __all__ = [
     "choose_products",
     "configure",
     "dequantize",
+    "num_compiled_late",
     "pack",
     "quantize_rtn",
     "unpack",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -90,6 +91,12 @@ def warm_up(
         _compile_for_gpu(sizes, rehearse)
     with device:
         _run_examples(sizes)
+
+
+def num_compiled_late() -> int:
+    """Return how many kernels a GPU compiled after `warm_up`, in a step."""
+    compiling = sys.modules.get("kernels.gpu.compiling")  # Triton is not on every machine
+    return len(compiling.compiled_late()) if compiling else 0
 
 
 def _compile_for_gpu(sizes: Sizes, rehearse: Callable[[], None] | None) -> None:

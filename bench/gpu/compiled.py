@@ -189,7 +189,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def measure(models: Sequence[str], gpus: Sequence[Gpu], processes: int, found: Found) -> None:
-    """Put into `found` a row for each kernel, model and GPU."""
+    """Put into `found` a row for each kernel, model and GPU: the most that any form of the kernel takes."""
     found.put(triton=triton.__version__)
     for gpu in gpus:
         of_models = {name: launches(MODELS[name], gpu) for name in models}
@@ -198,43 +198,38 @@ def measure(models: Sequence[str], gpus: Sequence[Gpu], processes: int, found: F
         compile_apart(distinct, gpu.target, processes)
         taken = {each: compiled(each, gpu) for each in distinct}
         for name, wanted in of_models.items():
-            rows = [_row(name, gpu, each, taken[each]) for each in wanted]
-            found.add("rows", *rows)
+            found.add("rows", *_rows(name, gpu, {each: taken[each] for each in wanted}))
         for each in distinct:
             if taken[each].problem:
                 found.problem(f"{gpu.name}: {each.kernel} {each.constants}: {taken[each].problem}")
 
 
-def _row(model: str, gpu: Gpu, wanted: Specialization, taken: Taken) -> dict[str, Any]:
-    options = wanted.options
-    return {
-        "model": model,
-        "arch": gpu.arch,
-        "kernel": wanted.kernel,
-        "constants": wanted.constants,
-        "tensors": wanted.pointers,
-        "num_warps": options["num_warps"],
-        "num_stages": options["num_stages"],
-        "registers": taken.registers,
-        "stack_bytes": taken.stack_bytes,
-        "shared_bytes": taken.shared_bytes,
-        "problem": taken.problem,
-    }
+def _rows(model: str, gpu: Gpu, taken: Mapping[Specialization, Taken]) -> Iterator[dict[str, Any]]:
+    forms: dict[str, list[Taken]] = {}
+    for wanted, each in taken.items():
+        name = wanted.kernel.removeprefix("kernels.gpu.").replace("_kernels.", ".").removesuffix("_kernel")
+        forms.setdefault(name, []).append(each)
+    for name, found in forms.items():
+        yield {
+            "model": model,
+            "arch": gpu.arch,
+            "kernel": name,
+            "forms": len(found),
+            "registers": max(each.registers for each in found),
+            "stack_bytes": max(each.stack_bytes for each in found),
+            "shared_bytes": max(each.shared_bytes for each in found),
+        }
 
 
 def lines(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the table: for each model, GPU and kernel the most that any of its forms takes."""
+    """Yield the table."""
     yield f"Triton {values['triton']}; the most of all forms of a kernel"
     yield f"{'model':14} {'sm':>3} {'kernel':24} {'forms':>5} {'registers':>9} {'stack':>6} {'shared':>7}"
-    groups: dict[tuple[str, int, str], list[Mapping[str, Any]]] = {}
     for row in values.get("rows", []):
-        name = row["kernel"].removeprefix("kernels.gpu.").replace("_kernels.", ".").replace("_kernel", "")
-        groups.setdefault((row["model"], row["arch"], name), []).append(row)
-    for (model, arch, name), rows in groups.items():
-        registers, stack, shared = (
-            max(row[key] for row in rows) for key in ("registers", "stack_bytes", "shared_bytes")
+        yield (
+            f"{row['model']:14} {row['arch']:3d} {row['kernel']:24} {row['forms']:5d}"
+            f" {row['registers']:9d} {row['stack_bytes']:6d} {row['shared_bytes']:7d}"
         )
-        yield f"{model:14} {arch:3d} {name:24} {len(rows):5d} {registers:9d} {stack:6d} {shared:7d}"
 
 
 def main() -> int:

@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from typing import Final
 
 import torch
 
+import kernels
 from bus.messages import GpuTelemetry
 from bus.service import GPU_LOST
 from worker.service.nvml import Gpu, GpuLost, NoNvml
@@ -72,7 +74,8 @@ class GpuWatch:
         with closing(gpu):
             try:
                 while not self._stopping.is_set():
-                    self._latest = time.monotonic(), gpu.read()
+                    seen = replace(gpu.read(), kernels_compiled_late=kernels.num_compiled_late())
+                    self._latest = time.monotonic(), seen
                     if not gpu.wait(self._read_s):
                         self._stopping.wait(self._read_s)
             except GpuLost as lost:

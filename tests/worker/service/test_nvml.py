@@ -14,6 +14,7 @@ import pynvml
 import pytest
 import torch
 
+import kernels
 from bus.messages import GpuTelemetry
 from bus.service import GPU_LOST
 from tests.support.fake_nvml import (
@@ -154,7 +155,7 @@ def test_a_cpu_has_no_watch() -> None:
 
 
 def test_a_watch_reads_again_and_again_and_counts_xids_of_programs(
-    nvml: FakeNvml, watch: GpuWatch, caplog: pytest.LogCaptureFixture
+    nvml: FakeNvml, watch: GpuWatch, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for xid in (31, 13, 31):
         nvml.xids.put(xid)
@@ -162,6 +163,8 @@ def test_a_watch_reads_again_and_again_and_counts_xids_of_programs(
     until(lambda: (seen := watch.latest()) and seen.xid_errors == {"13": 1, "31": 2})
     nvml.utilization = 12
     until(lambda: (seen := watch.latest()) and seen.utilization == 0.12)
+    monkeypatch.setattr(kernels, "num_compiled_late", lambda: 3)
+    until(lambda: (seen := watch.latest()) and seen.kernels_compiled_late == 3)
     told = [one for one in caplog.messages if "XID" in one]
     assert len(told) == 2, "each XID once: a program can make thousands"
 
