@@ -2,10 +2,12 @@
 
     python -m bench.gpu graphs [--device cpu]
 
-Tokens are those of a small random model, served with and without graphs: as it is, with a half of a layer
-replaced, with the half back, and with its KV cache in 8 bits. Times and launches are those of Llama 3 8B's
-shape, in turns on one engine. A flip replaces the FFN of a layer between two steps, by one that no graph has
-read yet or by one that a graph knows. `--device cpu` takes a tiny model and keeps calls in place of graphs.
+Tokens are those of a small random model, served in three ways: call by call, by graphs, and by graphs of
+which one step is launched before the tokens of the one before are known ("ahead", as workers serve). Served
+as it is, with a half of a layer replaced, with the half back, and with its KV cache in 8 bits. Times and
+launches are those of Llama 3 8B's shape, in turns on one engine. A flip replaces the FFN of a layer between
+two steps, by one that no graph has read yet or by one that a graph knows. `--device cpu` takes a tiny model
+and keeps calls in place of graphs.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ DECODES = ((1, 512), (8, 512), (64, 512), (256, 256))  # sequences, tokens of co
 LENGTHS = (3, 70, 1, 40, 17)
 NUM_OUT = 40
 FLIPS = 12
+WAYS = ("call by call", "graphs", "ahead")
 LAUNCHES = (
     "cudaLaunchKernel",
     "cudaLaunchKernelExC",
@@ -65,15 +68,15 @@ def measure(device: torch.device, found: Found) -> None:
         record_mib=recorded.record_bytes / 2**20,
     )
     for num_seqs, context in DECODES if device.type == "cuda" else sizes.decodes:
-        for is_graph in (True, False):
-            use(engine, recorded if is_graph else None)
+        for way in WAYS:
+            use(engine, recorded, way)
             row = decode_row(engine, num_seqs, context, sizes, reads, device)
-            found.add("decode", row | {"graphs": is_graph})
-    use(engine, recorded)
+            found.add("decode", row | {"way": way})
+    use(engine, recorded, "graphs")
     found.put(flips=flips(engine, device, sizes.steps))
-    for is_graph in (True, False):
-        use(engine, recorded if is_graph else None)
-        found.put(**{"launches" if is_graph else "launches_call_by_call": launches_of_a_step(engine, device)})
+    for way in WAYS:
+        use(engine, recorded, way)
+        found.add("launches", launches_of_a_step(engine, device) | {"way": way})
     close(engine)
 
 
@@ -99,38 +102,44 @@ def model_of(engine: Engine) -> Model:
     return model
 
 
-def use(engine: Engine, recorded: RecordedDecodes | None) -> None:
-    """Run the next decodes by these recordings, or call by call."""
-    instance_of(engine).local_executor.recorded = recorded
+def use(engine: Engine, recorded: RecordedDecodes, way: str) -> None:
+    """Run the next decodes in one of WAYS."""
+    instance = instance_of(engine)
+    instance.settle()
+    executor = instance.local_executor
+    executor.recorded = None if way == "call by call" else recorded
+    executor.run_ahead(instance.launch_choice if way == "ahead" else None)
 
 
 def compare_tokens(device: torch.device, kv_dtype: Any, found: Found) -> None:
-    """Serve the same prompts with graphs and without, as halves come and go."""
+    """Serve the same prompts in all ways, as halves come and go."""
     prompts = [[(7 * n + 3 * i) % 200 for i in range(n)] for n in LENGTHS]
     served = []
-    for is_graph in (True, False):
+    for way in WAYS:
         engine = random_engine(
             device, replace(TOKENS, shape=replace(TOKENS.shape, kv_dtype=kv_dtype), dtype=torch.float32)
         )
         recorded = recordings(engine, device)
-        use(engine, recorded if is_graph else None)
+        use(engine, recorded, way)
         model, made = model_of(engine), []
         first = model.layers[1].feed_forward
         for half in (first, changed(first, -3.0), copy(first)):
             model.install(1, half)
             made.append(run_prompts(engine, prompts, NUM_OUT)[1])
-        if is_graph and not recorded.num_steps:
-            found.problem(f"KV in {kv_dtype}: no step ran by recordings")
+        if way != "call by call" and not recorded.num_steps:
+            found.problem(f"KV in {kv_dtype}, {way}: no step ran by recordings")
         served.append(made)
         close(engine)
-    for what, graphs, plain in zip(
-        ("as it is", "with another half", "with its half back"), *served, strict=True
-    ):
-        if graphs != plain:
-            found.problem(
-                f"tokens of a model {what}, KV in {kv_dtype}: {graphs} with graphs, {plain} without"
-            )
-    if served[1][0] == served[1][1]:
+    plain, *others = served
+    for way, made in zip(WAYS[1:], others, strict=True):
+        for what, tokens, wanted in zip(
+            ("as it is", "with another half", "with its half back"), made, plain, strict=True
+        ):
+            if tokens != wanted:
+                found.problem(
+                    f"tokens of a model {what}, KV in {kv_dtype}, {way}: {tokens} instead of {wanted}"
+                )
+    if plain[0] == plain[1]:
         found.problem("another half changes no token: the comparison shows nothing")
 
 
@@ -179,7 +188,7 @@ def flips(engine: Engine, device: torch.device, steps: int) -> dict[str, float]:
     }
 
 
-def launches_of_a_step(engine: Engine, device: torch.device) -> dict[str, float]:
+def launches_of_a_step(engine: Engine, device: torch.device) -> dict[str, Any]:
     """Count what a decode step asks of the device, by the profiler; nothing on a CPU."""
     count = 4
     steps_of(engine, 2, 64)
@@ -202,19 +211,17 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     if "parts" in found:
         took = f"{found['record_s']:.1f} s and {found['record_mib']:.0f} MiB"
         yield f"recorded {found['parts']} parts in {took}"
-    rows = found.get("decode", [])
-    for graph, plain in zip(rows[::2], rows[1::2], strict=False):
+    for row in found.get("decode", []):
         yield (
-            f"decode {graph['sequences']:3d} x {graph['context']:5d}: {graph['step_ms']:7.2f} ms with graphs,"
-            f" {plain['step_ms']:7.2f} call by call, floor {graph['floor_ms']:6.2f}, "
-            f"ratios {graph['ratio']:.2f} and {plain['ratio']:.2f}"
+            f"decode {row['sequences']:3d} x {row['context']:5d}, {row['way']:12}: {row['step_ms']:7.2f} ms"
+            f" a step, floor {row['floor_ms']:6.2f}, ratio {row['ratio']:.2f}"
         )
     if flips := found.get("flips"):
         yield "steps, ms: " + ", ".join(f"{name[:-3]} {value:.2f}" for name, value in flips.items())
-    for name in ("launches", "launches_call_by_call"):
-        if counts := found.get(name):
-            told = ", ".join(f"{value:g} {kind}" for kind, value in counts.items())
-            yield f"a step {'with graphs' if name == 'launches' else 'call by call'}: {told} (bar 70 and 1)"
+    for row in found.get("launches", []):
+        told = ", ".join(f"{value:g} {kind}" for kind, value in row.items() if kind != "way")
+        if told:
+            yield f"a step, {row['way']}: {told} (bar 70 and 1)"
 
 
 def main() -> int:

@@ -111,6 +111,8 @@ def instance_of(instance_id: str, model: Model, cache: KVCache, limits: Limits) 
     vocab_size, device = model.config.vocab_size, cache.pool.backend.device
     instance = EngineCore(instance_id, model, cache, limits, vocab_size=vocab_size, device=device)
     instance.local_executor.recorded = recorded_decodes(model, cache, limits, device)
+    if instance.local_executor.recorded:
+        instance.local_executor.run_ahead(instance.launch_choice)
     return instance
 
 

@@ -25,9 +25,9 @@ from bus.messages import (
 from bus.precisions import LOWEST, PRECISIONS, KVPrecision, Precision, is_below, lowest
 from worker.engine.admission import refusal, why_finished
 from worker.engine.executor import Executor, ExecutorLost, FinishedBatch, LocalExecutor, RunnableModel
-from worker.engine.input_batch import InputBatch, ScheduledBatch
+from worker.engine.input_batch import InputBatch, Ints, ScheduledBatch
 from worker.engine.prompt_rate import PromptRate
-from worker.engine.sampler import Sampled, Sampler
+from worker.engine.sampler import ChosenTokens, Sampled, Sampler
 from worker.engine.sampling import token_logprobs
 from worker.engine.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
 from worker.engine.sequence import Limits, Sequence
@@ -99,6 +99,7 @@ class EngineCore:
         self._sequences: dict[str, Sequence] = {}
         self._refused: dict[Precision, float] = {}  # floors of requests that were refused, and when
         self._looked_at = 0.0  # when silent sequences were last looked for
+        self._updated_at = 0.0  # when the last batch was updated
         self._may_schedule = True  # something has changed since there was nothing to schedule
         self._outputs: list[Output] = []  # outputs that the next `step` publishes
         self.reshaped()
@@ -131,8 +132,11 @@ class EngineCore:
             return self.take_outputs()
         executor = self.executor
         try:
-            if may_schedule and (batch := self._schedule()):
-                self._execute(batch)
+            if may_schedule:
+                if batch := self._schedule():
+                    self._execute(batch)
+                if batch := self._follow():
+                    executor.execute(batch)
             for finished in executor.collect():
                 self._update(finished)
             executor.complete()
@@ -164,11 +168,48 @@ class EngineCore:
         batch.began = began
         return batch
 
+    def _follow(self) -> ScheduledBatch | None:
+        """Make the decode that follows one in flight, before its tokens are known.
+
+        All that runs must be in it, and nothing that waits may have room: that would be part of the next
+        step. It is made for those that go on unless their token ends them; what it computes for one that has
+        ended is void. Its tokens count as computed when those before are known.
+        """
+        executor, before = self.executor, self.executor.newest
+        if before is None or executor.num_in_flight > 1 or self.limits.short_context:
+            return None
+        if self.scheduler.can_admit:
+            return None
+        here = [i for i, chunk in enumerate(before.chunks) if self._counts(chunk)]
+        if len(here) != len(self.scheduler.running):
+            return None
+        kept = [i for i in here if self._goes_on(before.chunks[i].seq)]
+        if not kept or not self.scheduler.extend([before.chunks[i].seq for i in kept]):
+            return None
+        batch = self.batch.build_next(before, kept)
+        batch.began = self._clock()
+        return batch
+
+    def _goes_on(self, seq: Sequence) -> bool:
+        """Return True if only the value of its next token can end the sequence."""
+        made, most = seq.num_output + 1, seq.request.sampling.max_tokens
+        return made < most and len(seq.token_ids) + 1 < self.limits.max_model_len
+
+    def _counts(self, chunk: ScheduledChunk) -> bool:
+        """Return True if the sequence has been here ever since the chunk was scheduled."""
+        return self._is_here(chunk.seq) and chunk.seq.generation == chunk.generation
+
     def _execute(self, batch: ScheduledBatch) -> None:
         """Run `batch`; where others may follow before it ends, its tokens count as computed from now on."""
         self.executor.execute(batch)
         if self.executor.max_concurrent_batches > 1:
             self._commit(batch)
+
+    def _commit_here(self, batch: ScheduledBatch) -> None:
+        """Count a batch as computed that follows the one just updated, for what is left of it."""
+        if not batch.is_committed:
+            self.scheduler.commit([chunk for chunk in batch.chunks if self._counts(chunk)])
+            batch.is_committed = True
 
     def _commit(self, batch: ScheduledBatch) -> None:
         if not batch.is_committed:
@@ -177,20 +218,23 @@ class EngineCore:
 
     def _update(self, finished: FinishedBatch) -> None:
         """Take the tokens of a finished batch; sequences that left since it was scheduled get none."""
-        batch, logits = finished.batch, finished.logits
+        batch, logits, token_ids = finished.batch, finished.logits, finished.token_ids
         self._may_schedule = True
-        generations = {id(chunk.seq): chunk.generation for chunk in batch.chunks}
-
-        def counts(seq: Sequence) -> bool:
-            return self._is_here(seq) and seq.generation == generations[id(seq)]
-
-        if not all(counts(chunk.seq) for chunk in batch.chunks):
-            batch, logits = batch.only(logits, counts)
+        if not all(map(self._counts, batch.chunks)):
+            here = {id(chunk.seq) for chunk in batch.chunks if self._counts(chunk)}
+            batch, rows = batch.only(lambda seq: id(seq) in here)
+            if token_ids is None:
+                logits = logits[torch.from_numpy(rows).to(logits.device)]
+            else:
+                token_ids = token_ids[rows]
         self._commit(batch)
-        sampled = self._sample(batch, logits)
+        sampled = self._sample(batch, logits, token_ids)
         self._outputs += self._publish(batch, sampled)
         self.num_steps += 1
-        self.step_s = self._clock() - batch.began
+        began, now = max(batch.began, self._updated_at if self.executor.runs_ahead else 0.0), self._clock()
+        self.step_s, self._updated_at = now - began, now
+        if ahead := self.executor.newest:
+            self._commit_here(ahead)
         self.stats.step.observe(self.step_s)
         self.prompt_rate.add(
             sum(chunk.num_tokens for chunk in batch.chunks if chunk.num_tokens > 1), self.step_s
@@ -283,8 +327,15 @@ class EngineCore:
         self.scheduler.lower_precision(self.kv.precision)
         self.reshaped()
 
+    def settle(self) -> None:
+        """Take the tokens of all batches in flight on this device alone."""
+        while self.local_executor.num_in_flight:
+            for finished in self.local_executor.collect():
+                self._update(finished)
+
     def use(self, executor: Executor) -> None:
-        """Run on `executor` from the next step on; nothing is in flight."""
+        """Run on `executor` from the next step on, once nothing is in flight here."""
+        self.settle()
         self.executor = executor
         self._may_schedule = True
         self.reshaped()
@@ -373,12 +424,22 @@ class EngineCore:
             row = self.batch.admit(seq)
             self.sampler.set_row(row, seq.request.sampling, seq.token_ids[seq.num_prompt :])
 
-    def _sample(self, batch: ScheduledBatch, logits: torch.Tensor) -> Sampled:
+    def launch_choice(self, batch: ScheduledBatch, logits: torch.Tensor) -> ChosenTokens | None:
+        """Choose the tokens of a batch just launched; None if that must wait for its end."""
+        if batch.prompt_ranges:
+            return None
+        return self.sampler.launch(logits, batch.sampling_rows, batch.output_positions)
+
+    def _sample(self, batch: ScheduledBatch, logits: torch.Tensor, token_ids: Ints | None) -> Sampled:
+        """Choose the tokens, unless they were chosen behind the step, and note them."""
         num_sampling = len(batch.sampling)
         self._collect_prompt_logprobs(batch, logits[num_sampling:])
         if not num_sampling:
             return Sampled(np.empty(0, np.int64), {})
-        sampled = self.sampler.sample(logits[:num_sampling], batch.sampling_rows, batch.output_positions)
+        if token_ids is None:
+            sampled = self.sampler.sample(logits[:num_sampling], batch.sampling_rows, batch.output_positions)
+        else:
+            sampled = Sampled(token_ids, {})
         lengths = np.fromiter((len(chunk.seq.token_ids) for chunk in batch.sampling), np.int64, num_sampling)
         self.batch.append(batch.sampling_rows, lengths, sampled.token_ids)
         return sampled

@@ -7,6 +7,7 @@ batch, `worker.pipeline.PipelineExecutor` stages that run layers one after the o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ import torch
 
 from bus.messages import LayerShape
 from kernels.plan import AttentionPlan
-from worker.engine.input_batch import ModelInput, ScheduledBatch, attention_plan, to_tensor
+from worker.engine.input_batch import Ints, ModelInput, ScheduledBatch, attention_plan, to_tensor
 from worker.engine.recorded_decodes import RecordedDecodes
+from worker.engine.sampler import ChosenTokens
 
 BlockCounter = Callable[[], Generator[bool, None, list[list[int]]]]
 
@@ -32,12 +34,14 @@ class FinishedBatch:
 
     batch: ScheduledBatch
     logits: torch.Tensor
+    token_ids: Ints | None = None  # [R] chosen already; None: by the logits
 
 
 class Executor(ABC):
     """Runs batches in the order in which they are executed. Only the engine's thread calls it."""
 
     max_concurrent_batches = 1
+    runs_ahead = False  # a decode may follow another one before the host has its tokens
     num_in_flight = 0  # batches that were executed and not collected
     num_steps = 0  # batches run, since this executor was made
     tp = 1  # degree of tensor parallelism; while that changes, the old one
@@ -71,6 +75,11 @@ class Executor(ABC):
     def has_room(self) -> bool:
         """True if one more batch may be executed now."""
         return self.num_in_flight < self.max_concurrent_batches
+
+    @property
+    def newest(self) -> ScheduledBatch | None:
+        """The newest batch in flight, if a decode may follow it before its tokens are known."""
+        return None
 
     @property
     def max_tokens(self) -> int | None:
@@ -143,18 +152,70 @@ class RunnableModel(Protocol):
     def shape(self) -> list[LayerShape]: ...
 
 
+@dataclass(slots=True)
+class Flight:
+    """A batch that was launched, and what comes of it."""
+
+    batch: ScheduledBatch
+    logits: torch.Tensor
+    choice: ChosenTokens | None  # None: the host chooses by the logits
+
+
+Choose = Callable[[ScheduledBatch, torch.Tensor], ChosenTokens | None]
+
+
 class LocalExecutor(Executor):
-    """Runs each batch on this device at once."""
+    """Runs each batch on this device.
+
+    It runs ahead once `run_ahead` was called: the tokens of a recorded decode are chosen behind it, and the
+    decode that follows may be launched before the host has them, so that the device need not wait for the
+    host. `collect` waits for the oldest batch.
+    """
 
     def __init__(self, model: RunnableModel, kv: Any, block_tokens: int, device: torch.device) -> None:
         self._model, self._kv, self._block_tokens, self._device = model, kv, block_tokens, device
-        self._finished: list[FinishedBatch] = []
+        self._flights: deque[Flight] = deque()
+        self._choose: Choose | None = None
         self.recorded: RecordedDecodes | None = None  # set where decodes can be recorded
 
+    def run_ahead(self, choose: Choose | None) -> None:
+        """Run ahead from now on; None: no more. Nothing is in flight.
+
+        choose: launches the choice of a batch's tokens; it returns None where the host takes part in that.
+        """
+        self._choose, self.runs_ahead = choose, choose is not None
+
+    @property
+    def num_in_flight(self) -> int:  # type: ignore[override]
+        return len(self._flights)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._flights)
+
+    @property
+    def newest(self) -> ScheduledBatch | None:
+        """The decode in flight whose tokens stay on the device: it may be followed."""
+        return self._flights[-1].batch if self._flights and self._flights[-1].choice else None
+
     def execute(self, batch: ScheduledBatch) -> None:
-        logits = self.recorded.run(batch.input) if self.recorded else None
-        self._finished.append(FinishedBatch(batch, self._run(batch.input) if logits is None else logits))
+        recorded = self.recorded
+        made = recorded.run(batch.input, batch.follows) if recorded else None
+        assert made is not None or batch.follows is None, "only recordings read tokens on the device"
+        choice = None
+        if recorded and made is not None and self._choose and (choice := self._choose(batch, made)):
+            recorded.keep(choice.tokens)
+        self._flights.append(Flight(batch, self._run(batch.input) if made is None else made, choice))
         self.num_steps += 1
+
+    def collect(self) -> list[FinishedBatch]:
+        if not self._flights:
+            return []
+        one = self._flights.popleft()
+        return [FinishedBatch(one.batch, one.logits, one.choice.wait() if one.choice else None)]
+
+    def shape(self) -> list[LayerShape]:
+        return self._model.shape()
 
     def _run(self, given: ModelInput) -> torch.Tensor:
         return self._model.forward(
@@ -163,10 +224,3 @@ class LocalExecutor(Executor):
             self._kv,
             to_tensor(given.logit_rows, self._device),
         )
-
-    def collect(self) -> list[FinishedBatch]:
-        finished, self._finished = self._finished, []
-        return finished
-
-    def shape(self) -> list[LayerShape]:
-        return self._model.shape()

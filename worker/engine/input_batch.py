@@ -53,11 +53,12 @@ class ScheduledBatch:
     prompt_ranges: list[tuple[Sequence, int, int]]  # rows for prompt positions [first, end) of a sequence
     began: float = 0.0  # start, by the clock of the engine core
     is_committed: bool = False  # True: its tokens count as computed
+    follows: Ints | None = (
+        None  # [T] rows of the batch before it, whose tokens it takes; None: they are known
+    )
 
-    def only(
-        self, logits: torch.Tensor, is_kept: Callable[[Sequence], bool]
-    ) -> tuple[ScheduledBatch, torch.Tensor]:
-        """Return this batch and its logits [R + P, vocab] without the sequences that are not kept."""
+    def only(self, is_kept: Callable[[Sequence], bool]) -> tuple[ScheduledBatch, Ints]:
+        """Return this batch without the sequences that are not kept, and the rows of its logits that stay."""
         kept = [i for i, chunk in enumerate(self.sampling) if is_kept(chunk.seq)]
         rows, at = list(kept), len(self.sampling)
         for seq, first, end in self.prompt_ranges:
@@ -72,7 +73,7 @@ class ScheduledBatch:
             output_positions=self.output_positions[kept],
             prompt_ranges=[each for each in self.prompt_ranges if is_kept(each[0])],
         )
-        return batch, logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
+        return batch, np.array(rows, np.int64)
 
 
 class InputBatch:
@@ -166,6 +167,33 @@ class InputBatch:
             sampling_rows=rows,
             output_positions=np.array([chunk.seq.num_output for chunk in chunks], np.int64),
             prompt_ranges=[],
+        )
+
+    def build_next(self, before: ScheduledBatch, kept: list[int]) -> ScheduledBatch:
+        """Make the input of the decode that follows another one, for these of its chunks, by its own tokens.
+
+        The host does not know them. Every sequence has the block of its next token.
+        """
+        chunks = [ScheduledChunk(seq := before.chunks[i].seq, 1, seq.generation) for i in kept]
+        for chunk in chunks:
+            self._update_blocks(chunk.seq)
+        given, at = before.input, np.array(kept, np.int64)
+        rows, context_lens = before.sampling_rows[at], given.context_lens[at] + 1
+        return ScheduledBatch(
+            chunks=chunks,
+            input=ModelInput(
+                token_ids=np.zeros(len(kept), np.int64),
+                q_lens=np.ones(len(kept), np.int64),
+                context_lens=context_lens,
+                blocks=self._blocks[rows, : -(-int(context_lens.max()) // self.limits.block_tokens)],
+                logit_rows=np.arange(len(kept)),
+                rope_rows=given.rope_rows[at],
+            ),
+            sampling=chunks,
+            sampling_rows=rows,
+            output_positions=before.output_positions[at] + 1,
+            prompt_ranges=[],
+            follows=at,
         )
 
     def _rope_rows(self, chunks: list[ScheduledChunk]) -> Ints:

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from worker.engine.input_batch import ModelInput
+from worker.engine.input_batch import Ints, ModelInput
 from worker.engine.sequence import Limits
 from worker.model.layer import Layer
 from worker.model.step_parts import (
@@ -39,6 +38,7 @@ RECORD_S: Final = 60.0  # then the sizes that are left are recorded by the first
 LEAST_FREE_BYTES: Final = 512 << 20  # of the device: with less nothing more is recorded
 PAUSE_S: Final = 0.02  # work between two steps of other models
 MIB: Final = 1 << 20
+_EMPTY: Final = {"token_ids": 0, "follows": -1, "positions": 0, "slot_mapping": -1, "context_lens": 0}
 
 
 class DecodableModel(Protocol):
@@ -123,19 +123,24 @@ class RecordedDecodes:
     def num_recorded(self) -> int:
         return self._parts.num_recorded
 
-    def run(self, given: ModelInput) -> torch.Tensor | None:
+    def run(self, given: ModelInput, follows: Ints | None = None) -> torch.Tensor | None:
         """Run a step to its logits, float32 [R, vocab]; None: it must run call by call.
 
-        The next step writes to the same memory.
+        follows: rows of the tokens that were kept last, which are those of this step; None: those given. The
+        next step writes to the same memory.
         """
         num_seqs = given.num_tokens
         if not self._is_fit(given, num_seqs):
             return None
         size = next(size for size in self._sizes if size >= num_seqs)
-        for _ in self._run(size, given):
+        for _ in self._run(size, given, follows):
             pass
         self.num_steps += 1
         return self._steps[size].memory.logits[:num_seqs]
+
+    def keep(self, tokens: torch.Tensor) -> None:
+        """Keep the tokens that a step chose, int64 [R], for one that follows before the host has them."""
+        self._memory.sampled[: len(tokens)].copy_(tokens)
 
     def record(self) -> Iterator[None]:
         """Record all sizes, the largest first, on empty rows, and yield after each step of the work.
@@ -178,10 +183,10 @@ class RecordedDecodes:
             and bool((given.logit_rows == np.arange(num_seqs)).all())
         )
 
-    def _run(self, size: int, given: ModelInput) -> Iterator[None]:
+    def _run(self, size: int, given: ModelInput, follows: Ints | None = None) -> Iterator[None]:
         """Run a step, and yield after each part that had no recording."""
         step = self._steps[size]
-        self._write(step.memory, size, given)
+        self._write(step.memory, size, given, follows)
         self._look(size, step)
         for i, call in enumerate(step.calls):
             if call:
@@ -204,15 +209,16 @@ class RecordedDecodes:
             calls.append(call if same(reads, part.reads) else self._parts.find(size, part))
         step.halves, step.caches, step.parts, step.calls = halves, caches, parts, calls
 
-    def _write(self, memory: StepMemory, size: int, given: ModelInput) -> None:
+    def _write(self, memory: StepMemory, size: int, given: ModelInput, follows: Ints | None) -> None:
         """Write a step's input, as `worker.engine.input_batch.attention_plan` makes it, and empty rows."""
         num_seqs, block_tokens = given.num_tokens, self._block_tokens
         arrays = self._staging.take(size)
-        for name, empty in (("token_ids", 0), ("positions", 0), ("slot_mapping", -1), ("context_lens", 0)):
+        for name, empty in _EMPTY.items():
             arrays[name][num_seqs:] = empty
         positions = given.context_lens - 1
         blocks = given.blocks[np.arange(num_seqs), positions // block_tokens]
         arrays["token_ids"][:num_seqs] = given.token_ids
+        arrays["follows"][:num_seqs] = -1 if follows is None else follows
         arrays["positions"][:num_seqs] = positions + given.rope_rows
         arrays["slot_mapping"][:num_seqs] = blocks * np.int64(block_tokens) + positions % block_tokens
         arrays["context_lens"][:num_seqs] = given.context_lens
@@ -227,7 +233,7 @@ class RecordedDecodes:
 
 def _nothing(width: int) -> ModelInput:
     """Return the input of a step without sequences."""
-    none: npt.NDArray[np.int64] = np.empty(0, np.int64)
+    none: Ints = np.empty(0, np.int64)
     return ModelInput(none, none, none, np.empty((0, width), np.int32), none, none)
 
 

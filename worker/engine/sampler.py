@@ -34,6 +34,25 @@ class Sampled(NamedTuple):
     logprobs: dict[int, TokenLogprobs]  # index into the step's R rows -> what it asked for
 
 
+class ChosenTokens:
+    """Tokens chosen on the device, int64 [R], on their way to the host."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self.tokens = tokens
+        self._on_host, self._come = tokens, None
+        if tokens.is_cuda:
+            self._on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._on_host.copy_(tokens, non_blocking=True)
+            self._come = torch.cuda.current_stream(tokens.device).record_event()
+
+    def wait(self) -> Rows:
+        """Return the tokens once they have come."""
+        if self._come:
+            self._come.synchronize()
+        token_ids: Rows = self._on_host.numpy()
+        return token_ids
+
+
 class Sampler:
     """Parameters, penalty counts and biases of the running sequences, one row each, set at admission.
 
@@ -80,6 +99,22 @@ class Sampler:
         self._count(rows, tokens)
         token_ids = tokens.cpu().numpy()
         return Sampled(token_ids, self._logprobs(logits, rows, token_ids))
+
+    def launch(self, logits: torch.Tensor, rows: Rows, positions: Rows) -> ChosenTokens | None:
+        """Choose tokens as `sample` does, without a wait for them; None if the host must see something first.
+
+        That is so for log-probabilities, and for filters, which look at how many candidates there are.
+        """
+        filtered = self._is_filtered[rows] & (self._temperature[rows] > 0)
+        if filtered.any() or (self._num_logprobs[rows] >= 0).any():
+            return None
+        if not len(rows):
+            return ChosenTokens(torch.empty(0, dtype=torch.int64, device=self.device))
+        if self._is_plain[rows].all():
+            return ChosenTokens(argmax(logits))
+        tokens = self._choose(self._adjusted(logits, rows), rows, positions)
+        self._count(rows, tokens)
+        return ChosenTokens(tokens)
 
     def _adjusted(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         biased, penalised = np.flatnonzero(self._is_biased[rows]), np.flatnonzero(self._is_penalised[rows])

@@ -139,6 +139,16 @@ class Scheduler:
         self._admit(output, max_tokens)
         return output
 
+    def extend(self, seqs: Seq[Sequence]) -> bool:
+        """Give running sequences the block of the token behind the one in flight; False: too few are free."""
+        block_tokens = self.limits.block_tokens
+        wanting = [seq for seq in seqs if len(seq.block_ids) * block_tokens <= len(seq.token_ids)]
+        if len(wanting) > self.blocks.num_free:
+            return False
+        for seq in wanting:
+            self._hold(seq, self.blocks.allocate(1))
+        return True
+
     def commit(self, chunks: Collection[ScheduledChunk], times: int = 1) -> None:
         """Count the tokens of `chunks` as computed. times: of that many equal steps together."""
         block_tokens = self.limits.block_tokens
@@ -181,6 +191,15 @@ class Scheduler:
     def may_admit(self) -> bool:
         """True if a sequence waits and the batch has a row for it: only blocks may be missing."""
         return bool(self.waiting) and len(self.running) < self._max_running
+
+    @property
+    def can_admit(self) -> bool:
+        """True if the next step would admit the head of the queue, or send it away."""
+        if not self.may_admit:
+            return False
+        head = self.waiting[0]
+        is_too_long = head.num_blocks_needed(self.limits.block_tokens) > self.blocks.capacity
+        return is_too_long or self._num_missing(head, self._cached(head)) <= 0
 
     @property
     def num_blocks_wanted(self) -> int:

@@ -38,13 +38,15 @@ ALIGNMENT = 256  # bytes; Triton compiles once for addresses that are multiples 
 class StepMemory:
     """The memory of steps that decode B sequences, of the most that it is made for.
 
-    The host writes `inputs`: token_ids and the plan but for its cu_seqlens_q are views of it.
+    The host writes `inputs`: token_ids, follows and the plan but for its cu_seqlens_q are views of it.
 
     =========  =================  ==========================================
     field      shape              meaning
     =========  =================  ==========================================
     inputs     uint8 [n]          what the host writes before each step
-    token_ids  int64 [B]          the last token of each sequence
+    token_ids  int64 [B]          the last token of each sequence, where `follows` is -1
+    follows    int64 [B]          else the row of `sampled` that has it: the host does not know it yet
+    sampled    int64 [most]       the tokens that the last step chose, which stays on the device
     plan                          as ever; max_context_len is the longest possible one, so that launches of
                                   attention do not depend on the step
     residual   dtype [B, H]       between two parts
@@ -55,6 +57,8 @@ class StepMemory:
 
     inputs: torch.Tensor
     token_ids: torch.Tensor
+    follows: torch.Tensor
+    sampled: torch.Tensor
     plan: AttentionPlan
     residual: torch.Tensor
     x: torch.Tensor
@@ -68,10 +72,12 @@ class StepMemory:
         device, hidden = embedding.device, embedding.shape[1]
         inputs = torch.zeros(input_bytes(num_seqs, table_width), dtype=torch.uint8, device=device)
         bounds = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
-        token_ids, plan = _views(inputs, num_seqs, table_width, max_context_len, bounds)
+        token_ids, follows, plan = _views(inputs, num_seqs, table_width, max_context_len, bounds)
         return cls(
             inputs,
             token_ids,
+            follows,
+            torch.zeros(num_seqs, dtype=torch.int64, device=device),
             plan,
             embedding.new_empty(num_seqs, hidden),
             embedding.new_empty(num_seqs, hidden),
@@ -82,11 +88,16 @@ class StepMemory:
         """Return the part of this memory for fewer sequences: at the same addresses, laid out for them."""
         width = self.plan.block_table.shape[1]
         inputs = self.inputs[: input_bytes(num_seqs, width)]
-        token_ids, plan = _views(
+        token_ids, follows, plan = _views(
             inputs, num_seqs, width, self.plan.max_context_len, self.plan.cu_seqlens_q[: num_seqs + 1]
         )
         residual, x, logits = (one[:num_seqs] for one in (self.residual, self.x, self.logits))
-        return StepMemory(inputs, token_ids, plan, residual, x, logits)
+        return StepMemory(inputs, token_ids, follows, self.sampled, plan, residual, x, logits)
+
+    def tokens(self) -> torch.Tensor:
+        """Return the last token of each sequence, int64 [B], known to the host or not."""
+        known = self.sampled.index_select(0, self.follows.clamp(min=0))
+        return torch.where(self.follows < 0, self.token_ids, known)
 
 
 def input_layout(num_seqs: int, table_width: int) -> list[tuple[str, torch.dtype, tuple[int, ...], int]]:
@@ -94,6 +105,7 @@ def input_layout(num_seqs: int, table_width: int) -> list[tuple[str, torch.dtype
     places, at = [], 0
     arrays: list[tuple[str, torch.dtype, tuple[int, ...]]] = [
         ("token_ids", torch.int64, (num_seqs,)),
+        ("follows", torch.int64, (num_seqs,)),
         ("positions", torch.int64, (num_seqs,)),
         ("slot_mapping", torch.int64, (num_seqs,)),
         ("context_lens", torch.int32, (num_seqs,)),
@@ -123,7 +135,7 @@ def input_arrays(inputs: torch.Tensor, num_seqs: int, table_width: int) -> dict[
 
 def _views(
     inputs: torch.Tensor, num_seqs: int, table_width: int, max_context_len: int, bounds: torch.Tensor
-) -> tuple[torch.Tensor, AttentionPlan]:
+) -> tuple[torch.Tensor, torch.Tensor, AttentionPlan]:
     arrays = input_arrays(inputs, num_seqs, table_width)
     plan = AttentionPlan(
         bounds,
@@ -134,7 +146,7 @@ def _views(
         1,
         max_context_len,
     )
-    return arrays["token_ids"], plan
+    return arrays["token_ids"], arrays["follows"], plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,7 +222,7 @@ class Transformer:
         yield Part("head", (), partial(self._logits, memory.x, memory.logits))
 
     def _begin(self, memory: StepMemory, norm: torch.Tensor) -> torch.Tensor:
-        torch.index_select(self.ends.embedding, 0, memory.token_ids, out=memory.residual)
+        torch.index_select(self.ends.embedding, 0, memory.tokens(), out=memory.residual)
         self._scaled(memory.residual)
         return self._norm(memory.residual, norm, self.eps)
 

@@ -7,8 +7,9 @@ addresses when it was made, and knows nothing of a half or a cache that has been
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,14 @@ from bench.common.engines import fill_cache, make_instance
 from bench.common.loading import load_model
 from bench.common.oracles import make_oracle
 from kernels.registry import use_backend
-from tests.support.engine_toys import Client, request, run
+from tests.support.engine_toys import Client, expect_no_growth, request, run
 from worker.engine.build import canary_steps, make_cache, make_pool, served_limits
 from worker.engine.core import EngineCore
 from worker.engine.engine import Engine
+from worker.engine.executor import LocalExecutor
+from worker.engine.input_batch import ScheduledBatch
 from worker.engine.recorded_decodes import RecordedDecodes, sizes_up_to
+from worker.engine.sampler import ChosenTokens
 from worker.engine.sequence import Limits
 from worker.memory import PagePool
 from worker.model import Model, step_parts
@@ -58,7 +62,15 @@ class Recorder:
 class Case:
     """An engine whose decodes are recorded, or run call by call."""
 
-    def __init__(self, folder: Path, *, is_recorded: bool = True, **limits: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        is_recorded: bool = True,
+        is_ahead: bool = False,
+        num_blocks: int = 0,
+        **limits: Any,
+    ) -> None:
         self.pool: PagePool = make_pool(CPU, 64 * 1024 * 1024)
         self.model: Model = load_model(folder, self.pool, dtype=torch.float32)
         sizes: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "block_tokens": 4}
@@ -71,6 +83,20 @@ class Case:
         if is_recorded:
             self.recorded = RecordedDecodes(self.model, self.cache, self.limits, CPU, self.recorder)
             self.instance.local_executor.recorded = self.recorded
+        if num_blocks:
+            self.cache.allocator.truncate(num_blocks)
+            expect_no_growth(self.instance.scheduler)
+        self.num_followed = 0
+        if is_ahead:
+            self.instance.local_executor.run_ahead(self.instance.launch_choice)
+            follow = self.instance._follow
+
+            def counted() -> ScheduledBatch | None:
+                batch = follow()
+                self.num_followed += batch is not None
+                return batch
+
+            self.instance._follow = counted  # type: ignore[method-assign]
         self.engine = Engine(CPU)
         self.engine.add_instance(self.instance)
 
@@ -313,11 +339,12 @@ class Launches(TorchDispatchMode):  # type: ignore[misc]  # torch leaves it unty
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
 def test_a_decode_of_32_layers_takes_at_most_70_launches_and_waits_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ahead: bool
 ) -> None:
     make_oracle("llama", num_hidden_layers=32).save_pretrained(tmp_path)
-    case = Case(tmp_path)
+    case = Case(tmp_path, is_ahead=is_ahead)
 
     class Quiet(Recorder):
         """Counts the runs of recordings, which are one launch each, and shows nothing of what they do."""
@@ -332,13 +359,14 @@ def test_a_decode_of_32_layers_takes_at_most_70_launches_and_waits_once(
             return hidden
 
     case.recorder = case.recorded._parts._record = Quiet()
-    waits, to_host = [], torch.Tensor.cpu
+    waits = list[str]()
 
-    def cpu(self: torch.Tensor) -> torch.Tensor:
-        waits.append("copy to the host")
-        return to_host(self)
+    def waiting(call: Callable[[Any], Any], self: Any) -> Any:
+        waits.append("copy to the host, and its end")
+        return call(self)
 
-    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+    for owner, name in ((torch.Tensor, "cpu"), (ChosenTokens, "wait")):
+        monkeypatch.setattr(owner, name, partialmethod(partial(waiting, getattr(owner, name))))
     # As on a GPU: the largest logit is found there, and the token ids come to the host.
     monkeypatch.setattr("worker.engine.sampler.argmax", lambda scores: scores.argmax(dim=-1))
     for i in range(3):
@@ -351,10 +379,155 @@ def test_a_decode_of_32_layers_takes_at_most_70_launches_and_waits_once(
         assert len(case.engine.step()[0].outputs) == 3
     num_replays = case.recorder.num_runs - runs
     assert num_replays == 65  # the halves and the head
-    assert launches.names == ["copy_", "argmax"]  # the step's input, and the largest logits
+    # The step's input, the largest logits, and these for the step that follows.
+    assert launches.names == ["copy_", "argmax", *(["copy_"] if is_ahead else [])]
     assert num_replays + len(launches.names) + len(waits) <= 70
     assert len(waits) + launches.num_waits == 1
     case.close()
+
+
+# ----------------------------------------------------------------------------- batches in flight
+
+
+def serve_in_turns(case: Case, sampling: list[dict[str, Any]], cancelled: int = -1) -> dict[str, list[int]]:
+    """Serve requests that come one after the other while others decode."""
+    client = Client()
+    for i, options in enumerate(sampling):
+        prompt = [(5 * i + 3 * j) % 200 for j in range(3 + 9 * i)]
+        case.engine.submit("m@w0", request(str(i), prompt, **({"max_tokens": 20 + 3 * i} | options)))
+        for _ in range(3):
+            client.take(case.engine.step())
+        if i == cancelled:
+            case.engine.cancel([str(i - 1)])
+            client.tokens.pop(str(i - 1))
+    run(case.engine, client)
+    assert not case.instance.has_work
+    case.instance.check_integrity()
+    return client.tokens
+
+
+PLAIN: list[dict[str, Any]] = [{}, {}, {}, {}, {}]
+RANDOM: list[dict[str, Any]] = [
+    {"temperature": 0.8},
+    {},
+    {"temperature": 1.2, "seed": 7, "presence_penalty": 0.5},
+    {"temperature": 1.0, "min_p": 0.05},
+    {"logit_bias": {5: 3.0}, "frequency_penalty": 1.0},
+]
+FILTERED: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8, "top_p": 0.9, "max_tokens": 8},
+    {},
+    {"logprobs": 2},
+    {},
+]
+SHORT: list[dict[str, Any]] = [{"max_tokens": n} for n in (1, 2, 3, 1, 30)]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "options"),
+    [
+        (PLAIN, {}),
+        (PLAIN, {"prefix_cache": True}),
+        (PLAIN, {"num_blocks": 30}),  # sequences are preempted
+        (RANDOM, {}),
+        (FILTERED, {}),
+        (SHORT, {}),
+    ],
+)
+def test_steps_that_follow_before_the_tokens_are_known_give_the_same_tokens(
+    folder: Path, sampling: list[dict[str, Any]], options: dict[str, Any]
+) -> None:
+    found = []
+    for is_ahead in (True, False):
+        case = Case(folder, is_recorded=is_ahead, is_ahead=is_ahead, **options)
+        found.append(serve_in_turns(case, sampling))
+        if is_ahead:
+            assert case.num_followed > 5
+        if "num_blocks" in options:
+            assert case.instance.scheduler.num_preemptions > 0
+        case.close()
+    assert found[0] == found[1]
+
+
+def test_a_sequence_that_ends_leaves_the_step_that_follows_without_a_trace(folder: Path) -> None:
+    plain = Case(folder, is_recorded=False)
+    tokens = serve_in_turns(plain, PLAIN)
+    stops = [{"stop_token_ids": [tokens[str(i)][7 + i]]} for i in range(5)]
+    expected = serve_in_turns(plain, stops)
+    case = Case(folder, is_ahead=True)
+    assert serve_in_turns(case, stops) == expected
+    assert max(map(len, expected.values())) < 20
+    assert case.instance.stats.generation_tokens == sum(map(len, expected.values()))
+    for each in (case, plain):
+        each.close()
+
+
+def test_a_request_cancelled_in_flight_frees_its_blocks_and_touches_no_other(folder: Path) -> None:
+    found = []
+    for is_ahead in (True, False):
+        case = Case(folder, is_recorded=is_ahead, is_ahead=is_ahead)
+        found.append(serve_in_turns(case, PLAIN, cancelled=3))
+        while case.engine.can_step():
+            case.engine.step()
+        assert case.cache.allocator.num_used == 0
+        case.close()
+    assert found[0] == found[1]
+
+
+def test_swaps_and_conversions_between_steps_in_flight_change_no_block(folder: Path) -> None:
+    """What is launched already runs in the old shape: as many steps later, all runs in the new one."""
+    case = Case(folder, is_ahead=True)
+    client = Client()
+    for i in range(3):
+        case.engine.submit("m@w0", request(str(i), list(range(3 + i)), 30))
+    half = case.model.layers[0].feed_forward
+    for i in range(20):
+        client.take(case.engine.step())
+        case.model.install(0, copy(half))
+        case.cache.convert(i % 3, ("full", "int8")[i % 2])
+        case.instance.kv_converted()
+    run(case.engine, client)
+    assert all(len(tokens) == 30 for tokens in client.tokens.values())
+    case.instance.check_integrity()
+    case.close()
+
+
+def test_an_instance_settles_before_another_executor_takes_over(folder: Path) -> None:
+    plain, case = Case(folder, is_recorded=False), Case(folder, is_ahead=True)
+    prompt, client = [1, 2, 3], Client()
+    plain.engine.submit("m@w0", request("0", prompt, 20))
+    case.engine.submit("m@w0", request("0", prompt, 20))
+    for _ in range(4):
+        client.take(case.engine.step())
+    assert case.instance.local_executor.num_in_flight == 1
+    other = LocalExecutor(case.model, case.cache, case.limits.block_tokens, CPU)
+    case.instance.use(other)
+    assert case.instance.local_executor.num_in_flight == 0
+    assert run(case.engine, client).tokens == run(plain.engine, Client()).tokens
+    for each in (case, plain):
+        each.close()
+
+
+def test_a_step_that_fails_with_another_in_flight_ends_its_requests_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, case = Case(folder, is_recorded=False), Case(folder, is_ahead=True)
+    client = Client()
+    case.engine.submit("m@w0", request("0", [1, 2, 3], 20))
+    for _ in range(3):
+        client.take(case.engine.step())
+    with monkeypatch.context() as patch:
+        patch.setattr(case.recorded, "run", lambda *args: 1 / 0)
+        client.take(case.engine.step())
+    assert "ZeroDivisionError" in client.errors["0"]
+    client = Client()
+    for each, by in ((case, client), (plain, Client())):
+        each.engine.submit("m@w0", request("1", [4, 5, 6], 20))
+        run(each.engine, by)
+        if each is plain:
+            assert by.tokens == client.tokens
+        each.close()
 
 
 def test_sizes_end_with_the_most_sequences_of_a_step() -> None:
