@@ -8,6 +8,7 @@ It works without a GPU too, for any GPU.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib
 import json
@@ -41,6 +42,7 @@ WARP = 32
 LEAST_OF_A_PROCESS = 6  # kernels; for fewer, starting it (2 s of a core) takes as long as compiling them
 TELL_EVERY_S = 5.0
 LOADING_THREADS = 8
+NICENESS = 5  # of a process that compiles, since other models may serve meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,15 +227,17 @@ def compile_all(wanted: Sequence[Specialization], *, processes: int = 0) -> None
     """Compile for the machine's GPU, and load the kernels onto it.
 
     What Triton's folder on disk lacks is compiled by processes of their own, since compiling holds up all
-    threads. processes: at most so many; 0: as many as this process has cores. Raises what Triton raises for a
+    threads. Workers that start together compile one after the other: the first one's kernels are the others'
+    too. processes: at most so many; 0: as many as this process has cores. Raises what Triton raises for a
     kernel that does not compile.
     """
     target, began = driver.active.get_current_target(), time.monotonic()
-    missing = [each for each in wanted if not _mark(each, target).exists()]
-    if missing:
-        count = processes or len(os.sched_getaffinity(0))
-        log.info("compiling %d of %d kernels, which takes a minute at most", len(missing), len(wanted))
-        compile_apart(missing, target, count)
+    if missing := _missing(wanted, target):
+        with _alone():
+            missing = _missing(wanted, target)
+            if missing:
+                log.info("compiling %d of %d kernels, a minute at most", len(missing), len(wanted))
+                compile_apart(missing, target, processes or len(os.sched_getaffinity(0)))
     with compiling():
         made = [each.function.preload(each.data) for each in wanted]
     # Loading the machine code: Triton 3.6 builds a launcher for each signature in C, in another process.
@@ -310,13 +314,28 @@ class _Progress:
                 log.info("compiled %d of %d kernels", self._done, self._total)
 
 
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Wait until no other process of this machine compiles into the same folder."""
+    with (_marks() / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _missing(wanted: Sequence[Specialization], target: GPUTarget) -> list[Specialization]:
+    return [each for each in wanted if not _mark(each, target).exists()]
+
+
 def _mark(wanted: Specialization, target: GPUTarget) -> Path:
     """Return the path of an empty file beside Triton's, there once the kernel has been compiled."""
     parts = (triton.__version__, target.arch, wanted.kernel, wanted.function.cache_key, wanted.data)
-    name = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
+    return _marks() / hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
+
+
+def _marks() -> Path:
     folder = Path(knobs.cache.dir) / "compiled"
     folder.mkdir(parents=True, exist_ok=True)
-    return folder / name
+    return folder
 
 
 # ----------------------------------------------------------------------------- while serving
@@ -367,6 +386,7 @@ def main() -> int:
     backend, arch = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Triton prints what it cannot compile
+    os.nice(NICENESS)
     for line in sys.stdin:
         problem = ""
         try:

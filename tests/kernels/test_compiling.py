@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +159,21 @@ def test_what_was_rehearsed_is_launched_without_a_compiler_and_the_rest_is_an_er
     with compiling.compiling():
         gate(torch.float64)
     assert len(compiled_late()) == 1
+
+
+def test_what_another_process_compiles_is_waited_for_and_not_compiled_again(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, calls_made = recorded_gates(torch.bfloat16), list[object]()
+    monkeypatch.setattr(compiling, "compile_apart", lambda *given: calls_made.append(given))
+    thread = threading.Thread(target=compiling.compile_all, args=(wanted,))
+    with compiling._alone():  # as another worker does
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive() and not gpu.loaded
+        compiling._mark(wanted[0], H100).touch()
+    thread.join(60)
+    assert gpu.loaded == ["_gate_mul_kernel"] and calls_made == [] and compiled_late() == []
 
 
 # The form of each kernel that takes most; every other one takes seconds more.
