@@ -60,7 +60,7 @@ class Tiles:
     strides: tuple[int, ...]  # of units and rows: codes in 16 bytes, scales and zeros in elements
     group_tiles: int
     unit_tiles: int
-    has_words: bool  # four tiles have four scales and zeros, on 8 and 4 bytes
+    has_words: bool  # groups are a power of two of tiles, their scales and zeros in whole words
 
 
 def tiles_of(weight: QuantizedWeight) -> Tiles | None:
@@ -77,9 +77,11 @@ def _tiles_of(weight: QuantizedWeight) -> Tiles | None:
         return None
     strides = (codes[0] // LANE_BYTES, codes[1] // LANE_BYTES, *levels)
     unit_tiles = weight.unit_inputs // TILE
-    is_aligned = not any(stride % 4 for stride in (*levels, unit_tiles))
-    is_aligned &= not (weight.scales.data_ptr() % 8 or weight.zeros.data_ptr() % 4)
-    return Tiles(strides, weight.group // TILE, unit_tiles, weight.group == TILE and is_aligned)
+    group_tiles = weight.group // TILE
+    has_words = not any(stride % 4 for stride in (*levels, unit_tiles, unit_tiles // group_tiles))
+    has_words &= not (weight.scales.data_ptr() % 4 or weight.zeros.data_ptr() % 4)
+    has_words &= group_tiles & (group_tiles - 1) == 0
+    return Tiles(strides, group_tiles, unit_tiles, has_words)
 
 
 def multiply_tiles(
@@ -107,7 +109,8 @@ def multiply_tiles(
         *(tiles.unit_tiles, weight.num_inputs // weight.unit_inputs, tiles.group_tiles, outputs),
         BITS=weight.bits,
         TILES=step,
-        HAS_WORDS=step == 4 and tiles.has_words,
+        HAS_WORDS=tiles.has_words,
+        GROUP_TILES=tiles.group_tiles if tiles.has_words else 1,
         HAS_BIAS=inner_bias is not None,
         OPERAND=operand(x),
         HAS_ASM=has_assembly(x.device),

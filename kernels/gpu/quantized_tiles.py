@@ -19,9 +19,16 @@ TILE = tl.constexpr(64)
 
 
 @triton.jit
-def _scale_of(words, place: tl.constexpr):
-    """Return float16 number `place` of the two in each of the words uint32."""
-    return ((words >> (place * 16)) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+def _words(ptr):
+    """Return the pointer to words uint32, which are loaded ahead; narrower loads are not."""
+    return ptr.to(tl.pointer_type(tl.uint32))
+
+
+@triton.jit
+def _scale_of(low, high, place: tl.constexpr):
+    """Return float16 number `place` of the four in the two words uint32 of each row."""
+    words = low if place < 2 else high
+    return ((words >> (place % 2 * 16)) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
@@ -77,6 +84,7 @@ def tiles_kernel(
     BITS: tl.constexpr,
     TILES: tl.constexpr,
     HAS_WORDS: tl.constexpr,
+    GROUP_TILES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OPERAND: tl.constexpr,
     HAS_ASM: tl.constexpr,
@@ -87,11 +95,13 @@ def tiles_kernel(
     """Multiply x by the weight into out [splits, T, N], contiguous.
 
     Grid (out_units * row_blocks, ceil(T / BLOCK_T), splits). A step takes TILES tiles of a unit, a split an
-    equal run of all steps. x_stride counts 8 elements, codes_unit and codes_row count 16 bytes. HAS_WORDS: a
-    step's tiles are 4, each with a scale and a zero of its own, which lie on 4 bytes. lanes_ptr: int32 0..15.
+    equal run of all steps. x_stride counts 8 elements, codes_unit and codes_row count 16 bytes. HAS_WORDS:
+    scales and zeros of rows lie on 4 bytes, and a group has GROUP_TILES tiles, a power of two; else it has
+    group_tiles. lanes_ptr: int32 0..15.
     """
     PARTS: tl.constexpr = 1 if BITS == 8 else (2 if BITS == 4 else 4)
     WIDTH: tl.constexpr = 64 // PARTS  # bytes of a tile's widest plane
+    GROUPS: tl.constexpr = max(1, TILES // GROUP_TILES)  # of a step
     unit = tl.program_id(0) // row_blocks
     row = tl.program_id(0) % row_blocks * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     is_row = row < unit_rows
@@ -110,25 +120,32 @@ def tiles_kernel(
     shifts = 0
     if BITS == 3:
         shifts = tl.load(lanes_ptr + tl.arange(0, 16)[None, :])
+    one = tl.arange(0, 1)
     for index in tl.range(begin, end, num_stages=STAGES):
-        place = (unit + index // unit_steps).to(tl.int64)
+        of_unit = (unit + index // unit_steps).to(tl.int64)
         first = index % unit_steps * TILES
-        codes_at = codes_ptr + place * codes_unit * 16 + first * (8 * BITS)
-        scales_at = scales_ptr + place * scales_unit
-        zeros_at = zeros_ptr + place * zeros_unit
+        codes_at = codes_ptr + of_unit * codes_unit * 16 + first * (8 * BITS)
+        scales_at = scales_ptr + of_unit * scales_unit
+        zeros_at = zeros_ptr + of_unit * zeros_unit
         if HAS_WORDS:
-            words = (scales_at + first).to(tl.pointer_type(tl.uint32))
-            scales_low = tl.load(words, mask=is_row, other=0)
-            scales_high = tl.load(words + 1, mask=is_row, other=0)
-            four_zeros = tl.load((zeros_at + first).to(tl.pointer_type(tl.uint32)), mask=is_row, other=0)
+            group = first // GROUP_TILES
+            four_zeros = tl.load(_words(zeros_at + group // 4 * 4), mask=is_row, other=0)
+            if GROUPS < 4:  # which of the four comes from memory too: what is computed is not moved ahead
+                four_zeros = four_zeros >> (tl.load(lanes_ptr + group % 4 + one[:, None]) * 8)
+            scales_low = tl.load(_words(scales_at + group // 2 * 2), mask=is_row, other=0)
+            scales_high = scales_low
+            if GROUPS == 1:
+                scales_low = scales_low >> (tl.load(lanes_ptr + group % 2 + one[:, None]) * 16)
+            if GROUPS == 4:
+                scales_high = tl.load(_words(scales_at + group + 2), mask=is_row, other=0)
         for tile in tl.static_range(TILES):
             if HAS_WORDS:
-                scale = _scale_of(scales_low if tile < 2 else scales_high, tile % 2)
-                zero = ((four_zeros >> (tile * 8)) & 255).to(tl.int32)
+                scale = _scale_of(scales_low, scales_high, tile // GROUP_TILES)
+                zero = ((four_zeros >> (tile // GROUP_TILES * 8)) & 255).to(tl.int32)
             else:
-                group = (first + tile) // group_tiles
-                scale = tl.load(scales_at + group, mask=is_row, other=0.0)
-                zero = tl.load(zeros_at + group, mask=is_row, other=0)
+                at_group = (first + tile) // group_tiles
+                scale = tl.load(scales_at + at_group, mask=is_row, other=0.0)
+                zero = tl.load(zeros_at + at_group, mask=is_row, other=0)
             at = codes_at + tile * (8 * BITS)
             pieces = tl.load(at + lane[None, :], mask=is_row, other=0)
             for part in tl.static_range(PARTS):
