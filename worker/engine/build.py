@@ -127,9 +127,10 @@ def compile_kernels(
     """Compile what this model's steps will run. May be called in any thread.
 
     bits: of the variants below full precision. quantized: their layouts, without which a GPU compiles at the
-    first step with one of them.
+    first step with one of them; with them it needs no examples.
     """
     config = model.config
+    bits = () if quantized and device.type == "cuda" else bits
     has_kv_codes = limits.kv_dtype != "full"
     rehearsal = Rehearsal(
         config=config,

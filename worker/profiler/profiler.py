@@ -164,9 +164,11 @@ class Profiler:
 
     def _warm_up(self, pause: Pause) -> None:
         """Compile the kernels for the fingerprint's shapes; it can take a minute."""
-        config = self.plan.config
-        if self.pool.backend.device.type == "cuda":
-            torch.cuda.set_device(self.pool.backend.device)
+        config, device = self.plan.config, self.pool.backend.device
+        bits = [BITS[precision] for precision in self.plan.precisions]
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            bits = []  # rehearsed in their own shapes
         has_kv_codes = self.grid.kv_dtype != "full"
         rehearsal = Rehearsal(
             config=config,
@@ -185,8 +187,8 @@ class Profiler:
                 num_kv_heads=config.num_kv_heads // tp,
                 head_dim=config.head_dim,
                 block_tokens=self.grid.block_tokens,
-                device=self.pool.backend.device,
-                bits=[BITS[precision] for precision in self.plan.precisions],
+                device=device,
+                bits=bits,
                 has_kv_codes=has_kv_codes,
                 rotary_dim=config.rope.dim,
                 softcap=config.attention_softcap,
