@@ -32,7 +32,8 @@ TILED: tuple[tuple[int, int, int, Split], ...] = (
     (1, 768, 64, "outputs"),
     (2, 256, 64, "inputs"),
     (2, 512, 128, "outputs"),
-    (1, 576, 192, "inputs"),
+    (1, 384, 64, "inputs"),
+    (1, 384, 192, "outputs"),
 )
 
 AssertClose = Callable[[torch.Tensor, torch.Tensor], None]
@@ -177,6 +178,7 @@ def check_tiles(
         split=split,
         is_scaled=units > 1,
         gap=16,
+        level_gap=16 if units == 1 else 15,  # words of four, two or one
     )
     tiles = gpu.tiles_of(_moved(weight, device))
     assert tiles is not None and tiles.has_words == (group != 192)

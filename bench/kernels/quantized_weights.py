@@ -19,17 +19,20 @@ def quantized(
     is_scaled: bool = False,
     seed: int = 0,
     gap: int = 8,
+    level_gap: int = 8,
 ) -> tuple[QuantizedWeight, torch.Tensor]:
     """Return a random weight with gaps of 0xFF between units and rows, and its matrix [N, K].
 
-    gap: elements between rows.
+    gap, level_gap: elements between rows of codes, and of scales and zeros.
     """
     random = torch.Generator().manual_seed(seed)
     shape = (units * unit_outputs, unit_inputs) if split == "outputs" else (unit_outputs, units * unit_inputs)
     w = torch.randn(shape, generator=random)
     codes, scales, zeros = kernels.quantize_rtn(w, bits, group)
     parts = (_in_units(part, units, split) for part in (kernels.pack(codes, bits), scales, zeros))
-    packed, scales, zeros = (_apart(part, gap) for part in parts)
+    packed, scales, zeros = (
+        _apart(part, between) for part, between in zip(parts, (gap, level_gap, level_gap), strict=True)
+    )
     input_scale = torch.rand(shape[1], generator=random) + 0.5 if is_scaled else None
     return QuantizedWeight(packed, scales, zeros, bits, group, split, input_scale), w
 

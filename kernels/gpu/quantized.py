@@ -60,28 +60,31 @@ class Tiles:
     strides: tuple[int, ...]  # of units and rows: codes in 16 bytes, scales and zeros in elements
     group_tiles: int
     unit_tiles: int
-    has_words: bool  # groups are a power of two of tiles, their scales and zeros in whole words
+    skews: tuple[int, int]  # of the first scale and zero behind 4 bytes, in elements
+
+    @property
+    def has_words(self) -> bool:
+        """Return whether a step's scales and zeros come in whole words."""
+        return self.group_tiles & (self.group_tiles - 1) == 0
+
+    def step(self, most: int) -> int:
+        """Return the tiles of a step, at most so many: units have whole steps, a step's zeros one word."""
+        levels = (*self.strides[2:], *self.skews)
+        steps = [step for step in (4, 2, 1) if step <= most and self.unit_tiles % step == 0]
+        if not self.has_words:
+            return steps[0]
+        return next(step for step in steps if not any(at % max(1, step // self.group_tiles) for at in levels))
 
 
 def tiles_of(weight: QuantizedWeight) -> Tiles | None:
     """Return the layout of a weight in whole tiles on 16 bytes; None if it does not lie so."""
-    if "tiles" not in weight.derived:
-        weight.derived["tiles"] = _tiles_of(weight)
-    found: Tiles | None = weight.derived["tiles"]
-    return found
-
-
-def _tiles_of(weight: QuantizedWeight) -> Tiles | None:
     codes, levels = weight.codes.stride()[:2], (*weight.scales.stride()[:2], *weight.zeros.stride()[:2])
     if weight.group % TILE or any(at % LANE_BYTES for at in (*codes, weight.codes.data_ptr())):
         return None
     strides = (codes[0] // LANE_BYTES, codes[1] // LANE_BYTES, *levels)
     unit_tiles = weight.unit_inputs // TILE
-    group_tiles = weight.group // TILE
-    has_words = not any(stride % 4 for stride in (*levels, unit_tiles, unit_tiles // group_tiles))
-    has_words &= not (weight.scales.data_ptr() % 4 or weight.zeros.data_ptr() % 4)
-    has_words &= group_tiles & (group_tiles - 1) == 0
-    return Tiles(strides, group_tiles, unit_tiles, has_words)
+    skews = (weight.scales.data_ptr() % 4 // 2, weight.zeros.data_ptr() % 4)
+    return Tiles(strides, weight.group // TILE, unit_tiles, skews)
 
 
 def multiply_tiles(
@@ -91,7 +94,7 @@ def multiply_tiles(
     x = _on_lanes(x) if weight.input_scale is None else _scaled(x, weight.input_scale)
     tokens, outputs = x.shape[0], weight.num_outputs
     config = config.fitted(weight.bits, properties(x.device).shared_bytes)
-    step = config.tiles if tiles.unit_tiles % config.tiles == 0 else 1
+    step = tiles.step(config.tiles)
     row_blocks = triton.cdiv(weight.unit_outputs, config.block_n)
     programs = row_blocks * outputs // weight.unit_outputs
     token_blocks = triton.cdiv(tokens, config.block_t)
@@ -105,7 +108,7 @@ def multiply_tiles(
     inner_bias = bias if splits == 1 else None
     quantized_tiles.tiles_kernel[(programs, token_blocks, splits)](
         *(x, weight.codes, weight.scales, weight.zeros, _lanes(x.device), inner_bias, out),
-        *(tokens, splits, x.stride(0) // 8, *tiles.strides, weight.unit_outputs, row_blocks),
+        *(tokens, splits, x.stride(0) // 8, *tiles.strides, *tiles.skews, weight.unit_outputs, row_blocks),
         *(tiles.unit_tiles, weight.num_inputs // weight.unit_inputs, tiles.group_tiles, outputs),
         BITS=weight.bits,
         TILES=step,

@@ -50,13 +50,16 @@ def _third_bits(at, is_row, shifts, part: tl.constexpr):
         "scales_row",
         "zeros_unit",
         "zeros_row",
+        "scales_skew",
+        "zeros_skew",
         "unit_rows",
         "row_blocks",
         "unit_tiles",
         "in_units",
         "group_tiles",
         "num_outputs",
-    )
+    ),
+    do_not_specialize_on_alignment=("scales_ptr", "zeros_ptr", "bias_ptr"),
 )
 def tiles_kernel(
     x_ptr,
@@ -75,6 +78,8 @@ def tiles_kernel(
     scales_row,
     zeros_unit,
     zeros_row,
+    scales_skew,
+    zeros_skew,
     unit_rows,
     row_blocks,
     unit_tiles,
@@ -95,9 +100,9 @@ def tiles_kernel(
     """Multiply x by the weight into out [splits, T, N], contiguous.
 
     Grid (out_units * row_blocks, ceil(T / BLOCK_T), splits). A step takes TILES tiles of a unit, a split an
-    equal run of all steps. x_stride counts 8 elements, codes_unit and codes_row count 16 bytes. HAS_WORDS:
-    scales and zeros of rows lie on 4 bytes, and a group has GROUP_TILES tiles, a power of two; else it has
-    group_tiles. lanes_ptr: int32 0..15.
+    equal run of all steps. x_stride counts 8 elements, codes_unit and codes_row count 16 bytes. HAS_WORDS: a
+    group has GROUP_TILES tiles, a power of two; else group_tiles. Scales and zeros then lie skew elements
+    behind 4 bytes, and those of a step in one word, or two of scales. lanes_ptr: int32 0..15.
     """
     PARTS: tl.constexpr = 1 if BITS == 8 else (2 if BITS == 4 else 4)
     WIDTH: tl.constexpr = 64 // PARTS  # bytes of a tile's widest plane
@@ -109,8 +114,9 @@ def tiles_kernel(
     is_token = token < tokens
     lane = tl.arange(0, WIDTH)
     codes_ptr += row.to(tl.int64) * codes_row * 16
-    scales_ptr += row.to(tl.int64) * scales_row
-    zeros_ptr += row.to(tl.int64) * zeros_row
+    if HAS_WORDS:
+        scales_ptr -= scales_skew
+        zeros_ptr -= zeros_skew
     x_ptr += token.to(tl.int64) * x_stride * 8 + lane[:, None]
     unit_steps = unit_tiles // TILES
     all_steps = in_units * unit_steps
@@ -120,32 +126,36 @@ def tiles_kernel(
     shifts = 0
     if BITS == 3:
         shifts = tl.load(lanes_ptr + tl.arange(0, 16)[None, :])
-    one = tl.arange(0, 1)
     for index in tl.range(begin, end, num_stages=STAGES):
         of_unit = (unit + index // unit_steps).to(tl.int64)
         first = index % unit_steps * TILES
         codes_at = codes_ptr + of_unit * codes_unit * 16 + first * (8 * BITS)
-        scales_at = scales_ptr + of_unit * scales_unit
-        zeros_at = zeros_ptr + of_unit * zeros_unit
         if HAS_WORDS:
             group = first // GROUP_TILES
-            four_zeros = tl.load(_words(zeros_at + group // 4 * 4), mask=is_row, other=0)
-            if GROUPS < 4:  # which of the four comes from memory too: what is computed is not moved ahead
-                four_zeros = four_zeros >> (tl.load(lanes_ptr + group % 4 + one[:, None]) * 8)
-            scales_low = tl.load(_words(scales_at + group // 2 * 2), mask=is_row, other=0)
+            zeros_in = row * zeros_row + (of_unit * zeros_unit + group + zeros_skew)
+            scales_in = row * scales_row + (of_unit * scales_unit + group + scales_skew)
+            zeros_word = zeros_in if GROUPS == 4 else zeros_in // 4 * 4
+            scales_word = scales_in if GROUPS > 1 else scales_in // 2 * 2
+            four_zeros = tl.load(_words(zeros_ptr + zeros_word), mask=is_row, other=0)
+            scales_low = tl.load(_words(scales_ptr + scales_word), mask=is_row, other=0)
             scales_high = scales_low
+            # Which of a word comes from memory too: Triton moves no layout ahead of what it computes.
+            if GROUPS < 4:
+                four_zeros = four_zeros >> (tl.load(lanes_ptr + zeros_in % 4) * 8)
             if GROUPS == 1:
-                scales_low = scales_low >> (tl.load(lanes_ptr + group % 2 + one[:, None]) * 16)
+                scales_low = scales_low >> (tl.load(lanes_ptr + scales_in % 2) * 16)
             if GROUPS == 4:
-                scales_high = tl.load(_words(scales_at + group + 2), mask=is_row, other=0)
+                scales_high = tl.load(_words(scales_ptr + (scales_word + 2)), mask=is_row, other=0)
         for tile in tl.static_range(TILES):
             if HAS_WORDS:
                 scale = _scale_of(scales_low, scales_high, tile // GROUP_TILES)
                 zero = ((four_zeros >> (tile // GROUP_TILES * 8)) & 255).to(tl.int32)
             else:
-                at_group = (first + tile) // group_tiles
-                scale = tl.load(scales_at + at_group, mask=is_row, other=0.0)
-                zero = tl.load(zeros_at + at_group, mask=is_row, other=0)
+                group = (first + tile) // group_tiles
+                scales_at = scales_ptr + (row.to(tl.int64) * scales_row + of_unit * scales_unit)
+                zeros_at = zeros_ptr + (row.to(tl.int64) * zeros_row + of_unit * zeros_unit)
+                scale = tl.load(scales_at + group, mask=is_row, other=0.0)
+                zero = tl.load(zeros_at + group, mask=is_row, other=0)
             at = codes_at + tile * (8 * BITS)
             pieces = tl.load(at + lane[None, :], mask=is_row, other=0)
             for part in tl.static_range(PARTS):
@@ -205,7 +215,8 @@ def join_kernel(
         "unit_tiles",
         "group_tiles",
         "num_inputs",
-    )
+    ),
+    do_not_specialize_on_alignment=("scales_ptr", "zeros_ptr"),
 )
 def decode_tiles_kernel(
     codes_ptr,
