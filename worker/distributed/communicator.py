@@ -5,7 +5,9 @@ Gloo between CPU devices, NCCL between GPUs, and gloo by way of host memory for 
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,7 +19,25 @@ from torch.distributed import ProcessGroupGloo, Store, Work
 
 Sizes = Sequence[int]  # rows to or from each rank, in their order
 
+log = logging.getLogger(__name__)
+
 POLL_S: Final = 50e-6  # between two looks whether the device has ended a call
+LEAVE_S: Final = 2.0  # wait for NCCL to let go of the device; what it has to free may take longer
+
+# Read by the constructor of a group over NCCL. Beside each group torch runs a watchdog, and a monitor of it,
+# which are made for training: a call that fails ends the process, with all its models.
+_WATCHDOG: Final = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # the watchdog raises no error, which would end the process
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # nor does its monitor end it
+    # Else a failed call of any group whose members met in the same store sends the monitor to sleep for eight
+    # minutes, and the destructor of a group waits for its monitor.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # Behind a failed call the watchdog sleeps for four times as long, a minute by default. It holds the lock
+    # that every call of the group takes, and the destructor waits for it, too.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_FR_BUFFER_SIZE": "0",  # calls' stacks are not recorded: to name one takes seconds, under that lock
+}
+_NEVER: Final = timedelta(days=365)  # until the watchdog counts a call as failed
 
 
 class PeerLost(RuntimeError):
@@ -76,8 +96,7 @@ class TorchCommunicator:
     def close(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            with suppress(RuntimeError):  # the connections may be broken already
-                group.abort()
+            _abort(group)
 
     def _wait(self, call: Any) -> None:
         if self._group is None:
@@ -103,6 +122,10 @@ class LaunchedCommunicator(TorchCommunicator):
     and whoever waits for the device waits for it. So `settle` looks at an event behind the last call until
     the timeout, and then aborts the group, which ends its kernels. `Work.is_completed` would not do: it is
     also true of a call that failed.
+
+    An abort first tells the kernels to end, then frees memory, which waits for everything that the device has
+    to do, and joins threads that may wait for the lost peer. So it runs in a thread of its own, and so does
+    the group's destructor, which joins others.
     """
 
     def __init__(self, group: Any, timeout_s: float, mark: Callable[[], DeviceEvent]) -> None:
@@ -127,9 +150,26 @@ class LaunchedCommunicator(TorchCommunicator):
                 )
             time.sleep(POLL_S)
 
+    def close(self) -> None:
+        """Abort the group, and wait for `LEAVE_S` at most."""
+        if self._group is not None:
+            leaving = threading.Thread(target=_abort, args=(self._group,), name="nccl-abort", daemon=True)
+            self._group = None  # the thread has the last reference
+            leaving.start()
+            leaving.join(LEAVE_S)
+            if leaving.is_alive():
+                log.warning(
+                    "rank %d of %d: NCCL has not left the group after %g s", self.rank, self.size, LEAVE_S
+                )
+
     def _wait(self, call: Any) -> None:
         super()._wait(call)
         self._end = self._mark()
+
+
+def _abort(group: Any) -> None:
+    with suppress(RuntimeError):  # the connections may be broken already
+        group.abort()
 
 
 class Staged:
@@ -187,7 +227,7 @@ def connect(
         gpu = torch.device(device)
         if share_a_gpu(store, rank, size, str(torch.cuda.get_device_properties(gpu).uuid)):
             return Staged(TorchCommunicator(_gloo(store, rank, size, timeout, host)), pins=True)
-        return _connected(_nccl(store, rank, size, timeout), timeout_s, gpu)
+        return _connected(_nccl(store, rank, size), timeout_s, gpu)
     except RuntimeError as error:
         raise PeerLost(f"rank {rank} of {size} did not meet the others: {error}") from error
 
@@ -199,13 +239,12 @@ def _gloo(store: Store, rank: int, size: int, timeout: timedelta, host: str) -> 
     return ProcessGroupGloo(store, rank, size, options)
 
 
-def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+def _nccl(store: Store, rank: int, size: int) -> Any:
     from torch.distributed import ProcessGroupNCCL  # only builds with CUDA have it
 
-    # Read by the constructor. Else its watchdog ends this process with all its models where a peer is lost.
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    os.environ.update(_WATCHDOG)
     options = ProcessGroupNCCL.Options()
-    options._timeout = 2 * timeout  # later than `LaunchedCommunicator`, which leaves the group
+    options._timeout = _NEVER  # `LaunchedCommunicator` has its own, and leaves the group
     return ProcessGroupNCCL(store, rank, size, options)
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, Store
 
 from tests.support.paths import ROOT
+from worker.distributed import communicator
 from worker.distributed.carriers import Messages
 from worker.distributed.communicator import (
     Communicator,
@@ -181,30 +186,96 @@ def test_a_peer_that_is_lost_between_gpus_is_told_and_the_group_aborted() -> Non
         group.all_reduce(torch.ones(4))
 
 
+def test_a_group_between_gpus_whose_abort_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, go_on, ended = Launched(), threading.Event(), threading.Event()
+
+    def abort() -> None:
+        go_on.wait(20)
+        ended.set()
+        raise RuntimeError("the connections are broken")
+
+    monkeypatch.setattr(communicator, "LEAVE_S", 0.05)
+    monkeypatch.setattr(device, "abort", abort)
+    group = LaunchedCommunicator(device, 0.05, lambda: device)
+    group.all_reduce(torch.ones(4))
+    device.looks = 3  # it never ends
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match="did not end within"):
+        group.settle()
+    group.close()
+    assert time.monotonic() - began < 5 and not ended.is_set()
+    go_on.set()
+    assert ended.wait(20), "the thread that was left goes on"
+
+
+def test_a_group_over_nccl_is_made_so_that_its_watchdog_neither_ends_the_process_nor_keeps_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: dict[str, str] = {}
+
+    class Group:
+        Options = SimpleNamespace
+
+        def __init__(self, store: Store, rank: int, size: int, options: SimpleNamespace) -> None:
+            self.made = store, rank, size, options._timeout
+            seen.update(os.environ)  # as the constructor of torch reads it
+
+    for name in communicator._WATCHDOG:
+        monkeypatch.setenv(name, "7")  # put back at the end
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
+    store = HashStore()
+    made = communicator._nccl(store, 1, 2)
+    assert made.made[:3] == (store, 1, 2) and made.made[3] > timedelta(days=1)
+    assert {name: seen[name] for name in communicator._WATCHDOG} == dict.fromkeys(communicator._WATCHDOG, "0")
+    assert len(communicator._WATCHDOG) == 5
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_call_that_does_not_end_on_a_gpu_is_a_lost_peer() -> None:
-    # In a process of its own, since an abort that hangs would take the other tests with it.
+    # In a process of its own, since an abort that hangs would take the other tests with it. It says on stderr
+    # where it is; after 20 s it prints the stacks of its threads and ends.
     code = """
+import faulthandler, sys, time
 import torch
 from torch.distributed import HashStore
-from worker.distributed.communicator import PeerLost, connect
+from worker.distributed.communicator import LEAVE_S, PeerLost, connect
+faulthandler.dump_traceback_later(20, exit=True)
+began = time.monotonic()
+def say(what):
+    print(f"{time.monotonic() - began:.2f} s: {what}", file=sys.stderr, flush=True)
 group, x = connect(HashStore(), 0, 1, timeout_s=0.5, device="cuda:0"), torch.ones(8, device="cuda")
+say("connected")
 group.all_reduce(x)
 group.settle()
 assert int(x.sum()) == 8
+say("summed")
 torch.cuda._sleep(4_000_000_000)  # of its cycles: two seconds
 group.all_reduce(x)
+launched = time.monotonic()
+say("launched behind a kernel of two seconds")
 for call in (group.settle, lambda: group.all_reduce(x)):
     try:
         call()
     except PeerLost as error:
-        print(error)
+        print(error, flush=True)
+        say("lost")
+assert time.monotonic() - launched < 0.5 + LEAVE_S + 1, "the worker goes on"
 assert int(torch.ones(8, device="cuda").sum()) == 8, "the device goes on"
+say("the device went on")
+again = connect(HashStore(), 0, 1, timeout_s=5.0, device="cuda:0")
+again.all_reduce(x)
+again.settle()
+say("another group summed")
+again.close()
+del again, group
+say("at the end")
 """
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=40)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert "Timeout (" not in ran.stderr, f"it hangs:\n{ran.stderr[-6000:]}"
+    assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr[-6000:]}"
     assert "did not end within 0.5 s" in ran.stdout and "was left" in ran.stdout, ran.stdout
+    assert "at the end" in ran.stderr, ran.stderr[-3000:]
 
 
 def test_an_exchange_takes_the_same_way() -> None:

@@ -529,7 +529,7 @@ def test_several_blocks_move_by_one_call_whose_ids_are_contiguous(
 ) -> None:
     kv = cache(pool)
     kv.grow(2)
-    assert kv.num_blocks > 6
+    assert kv.num_blocks >= 6
     for layer in kv.layers:
         layer[:3] = torch.randn(layer[:3].shape)
     stored = [layer[:3].clone() for layer in kv.layers]
