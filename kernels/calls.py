@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels import kv_codes
+from kernels.noise import gumbel
 from kernels.packing import TILE
 from kernels.plan import AttentionPlan
 from kernels.quantized import QuantizedWeight, dequantize
@@ -21,6 +22,7 @@ from kernels.routing import Routing
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "choose",
     "combine",
     "copy_blocks",
     "gelu_mul",
@@ -358,3 +360,29 @@ def _attend(
 def copy_blocks(kv: Tensor, src: Tensor, dst: Tensor) -> None:
     """Copy kv[src[i]] to kv[dst[i]] for block ids int64 [n]. No block may be both a source and a target."""
     kv[dst] = kv[src]
+
+
+@kernel(lambda s: s.choices(), cuda="kernels.gpu.sampling")
+def choose(scores: Tensor, draws: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Return a token of each row of scores float32 [R, V], int64 [R] (in `out`, if given).
+
+    draws int32 [R, 3]: the bits of a float32 temperature and the two halves of a key. A row with a
+    temperature above 0 draws by the softmax of its scores over that (`kernels.noise.gumbel`); any other row,
+    and every row without draws, takes the first of its largest scores.
+    """
+    made = _largest(scores)
+    if draws is not None:
+        temperatures = draws[:, 0].contiguous().view(torch.float32)
+        rows = (temperatures > 0).nonzero()[:, 0]
+        if len(rows):
+            ids = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
+            drawn = scores[rows] / temperatures[rows, None]
+            made[rows] = _largest(drawn.add_(gumbel(draws[rows, 1:], ids)))
+    return made if out is None else out.copy_(made)
+
+
+def _largest(scores: Tensor) -> Tensor:
+    """Return the position of the first largest score, int64 [R]."""
+    if scores.device.type == "cpu":  # numpy: 1.6 ms for 64 x 150,000 where torch 2.13 takes 24
+        return torch.from_numpy(scores.numpy().argmax(axis=-1))
+    return scores.argmax(dim=-1)

@@ -101,6 +101,13 @@ class Sizes:
         for tokens in (self.chunk + 1, 1):
             yield self.tensor(tokens, parts, inputs), self.tensor(parts, inputs, outputs)
 
+    def choices(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield scores of the largest alone, and with one row that draws."""
+        scores = self.make((2, 5000), dtype=torch.float32)
+        yield scores, None
+        temperature = torch.tensor([0.7, 0.0]).view(torch.int32)
+        yield scores, torch.stack([temperature, torch.tensor([5, 6]), torch.tensor([-7, 8])], 1).int()
+
     @property
     def routing(self) -> Routing:
         """Two of four experts for each token."""

@@ -25,6 +25,7 @@ from bench.kernels.quantized_checks import quantized_checks
 from kernels import AttentionPlan, kv_codes
 from kernels.examples import Sizes
 from kernels.kv_codes import SCALE_BYTES
+from kernels.noise import gumbel
 from kernels.registry import KERNELS, KernelCall
 from kernels.routing import Routing
 
@@ -420,6 +421,29 @@ def check_store_kv_in_codes(backend: str, device: str, dtype: torch.dtype) -> No
         assert bool(((numbers - wanted_numbers).abs() <= 0.51 * step).all())
 
 
+def check_choice(backend: str, device: str, dtype: torch.dtype) -> None:
+    """Check the largest scores, the first of equal ones, and draws, which only a near tie may turn."""
+    vocab = 9001
+    scores = (3 * _randn(6, vocab + 3, dtype=torch.float32))[:, :vocab]
+    scores[1, 4500:] = 20.0
+    scores[2] = -torch.inf
+    scores[2, 7] = 0.0
+    temperature = torch.tensor([0.0, 0.0, 0.7, 0.9, 1.3, 5.0])
+    keys = torch.randint(-(2**31), 2**31, (6, 2), generator=torch.Generator().manual_seed(6))
+    draws = torch.cat([temperature.view(torch.int32)[:, None], keys.int()], 1)
+    with kernels.use_backend(backend):
+        moved = scores.to(device)
+        largest, out = kernels.choose(moved), torch.zeros(6, dtype=torch.int64, device=device)
+        assert kernels.choose(moved, draws.to(device), out) is out
+    assert largest.tolist() == scores.argmax(1).tolist()
+    made, heat = out.cpu(), temperature.where(temperature > 0, 1.0)[:, None]
+    noise = gumbel(draws[:, 1:], torch.arange(vocab, dtype=torch.int32))
+    noised = scores / heat + noise * (temperature > 0)[:, None]
+    below = noised.amax(1) - noised.gather(1, made[:, None])[:, 0]
+    assert (made[:3] == torch.tensor([int(scores[0].argmax()), 4500, 7])).all()
+    assert bool((below <= 1e-5).all()), f"{made}: {below} below the best"
+
+
 def check_copy_blocks(backend: str, device: str, dtype: torch.dtype) -> None:
     expected = _randn(9, 2, 2, 5, 80, dtype=dtype)
     kv = expected.to(device, copy=True)
@@ -536,6 +560,7 @@ ROW_CHECKS = (
     check_gelu_mul,
     check_store_kv,
     check_store_kv_in_codes,
+    check_choice,
     check_copy_blocks,
     check_products,
     check_products_of_one_row,

@@ -424,11 +424,13 @@ class EngineCore:
             row = self.batch.admit(seq)
             self.sampler.set_row(row, seq.request.sampling, seq.token_ids[seq.num_prompt :])
 
-    def launch_choice(self, batch: ScheduledBatch, logits: torch.Tensor) -> ChosenTokens | None:
-        """Choose the tokens of a batch just launched; None if that must wait for its end."""
+    def launch_choice(
+        self, batch: ScheduledBatch, logits: torch.Tensor, out: torch.Tensor
+    ) -> ChosenTokens | None:
+        """Choose the tokens of a batch just launched, into out; None if that must wait for its end."""
         if batch.prompt_ranges:
             return None
-        return self.sampler.launch(logits, batch.sampling_rows, batch.output_positions)
+        return self.sampler.launch(logits, batch.sampling_rows, batch.output_positions, out)
 
     def _sample(self, batch: ScheduledBatch, logits: torch.Tensor, token_ids: Ints | None) -> Sampled:
         """Choose the tokens, unless they were chosen behind the step, and note them."""

@@ -161,7 +161,8 @@ class Flight:
     choice: ChosenTokens | None  # None: the host chooses by the logits
 
 
-Choose = Callable[[ScheduledBatch, torch.Tensor], ChosenTokens | None]
+# Launches the choice of a batch's tokens by its logits [R, V], into int64 [R]; None: the host takes part.
+Choose = Callable[[ScheduledBatch, torch.Tensor, torch.Tensor], ChosenTokens | None]
 
 
 class LocalExecutor(Executor):
@@ -179,10 +180,7 @@ class LocalExecutor(Executor):
         self.recorded: RecordedDecodes | None = None  # set where decodes can be recorded
 
     def run_ahead(self, choose: Choose | None) -> None:
-        """Run ahead from now on; None: no more. Nothing is in flight.
-
-        choose: launches the choice of a batch's tokens; it returns None where the host takes part in that.
-        """
+        """Run ahead from now on; None: no more. Nothing is in flight."""
         self._choose, self.runs_ahead = choose, choose is not None
 
     @property
@@ -203,8 +201,8 @@ class LocalExecutor(Executor):
         made = recorded.run(batch.input, batch.follows) if recorded else None
         assert made is not None or batch.follows is None, "only recordings read tokens on the device"
         choice = None
-        if recorded and made is not None and self._choose and (choice := self._choose(batch, made)):
-            recorded.keep(choice.tokens)
+        if recorded and made is not None and self._choose:
+            choice = self._choose(batch, made, recorded.sampled(len(made)))
         self._flights.append(Flight(batch, self._run(batch.input) if made is None else made, choice))
         self.num_steps += 1
 

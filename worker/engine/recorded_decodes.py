@@ -126,8 +126,8 @@ class RecordedDecodes:
     def run(self, given: ModelInput, follows: Ints | None = None) -> torch.Tensor | None:
         """Run a step to its logits, float32 [R, vocab]; None: it must run call by call.
 
-        follows: rows of the tokens that were kept last, which are those of this step; None: those given. The
-        next step writes to the same memory.
+        follows: rows of `sampled`, whose tokens are those of this step; None: those given. The next step
+        writes to the same memory.
         """
         num_seqs = given.num_tokens
         if not self._is_fit(given, num_seqs):
@@ -138,9 +138,9 @@ class RecordedDecodes:
         self.num_steps += 1
         return self._steps[size].memory.logits[:num_seqs]
 
-    def keep(self, tokens: torch.Tensor) -> None:
-        """Keep the tokens that a step chose, int64 [R], for one that follows before the host has them."""
-        self._memory.sampled[: len(tokens)].copy_(tokens)
+    def sampled(self, num_seqs: int) -> torch.Tensor:
+        """Return where a step's tokens belong, int64 [R], from which the step that follows may take them."""
+        return self._memory.sampled[:num_seqs]
 
     def record(self) -> Iterator[None]:
         """Record all sizes, the largest first, on empty rows, and yield after each step of the work.

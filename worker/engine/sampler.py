@@ -14,19 +14,14 @@ import numpy.typing as npt
 import torch
 
 from bus.messages import SamplingParams, TokenLogprobs
+from kernels import choose
+from kernels.noise import gumbel
 from worker.engine import sampling
 from worker.engine.sampling import token_logprobs
 
 Rows = npt.NDArray[np.int64]
 
 MIN_TEMPERATURE = 1e-5  # below it scores overflow float32 and the draw is greedy anyway
-
-
-def argmax(scores: torch.Tensor) -> torch.Tensor:
-    """Return the position of the first largest score, int64 [R], of scores [R, V]."""
-    if scores.device.type == "cpu":  # numpy: 1.6 ms for 64 x 150,000 where torch 2.13 takes 24
-        return torch.from_numpy(scores.numpy().argmax(axis=-1))
-    return scores.argmax(dim=-1)
 
 
 class Sampled(NamedTuple):
@@ -38,12 +33,10 @@ class ChosenTokens:
     """Tokens chosen on the device, int64 [R], on their way to the host."""
 
     def __init__(self, tokens: torch.Tensor) -> None:
-        self.tokens = tokens
-        self._on_host, self._come = tokens, None
-        if tokens.is_cuda:
-            self._on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._on_host.copy_(tokens, non_blocking=True)
-            self._come = torch.cuda.current_stream(tokens.device).record_event()
+        self._on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=tokens.is_cuda)
+        self._on_host.copy_(tokens, non_blocking=True)
+        is_cuda = tokens.is_cuda
+        self._come = torch.cuda.current_stream(tokens.device).record_event() if is_cuda else None
 
     def wait(self) -> Rows:
         """Return the tokens once they have come."""
@@ -67,11 +60,10 @@ class Sampler:
         )
         self._top_k = np.zeros(num_rows, np.int64)
         self._num_logprobs = np.full(num_rows, -1, np.int64)
-        self._is_plain, self._is_filtered, self._is_penalised, self._is_biased = np.zeros((4, num_rows), bool)
+        self._is_filtered, self._is_penalised, self._is_biased = np.zeros((3, num_rows), bool)
         self._counts: torch.Tensor | None = None  # int32 [num_rows, V]
         self._bias_ids = torch.zeros(num_rows, 0, dtype=torch.int64, device=device)
         self._bias = torch.zeros(num_rows, 0, device=device)  # padded with 0.0 on token 0: adds nothing
-        self._vocabulary = torch.arange(vocab_size, dtype=torch.int32, device=device)
 
     def set_row(self, row: int, params: SamplingParams, output_token_ids: list[int]) -> None:
         """Give `row` to a sequence that has generated `output_token_ids` (before a replay or preemption)."""
@@ -84,8 +76,6 @@ class Sampler:
         self._is_filtered[row] = params.top_k > 0 or params.top_p < 1
         self._is_penalised[row] = bool(params.presence_penalty or params.frequency_penalty)
         self._is_biased[row] = bool(params.logit_bias)
-        has_extras = params.logprobs is not None or self._is_penalised[row] or self._is_biased[row]
-        self._is_plain[row] = temperature == 0 and not has_extras
         if self._is_penalised[row]:
             self._count_outputs(row, output_token_ids)
         if params.logit_bias:
@@ -93,28 +83,24 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, rows: Rows, positions: Rows) -> Sampled:
         """Choose tokens by logits float32 [R, V], left unchanged, of `rows` [R] at output `positions` [R]."""
-        if self._is_plain[rows].all():
-            return Sampled(argmax(logits).cpu().numpy(), {})
         tokens = self._choose(self._adjusted(logits, rows), rows, positions)
         self._count(rows, tokens)
         token_ids = tokens.cpu().numpy()
         return Sampled(token_ids, self._logprobs(logits, rows, token_ids))
 
-    def launch(self, logits: torch.Tensor, rows: Rows, positions: Rows) -> ChosenTokens | None:
-        """Choose tokens as `sample` does, without a wait for them; None if the host must see something first.
+    def launch(
+        self, logits: torch.Tensor, rows: Rows, positions: Rows, out: torch.Tensor
+    ) -> ChosenTokens | None:
+        """Choose tokens as `sample` does, into int64 out [R], without a wait for them.
 
-        That is so for log-probabilities, and for filters, which look at how many candidates there are.
+        Returns None if the host must see something first: for log-probabilities, and for filters, which look
+        at how many candidates there are.
         """
         filtered = self._is_filtered[rows] & (self._temperature[rows] > 0)
         if filtered.any() or (self._num_logprobs[rows] >= 0).any():
             return None
-        if not len(rows):
-            return ChosenTokens(torch.empty(0, dtype=torch.int64, device=self.device))
-        if self._is_plain[rows].all():
-            return ChosenTokens(argmax(logits))
-        tokens = self._choose(self._adjusted(logits, rows), rows, positions)
-        self._count(rows, tokens)
-        return ChosenTokens(tokens)
+        self._count(rows, self._choose(self._adjusted(logits, rows), rows, positions, out))
+        return ChosenTokens(out)
 
     def _adjusted(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         biased, penalised = np.flatnonzero(self._is_biased[rows]), np.flatnonzero(self._is_penalised[rows])
@@ -133,32 +119,37 @@ class Sampler:
             scores[at] -= frequency * counts + presence * (counts > 0)
         return scores
 
-    def _choose(self, scores: torch.Tensor, rows: Rows, positions: Rows) -> torch.Tensor:
-        """Choose for greedy, unfiltered and filtered rows separately; a kind without rows costs nothing."""
-        is_random, is_filtered = self._temperature[rows] > 0, self._is_filtered[rows]
+    def _choose(
+        self, scores: torch.Tensor, rows: Rows, positions: Rows, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Choose for filtered rows and the others separately; a kind without rows costs nothing."""
+        filtered = (self._temperature[rows] > 0) & self._is_filtered[rows]
+        if not filtered.any():
+            return self._draw(scores, rows, positions, out)
+        if filtered.all():
+            return self._draw_filtered(scores, rows, positions)
         tokens = torch.empty(len(rows), dtype=torch.int64, device=scores.device)
-        for here, choose in (
-            (~is_random, self._greedy),
-            (is_random & ~is_filtered, self._draw),
-            (is_random & is_filtered, self._draw_filtered),
-        ):
-            if here.all():
-                return choose(scores, rows, positions)
-            if here.any():
-                at = self._tensor(np.flatnonzero(here))
-                tokens[at] = choose(scores[at], rows[here], positions[here])
+        for here, draw in ((filtered, self._draw_filtered), (~filtered, self._draw)):
+            at = self._tensor(np.flatnonzero(here))
+            tokens[at] = draw(scores[at], rows[here], positions[here])
         return tokens
 
-    def _greedy(self, scores: torch.Tensor, rows: Rows, positions: Rows) -> torch.Tensor:
-        return argmax(scores)
-
-    def _draw(self, scores: torch.Tensor, rows: Rows, positions: Rows) -> torch.Tensor:
-        scores = scores / self._tensor(self._temperature[rows]).unsqueeze(1)
-        min_p = self._min_p[rows]
+    def _draw(
+        self, scores: torch.Tensor, rows: Rows, positions: Rows, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Take the likeliest at temperature 0, else draw."""
+        temperature = self._temperature[rows]
+        if not temperature.any():
+            return choose(scores, None, out)
+        min_p = np.where(temperature > 0, self._min_p[rows], 0.0).astype(np.float32)
         if min_p.any():
-            threshold = sampling.min_p_threshold(scores, self._tensor(min_p))
-            scores = scores.masked_fill_(scores < threshold, -torch.inf)
-        return argmax(scores.add_(sampling.gumbel(self._keys(rows, positions), self._vocabulary)))
+            heat = np.where(temperature > 0, temperature, 1.0).astype(np.float32)
+            heated = scores / self._tensor(heat).unsqueeze(1)
+            threshold = sampling.min_p_threshold(heated, self._tensor(min_p))
+            scores = scores.masked_fill(heated < threshold, -torch.inf)
+        keys = sampling.keys(self._seed[rows], positions)
+        draws = np.concatenate([temperature.view(np.int32)[:, None], keys], 1)
+        return choose(scores, self._tensor(draws), out)
 
     def _draw_filtered(self, scores: torch.Tensor, rows: Rows, positions: Rows) -> torch.Tensor:
         scores = scores / self._tensor(self._temperature[rows]).unsqueeze(1)
@@ -168,8 +159,8 @@ class Sampler:
             self._tensor(self._top_p[rows]),
             self._tensor(self._min_p[rows]),
         )
-        values += sampling.gumbel(self._keys(rows, positions), ids.to(torch.int32))
-        return ids.gather(1, argmax(values).unsqueeze(1)).squeeze(1)
+        values += gumbel(self._keys(rows, positions), ids.to(torch.int32))
+        return ids.gather(1, choose(values).unsqueeze(1)).squeeze(1)
 
     def _logprobs(self, logits: torch.Tensor, rows: Rows, token_ids: Rows) -> dict[int, TokenLogprobs]:
         asked = np.flatnonzero(self._num_logprobs[rows] >= 0)
@@ -206,4 +197,5 @@ class Sampler:
         return self._tensor(sampling.keys(self._seed[rows], positions))
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        made = torch.from_numpy(array)
+        return made.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else made

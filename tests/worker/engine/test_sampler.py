@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bus.messages import SamplingParams
+from kernels.noise import uniform
 from worker.engine import sampling
 from worker.engine.sampler import Sampler
 
@@ -166,7 +167,7 @@ def test_negative_and_huge_seeds_are_seeds() -> None:
 
 def test_noise_is_uniform_and_neighbours_are_not_correlated() -> None:
     keys = torch.from_numpy(sampling.keys(np.arange(64, dtype=np.uint64), np.zeros(64, np.int64)))
-    u = sampling.uniform(keys, torch.arange(4096, dtype=torch.int32)).double()
+    u = uniform(keys, torch.arange(4096, dtype=torch.int32)).double()
     assert u.min() > 0 and u.max() < 1
     assert abs(u.mean() - 0.5) < 0.003 and abs(u.var() - 1 / 12) < 0.001
     counts = torch.histc(u, bins=64, min=0, max=1)
