@@ -24,13 +24,15 @@ import kernels  # noqa: F401 before torch: it settles how torch's threads wait
 # isort: split
 import torch
 
-from bench.common.engines import INSTANCE, EngineShape, close, greedy, run_prompts, timed
+from bench.common.engines import INSTANCE, EngineShape, close, run_prompts, timed
 from bench.gpu.card import bandwidth
 from bench.gpu.common import Found, device_clock, run_alone
 from bench.gpu.decode import CPU, GPU, TINY, decode_row, random_engine
+from bus.messages import SamplingParams
 from worker.engine.core import EngineCore
 from worker.engine.engine import Engine
 from worker.engine.recorded_decodes import RecordedDecodes
+from worker.engine.sequence import own_request
 from worker.model import Model
 from worker.model.layer import FeedForward
 from worker.model.linear import TransposedLinear
@@ -43,6 +45,7 @@ DECODES = ((1, 512), (8, 512), (64, 512), (256, 256))  # sequences, tokens of co
 LENGTHS = (3, 70, 1, 40, 17)
 NUM_OUT = 40
 FLIPS = 12
+PROFILED = 8  # steps
 WAYS = ("call by call", "graphs", "ahead")
 LAUNCHES = (
     "cudaLaunchKernel",
@@ -76,7 +79,10 @@ def measure(device: torch.device, found: Found) -> None:
     found.put(flips=flips(engine, device, sizes.steps))
     for way in WAYS:
         use(engine, recorded, way)
-        found.add("launches", launches_of_a_step(engine, device) | {"way": way})
+        found.add("launches", launches_of_a_step(profiled(engine, device, 2)) | {"way": way})
+    for num_seqs, temperature in ((1, 0.0), (64, 0.0), (64, 0.8)) if device.type == "cuda" else ():
+        events = profiled(engine, device, num_seqs, temperature)
+        found.add("kernels", {"sequences": num_seqs, "temperature": temperature, **kernels_of_a_step(events)})
     close(engine)
 
 
@@ -152,10 +158,11 @@ def changed(half: object, factor: float) -> FeedForward:
     return other
 
 
-def steps_of(engine: Engine, num_seqs: int, num_out: int) -> None:
+def steps_of(engine: Engine, num_seqs: int, num_out: int, temperature: float = 0.0) -> None:
     """Begin some sequences and run their prefills."""
+    sampling = SamplingParams(max_tokens=num_out, seed=0, temperature=temperature)
     for s in range(num_seqs):
-        engine.submit(INSTANCE, greedy(f"s{s}", [(31 * i + s) % 199 for i in range(12)], num_out))
+        engine.submit(INSTANCE, own_request(f"s{s}", [(31 * i + s) % 199 for i in range(12)], sampling))
     for _ in range(num_seqs + 4):
         engine.step()
 
@@ -188,23 +195,43 @@ def flips(engine: Engine, device: torch.device, steps: int) -> dict[str, float]:
     }
 
 
-def launches_of_a_step(engine: Engine, device: torch.device) -> dict[str, Any]:
-    """Count what a decode step asks of the device, by the profiler; nothing on a CPU."""
-    count = 4
-    steps_of(engine, 2, 64)
-    if device.type != "cuda":
-        end(engine, 2)
-        return {}
-    torch.cuda.synchronize(device)
-    kinds = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
-        for _ in range(count):
-            engine.step()
-    end(engine, 2)
-    seen = Counter({event.key: event.count for event in profile.key_averages()})
+def profiled(engine: Engine, device: torch.device, num_seqs: int, temperature: float = 0.0) -> list[Any]:
+    """Return the profiler's sums over PROFILED steps that decode; nothing on a CPU."""
+    steps_of(engine, num_seqs, 64 + 2 * num_seqs, temperature)
+    events: list[Any] = []
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        kinds = torch.profiler.ProfilerActivity
+        with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
+            for _ in range(PROFILED):
+                engine.step()
+            torch.cuda.synchronize(device)
+        events = list(profile.key_averages())
+    end(engine, num_seqs)
+    return events
+
+
+def launches_of_a_step(events: list[Any]) -> dict[str, float]:
+    """Return what a decode step asks of the device. The profile's own wait is left out."""
+    seen = Counter({event.key: event.count for event in events})
+    seen["cudaDeviceSynchronize"] -= min(1, seen["cudaDeviceSynchronize"])
     groups: dict[str, tuple[str, ...]] = {"launches": LAUNCHES, "copies": COPIES, "waits": WAITS}
-    counted = {name: sum(seen[key] for key in keys) / count for name, keys in groups.items()}
-    return counted | {key: seen[key] / count for keys in groups.values() for key in keys if seen[key]}
+    counted = {name: sum(seen[key] for key in keys) / PROFILED for name, keys in groups.items()}
+    return counted | {key: seen[key] / PROFILED for keys in groups.values() for key in keys if seen[key]}
+
+
+def kernels_of_a_step(events: list[Any]) -> dict[str, Any]:
+    """Return the milliseconds that a step keeps the device busy, in all and by kernel, the longest first."""
+    on_device = [event for event in events if event.self_device_time_total and not event.self_cpu_time_total]
+    on_device.sort(key=lambda event: -event.self_device_time_total)
+    each = 1e3 * PROFILED
+    return {
+        "busy_ms": sum(event.self_device_time_total for event in on_device) / each,
+        "kernels": [
+            [event.key[:70], event.count / PROFILED, round(event.self_device_time_total / each, 4)]
+            for event in on_device[:16]
+        ],
+    }
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
@@ -222,6 +249,10 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         told = ", ".join(f"{value:g} {kind}" for kind, value in row.items() if kind != "way")
         if told:
             yield f"a step, {row['way']}: {told} (bar 70 and 1)"
+    for row in found.get("kernels", []):
+        told = "; ".join(f"{ms:.3f} {name} ({count:g})" for name, count, ms in row["kernels"][:6])
+        heat = row["temperature"]
+        yield f"{row['sequences']} at temperature {heat:g}: busy for {row['busy_ms']:.2f} ms a step, {told}"
 
 
 def main() -> int:
