@@ -39,7 +39,7 @@ from kernels.gpu.device import IMAGINED, Properties, num_processors
 log = logging.getLogger(__name__)
 
 WARP = 32
-LEAST_OF_A_PROCESS = 6  # kernels; for fewer, starting it (2 s of a core) takes as long as compiling them
+LEAST_OF_A_PROCESS = 2  # kernels; starting it takes 2 s of a core, and compiling one 0.5 s or more
 TELL_EVERY_S = 5.0
 LOADING_THREADS = 8
 NICENESS = 5  # of a process that compiles, since other models may serve meanwhile
