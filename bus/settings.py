@@ -145,7 +145,7 @@ class WorkerSettings(Section):
     )
     load_format: Literal["safetensors", "dummy"] = _key("safetensors", "dummy: random weights")
     memory_mb: int = _key(0, "memory for weights and KV; 0: 2048 on a CPU, 90 % of a free GPU", ge=0)
-    page_kib: int = _key(0, "page size; 0: 64 on a CPU, 2048 on a GPU", ge=0)
+    page_kib: int = _key(0, "page size; 0: 64 on a CPU; on a GPU 2048, and 8192 where max_tp is 1", ge=0)
     block_tokens: int = _key(16, "tokens in a KV block", ge=1)
     kv_dtype: KVPrecision = _key("full", "the KV cache; full: in the model's dtype, int8: in 8 bits")
     prefix_cache: bool = _key(True, "requests share the KV blocks of equal beginnings")

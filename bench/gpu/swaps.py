@@ -53,7 +53,7 @@ GPU = Sizes(
     config=LLAMA_8B | {"num_hidden_layers": 12, "vocab_size": 32000},
     dtype="bfloat16",
     layer=5,
-    swaps=24,
+    swaps=10,
     memory_mb=16_384,
     max_tokens=8000,
 )

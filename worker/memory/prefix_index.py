@@ -136,7 +136,7 @@ class PrefixIndex:
 
     def among(self, blocks: Iterable[int]) -> set[int]:
         """Return those of these blocks that are indexed."""
-        return self._contents.keys() & set(blocks)
+        return self._contents.keys() & set(blocks) if self._contents else set()
 
     @property
     def highest(self) -> int:

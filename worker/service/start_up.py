@@ -24,7 +24,7 @@ from worker.deploy.model_host import ModelHost
 from worker.deploy.stage_load import PipelineLoadRun, StageLoadRun
 from worker.deploy.unload import UnloadRun
 from worker.distributed.transport import Transport
-from worker.engine.build import MIB, make_pool
+from worker.engine.build import MIB, make_pool, page_bytes_of
 from worker.engine.engine import Engine
 from worker.memory import MappingFailed, OutOfPages
 from worker.model import ModelError
@@ -56,7 +56,9 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> ModelHos
     folders = model_folders(settings.models, may_be_empty=settings.may_be_empty)
     device = _device(settings.device)
     kernels.configure(settings.threads, settings.product_kernel)
-    pool = make_pool(device, settings.memory_mb * MIB, settings.page_kib * 1024)
+    max_tp = settings.in_force(device.type).max_tp
+    page_bytes = settings.page_kib * 1024 or page_bytes_of(device, max_tp)
+    pool = make_pool(device, settings.memory_mb * MIB, page_bytes)
     engine = Engine(device)
     # On a CPU copying takes cores and memory from the steps: both kinds of work share the allowance.
     share = settings.morph_share

@@ -290,8 +290,8 @@ class Pace:
 
 
 # A millisecond on either device: a copy can be stopped, and rests, after each chunk. Smaller chunks cost more
-# calls (1 MiB on a CPU: half as long again).
-_CPU_CHUNK_BYTES, _CUDA_CHUNK_BYTES = 1 << 22, 1 << 24
+# calls (1 MiB on a CPU: half as long again; on an H200 each chunk takes 0.3 ms beside its bytes).
+_CPU_CHUNK_BYTES, _CUDA_CHUNK_BYTES = 1 << 22, 1 << 26
 
 
 def chunk_bytes_of(device: torch.device) -> int:
