@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ class Sizes:
     steps: int
     shape: EngineShape
     budget_mib: int = 0  # 0: most of what is free
+    shown: tuple[tuple[int, int], ...] = ()  # decodes whose time is told by kernel
 
 
 GPU = Sizes(
@@ -74,6 +76,7 @@ GPU = Sizes(
     dtype=torch.bfloat16,
     decodes=((1, 512), (4, 512), (16, 512), (64, 512), (64, 2048), (128, 512), (256, 512)),
     prefills=(512, 2048, 8000),
+    shown=((1, 512), (64, 512), (64, 2048)),
     steps=32,
     shape=EngineShape(max_num_seqs=256, max_num_batched_tokens=8192),
 )
@@ -98,6 +101,8 @@ def measure(device: torch.device, found: Found) -> None:
     for num_seqs, context in sizes.decodes[:1]:
         with profiled(found, "decode"):  # its own row, since the profiler slows it
             decode_row(engine, num_seqs, context, sizes, reads, device)
+    for num_seqs, context in sizes.shown if device.type == "cuda" else ():
+        found.add("device_times", device_times(engine, num_seqs, context, sizes, device))
     for num_seqs, context in sizes.decodes:
         found.add("decode", decode_row(engine, num_seqs, context, sizes, reads, device))
     close(engine)
@@ -151,9 +156,16 @@ def prefill_row(
 
 
 def decode_row(
-    engine: Engine, num_seqs: int, context: int, sizes: Sizes, reads: float, device: torch.device
+    engine: Engine,
+    num_seqs: int,
+    context: int,
+    sizes: Sizes,
+    reads: float,
+    device: torch.device,
+    *,
+    beside: AbstractContextManager[object] = nullcontext(),  # noqa: B008 it holds nothing
 ) -> dict[str, float]:
-    """Time steps in which every sequence decodes."""
+    """Time steps in which every sequence decodes, within the context `beside`."""
     for s in range(num_seqs):
         prompt = [(i * 31 + s) % 199 for i in range(context)]
         engine.submit(INSTANCE, greedy(str(s), prompt, sizes.steps + 2 * WARM_STEPS + num_seqs))
@@ -169,7 +181,8 @@ def decode_row(
         for _ in range(sizes.steps):
             engine.step()
 
-    seconds = timed(run_steps, device_clock(device)) / sizes.steps
+    with beside:
+        seconds = timed(run_steps, device_clock(device)) / sizes.steps
     engine.cancel([str(i) for i in range(num_seqs)])
     while engine.has_work:
         engine.step()
@@ -184,6 +197,28 @@ def decode_row(
     }
 
 
+def device_times(
+    engine: Engine, num_seqs: int, context: int, sizes: Sizes, device: torch.device
+) -> dict[str, Any]:
+    """Return the microseconds of a step by the kernel that the device spent them in, and those in none."""
+    kinds = torch.profiler.ProfilerActivity
+    profile = torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA])
+    row = decode_row(engine, num_seqs, context, sizes, 1.0, device, beside=profile)
+    kernels_us = {
+        event.key[:80]: event.self_device_time_total / sizes.steps
+        for event in profile.key_averages()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    }
+    longest = sorted(kernels_us.items(), key=lambda one: -one[1])[:16]
+    return {
+        "sequences": num_seqs,
+        "context": context,
+        "step_us": 1e3 * row["step_ms"],
+        "busy_us": sum(kernels_us.values()),
+        "kernels_us": {name: round(us, 1) for name, us in longest},
+    }
+
+
 def lines(found: dict[str, Any]) -> Iterator[str]:
     for row in found.get("prefill", []):
         yield (
@@ -194,6 +229,12 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         yield (
             f"decode {row['sequences']:3d} x {row['context']:5d}: {row['step_ms']:7.2f} ms a step, floor "
             f"{row['floor_ms']:6.2f} ms, ratio {row['ratio']:.2f}, {row['tokens_per_second']:8.0f} tokens/s"
+        )
+    for row in found.get("device_times", []):
+        longest = ", ".join(f"{us:.0f} {name[:36]}" for name, us in list(row["kernels_us"].items())[:7])
+        yield (
+            f"  of {row['step_us']:.0f} us with a profiler for {row['sequences']} x {row['context']} the"
+            f" device was busy for {row['busy_us']:.0f}: {longest}"
         )
 
 
