@@ -147,6 +147,7 @@ def _morphs(device: torch.device, sizes: Sizes, found: Found) -> None:
             found.problem(f"the completion was {found.values['says']!r} and is {_completion(service)!r}")
         if found.values["morphs"]["lost"]:
             found.problem(f"{found.values['morphs']['lost']} requests lost beside morphs")
+        _check_compiled(service, found)
 
 
 def _orders(service: Service) -> Iterator[tuple[str, float]]:
@@ -207,8 +208,17 @@ def _burst(device: torch.device, sizes: Sizes, found: Found) -> None:
                 say(json.dumps(row))
                 if row["lost"]:
                     found.problem(f"{row['lost']} requests lost in the burst, mode {mode}")
+            _check_compiled(service, found)
     full, *morphed = (row["ttft_p95_ms"] for row in found.values["burst"])
     found.put(burst_ratios=[round(full / each, 2) for each in morphed], burst_bar=BAR)
+
+
+def _check_compiled(service: Service, found: Found) -> None:
+    """Put a problem for each worker that compiled kernels while it served; its log names them."""
+    for worker in service.state()["workers"]:
+        if late := (worker["gpu"] or {}).get("kernels_compiled_late"):
+            log = [line for line in service.logs().splitlines() if "was not compiled before" in line]
+            found.problem(f"{worker['id']} compiled {late} kernels while serving:\n" + "\n".join(log)[:4000])
 
 
 @contextmanager

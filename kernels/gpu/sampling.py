@@ -47,7 +47,10 @@ def _gumbel(ids, first, second):
     return -_log(-_log(number))
 
 
-@triton.jit(do_not_specialize=("row_stride", "vocab", "num_parts"))
+@triton.jit(
+    do_not_specialize=("row_stride", "vocab", "num_parts"),
+    do_not_specialize_on_alignment=("scores_ptr", "draws_ptr"),  # of some rows of a step
+)
 def _part_kernel(
     scores_ptr,
     draws_ptr,
@@ -80,7 +83,7 @@ def _part_kernel(
     tl.store(places_ptr + row * num_parts + part, place)
 
 
-@triton.jit(do_not_specialize=("vocab", "num_parts"))
+@triton.jit(do_not_specialize=("vocab", "num_parts"), do_not_specialize_on_alignment=("out_ptr",))
 def _join_kernel(values_ptr, places_ptr, out_ptr, vocab, num_parts, MOST_PARTS: tl.constexpr):
     """Find the first largest of a row's parts; grid (R,). A row without a number gives the last token."""
     row = tl.program_id(0).to(tl.int64)

@@ -62,6 +62,17 @@ def test_launches_are_recorded_once_for_each_kind_of_arguments_and_nothing_is_co
     assert not list(cache.iterdir())
 
 
+def test_places_of_rows_in_their_buffers_make_no_other_kernel() -> None:
+    scores, draws = (
+        torch.empty(9, 50257, device="meta"),
+        torch.empty(9, 3, dtype=torch.int32, device="meta"),
+    )
+    with recorded(H100, 132) as found, use_backend("cuda"):
+        for first, rows in ((0, 1), (0, 9), (1, 2), (3, 4)):
+            kernels.choose(scores[first:][:rows], draws[first:][:rows])
+    assert [each.kernel.split(".")[-1] for each in found] == ["_part_kernel", "_join_kernel"]
+
+
 def test_a_process_compiles_into_the_folder_that_others_read_and_names_what_does_not_compile(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -64,10 +64,8 @@ class Rehearsal:
         for is_codes in (False, True)[: 1 + (self.has_kv_codes and precision == "full")]:
             self._run_steps(transformer, self._cache(shard, is_codes), steps)
         # A norm between two layers, and the rows whose logits are wanted.
-        between, rows = (
-            Transformer(self.config, [*layers, layers[0]], ends=self._ends()),
-            torch.empty(1).long(),
-        )
+        between = Transformer(self.config, [*layers, layers[0]], ends=self._ends())
+        rows = torch.empty(1, dtype=torch.int64)
         self._run_steps(between, self._cache(shard, False), steps[:3], rows)
 
     def _run_steps(
