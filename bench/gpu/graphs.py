@@ -46,6 +46,7 @@ LENGTHS = (3, 70, 1, 40, 17)
 NUM_OUT = 40
 FLIPS = 12
 PROFILED = 8  # steps
+PROFILES = ((1, 512, 0.0), (64, 512, 0.0), (64, 512, 0.8), (64, 2048, 0.0))  # sequences, context, temperature
 WAYS = ("call by call", "graphs", "ahead")
 LAUNCHES = (
     "cudaLaunchKernel",
@@ -80,9 +81,10 @@ def measure(device: torch.device, found: Found) -> None:
     for way in WAYS:
         use(engine, recorded, way)
         found.add("launches", launches_of_a_step(profiled(engine, device, 2)) | {"way": way})
-    for num_seqs, temperature in ((1, 0.0), (64, 0.0), (64, 0.8)) if device.type == "cuda" else ():
-        events = profiled(engine, device, num_seqs, temperature)
-        found.add("kernels", {"sequences": num_seqs, "temperature": temperature, **kernels_of_a_step(events)})
+    for num_seqs, context, temperature in PROFILES if device.type == "cuda" else ():
+        events = profiled(engine, device, num_seqs, context, temperature)
+        row = {"sequences": num_seqs, "context": context, "temperature": temperature}
+        found.add("kernels", row | kernels_of_a_step(events))
     close(engine)
 
 
@@ -158,11 +160,13 @@ def changed(half: object, factor: float) -> FeedForward:
     return other
 
 
-def steps_of(engine: Engine, num_seqs: int, num_out: int, temperature: float = 0.0) -> None:
+def steps_of(
+    engine: Engine, num_seqs: int, num_out: int, context: int = 12, temperature: float = 0.0
+) -> None:
     """Begin some sequences and run their prefills."""
     sampling = SamplingParams(max_tokens=num_out, seed=0, temperature=temperature)
     for s in range(num_seqs):
-        engine.submit(INSTANCE, own_request(f"s{s}", [(31 * i + s) % 199 for i in range(12)], sampling))
+        engine.submit(INSTANCE, own_request(f"s{s}", [(31 * i + s) % 199 for i in range(context)], sampling))
     for _ in range(num_seqs + 4):
         engine.step()
 
@@ -195,9 +199,11 @@ def flips(engine: Engine, device: torch.device, steps: int) -> dict[str, float]:
     }
 
 
-def profiled(engine: Engine, device: torch.device, num_seqs: int, temperature: float = 0.0) -> list[Any]:
+def profiled(
+    engine: Engine, device: torch.device, num_seqs: int, context: int = 12, temperature: float = 0.0
+) -> list[Any]:
     """Return the profiler's sums over PROFILED steps that decode; nothing on a CPU."""
-    steps_of(engine, num_seqs, 64 + 2 * num_seqs, temperature)
+    steps_of(engine, num_seqs, 64 + 2 * num_seqs, context, temperature)
     events: list[Any] = []
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -252,7 +258,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     for row in found.get("kernels", []):
         told = "; ".join(f"{ms:.3f} {name} ({count:g})" for name, count, ms in row["kernels"][:6])
         heat = row["temperature"]
-        yield f"{row['sequences']} at temperature {heat:g}: busy for {row['busy_ms']:.2f} ms a step, {told}"
+        what = f"{row['sequences']} x {row['context']} at temperature {heat:g}"
+        yield f"{what}: busy for {row['busy_ms']:.2f} ms a step, {told}"
 
 
 def main() -> int:
