@@ -224,7 +224,7 @@ def compile_for(target: GPUTarget, wanted: Specialization) -> Any:
 
 
 def compile_all(wanted: Sequence[Specialization], *, processes: int = 0) -> None:
-    """Compile for the machine's GPU, and load the kernels onto it.
+    """Compile for the machine's GPU, and load the kernels onto it, but for those that it has.
 
     What Triton's folder on disk lacks is compiled by processes of their own, since compiling holds up all
     threads. Workers that start together compile one after the other: the first one's kernels are the others'
@@ -232,6 +232,8 @@ def compile_all(wanted: Sequence[Specialization], *, processes: int = 0) -> None
     kernel that does not compile.
     """
     target, began = driver.active.get_current_target(), time.monotonic()
+    device = driver.active.get_current_device()
+    wanted = [each for each in wanted if each.key not in each.function.device_caches[device][0]]
     if missing := _missing(wanted, target):
         with _alone():
             missing = _missing(wanted, target)

@@ -156,6 +156,9 @@ def test_what_was_rehearsed_is_launched_without_a_compiler_and_the_rest_is_an_er
     assert gpu.loaded == ["_gate_mul_kernel"] * 2 and gpu.launches == 0
     assert "compiled 2 kernels" in caplog.text and compiling.compiled_ahead()[0] == 2
 
+    setup._compile_for_gpu(sizes, None)
+    assert len(gpu.loaded) == 2, "another model of the same shapes needs no new kernels"
+
     gate(torch.bfloat16)
     gate(torch.float16)
     assert gpu.launches == 2 and compiled_late() == [] and driver.active is gpu
