@@ -183,7 +183,7 @@ class WorkerSettings(Section):
         "kernels of products on a CPU: few, row, pairs, lanes, torch, vnni, amx, decode; empty: the fastest",
     )
     cuda_graphs: Literal["auto", "off"] = _key(
-        "auto", "decode steps on a GPU as CUDA graphs, one for each half of a layer; off: call by call"
+        "auto", "short steps on a GPU as CUDA graphs, one for each half of a layer; off: call by call"
     )
     spin: bool = _key(False, "CPU threads spin while they wait: faster if nothing else needs the cores")
     lease_s: float = _key(3.0, "a worker is dead after this long without a sign", gt=0.3)

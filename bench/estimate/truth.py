@@ -17,7 +17,7 @@ from bench.common.loading import load_fingerprint
 from bus.deployments import Configuration, Intent
 from bus.precisions import Precision
 from worker.engine.core import EngineCore
-from worker.engine.recorded_decodes import recorded_decodes
+from worker.engine.recorded_batches import recorded_batches
 from worker.engine.sequence import Limits
 from worker.memory import KVCache, PagePool
 from worker.profiler.device_memory import peak_memory
@@ -150,7 +150,7 @@ class OneDevice:
             vocab_size=plan.config.vocab_size,
             device=pool.backend.device,
         )
-        self._instance.local_executor.recorded = recorded_decodes(
+        self._instance.local_executor.recorded = recorded_batches(
             self._fingerprint.model, self._cache, limits, pool.backend.device
         )
         self._num_requests = 0

@@ -5,14 +5,15 @@
 Tokens are those of a small random model, served in three ways: call by call, by graphs, and by graphs of
 which one step is launched before the tokens of the one before are known ("ahead", as workers serve). Served
 as it is, with a half of a layer replaced, with the half back, and with its KV cache in 8 bits. Times and
-launches are those of Llama 3 8B's shape, in turns on one engine. A flip replaces the FFN of a layer between
-two steps, by one that no graph has read yet or by one that a graph knows. `--device cpu` takes a tiny model
-and keeps calls in place of graphs.
+launches are those of Llama 3 8B's shape, in turns on one engine; prompts come
+beside 32 decodes. A flip replaces the FFN of a layer between two steps, by one that no graph has read yet or
+by one that a graph knows. `--device cpu` takes a tiny model and keeps calls in place of graphs.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections import Counter
 from collections.abc import Iterator
 from copy import copy
@@ -31,7 +32,7 @@ from bench.gpu.decode import CPU, GPU, TINY, decode_row, random_engine
 from bus.messages import SamplingParams
 from worker.engine.core import EngineCore
 from worker.engine.engine import Engine
-from worker.engine.recorded_decodes import RecordedDecodes
+from worker.engine.recorded_batches import RecordedBatches
 from worker.engine.sequence import own_request
 from worker.model import Model
 from worker.model.layer import FeedForward
@@ -44,6 +45,7 @@ TOKENS = replace(
 DECODES = ((1, 512), (8, 512), (64, 512), (256, 256))  # sequences, tokens of context
 LENGTHS = (3, 70, 1, 40, 17)
 NUM_OUT = 40
+PROMPTS = (20, 100, 300, 500)  # tokens
 FLIPS = 12
 PROFILED = 8  # steps
 PROFILES = ((1, 512, 0.0), (64, 512, 0.0), (64, 512, 0.8), (64, 2048, 0.0))  # sequences, context, temperature
@@ -76,6 +78,11 @@ def measure(device: torch.device, found: Found) -> None:
             use(engine, recorded, way)
             row = decode_row(engine, num_seqs, context, sizes, reads, device)
             found.add("decode", row | {"way": way})
+    for tokens in PROMPTS if device.type == "cuda" else PROMPTS[:1]:
+        for way in WAYS:
+            use(engine, recorded, way)
+            ms = first_token_ms(engine, tokens, 32 if device.type == "cuda" else 2)
+            found.add("prompts", {"tokens": tokens, "way": way, "ms": ms})
     use(engine, recorded, "graphs")
     found.put(flips=flips(engine, device, sizes.steps))
     for way in WAYS:
@@ -88,13 +95,13 @@ def measure(device: torch.device, found: Found) -> None:
     close(engine)
 
 
-def recordings(engine: Engine, device: torch.device) -> RecordedDecodes:
+def recordings(engine: Engine, device: torch.device) -> RecordedBatches:
     """Return the engine's recordings; on a CPU, which has none, some that keep the calls."""
     instance = instance_of(engine)
     if recorded := instance.local_executor.recorded:
         return recorded
     assert device.type == "cpu", "a GPU records decodes"
-    recorded = RecordedDecodes(model_of(engine), instance.kv, instance.limits, device, lambda run: run)
+    recorded = RecordedBatches(model_of(engine), instance.kv, instance.limits, device, lambda run: run)
     for _ in recorded.record():
         pass
     return recorded
@@ -110,7 +117,7 @@ def model_of(engine: Engine) -> Model:
     return model
 
 
-def use(engine: Engine, recorded: RecordedDecodes, way: str) -> None:
+def use(engine: Engine, recorded: RecordedBatches, way: str) -> None:
     """Run the next decodes in one of WAYS."""
     instance = instance_of(engine)
     instance.settle()
@@ -199,6 +206,24 @@ def flips(engine: Engine, device: torch.device, steps: int) -> dict[str, float]:
     }
 
 
+def first_token_ms(engine: Engine, tokens: int, num_seqs: int) -> float:
+    """Return the time from a prompt's arrival to its first token beside decodes, the median of nine."""
+    steps_of(engine, num_seqs, 400)
+    sampling, taken = SamplingParams(max_tokens=1, seed=0, temperature=0.0), []
+    for turn in range(9):
+        name, prompt = f"p{turn}", [(i * 31 + 7 * turn + tokens) % 199 for i in range(tokens)]
+        engine.submit(INSTANCE, own_request(name, prompt, sampling))
+        began, has_come = time.perf_counter(), False
+        while not has_come:
+            outputs = [output for result in engine.step() for output in result.outputs]
+            has_come = any(one.request.request_id == name and one.delta.token_ids for one in outputs)
+        taken.append(1e3 * (time.perf_counter() - began))
+        for _ in range(3):
+            engine.step()
+    end(engine, num_seqs)
+    return statistics.median(taken)
+
+
 def profiled(
     engine: Engine, device: torch.device, num_seqs: int, context: int = 12, temperature: float = 0.0
 ) -> list[Any]:
@@ -249,6 +274,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
             f"decode {row['sequences']:3d} x {row['context']:5d}, {row['way']:12}: {row['step_ms']:7.2f} ms"
             f" a step, floor {row['floor_ms']:6.2f}, ratio {row['ratio']:.2f}"
         )
+    for row in found.get("prompts", []):
+        yield f"first token of {row['tokens']:3d} beside decodes, {row['way']:12}: {row['ms']:6.2f} ms"
     if flips := found.get("flips"):
         yield "steps, ms: " + ", ".join(f"{name[:-3]} {value:.2f}" for name, value in flips.items())
     for row in found.get("launches", []):

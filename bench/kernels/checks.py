@@ -60,6 +60,7 @@ CASES = (
     AttentionCase("decodes and chunks in one call", MIXED),
     AttentionCase("the first token of a sequence", ((1, 1),)),
     AttentionCase("decodes and an empty row", ((1, 70), (1, 0), (1, 5)), window=20),
+    AttentionCase("chunks, a decode and empty sequences", ((20, 30), (1, 9), (3, 3), (0, 0), (0, 0))),
     AttentionCase("an empty row with a sink", ((1, 70), (1, 0)), has_sinks=True),
     AttentionCase("one decode over a split context", ((1, 700),), head_dim=128),
     AttentionCase("a chunk that continues a long context", ((33, 300),), num_heads=2, num_kv_heads=1),

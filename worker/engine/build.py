@@ -11,7 +11,7 @@ import kernels
 from bus.messages import Part, SamplingParams
 from bus.precisions import Precision
 from worker.engine.core import EngineCore, Stats
-from worker.engine.recorded_decodes import recorded_decodes
+from worker.engine.recorded_batches import recorded_batches
 from worker.engine.sequence import Limits, own_request
 from worker.memory import CpuBackend, KVCache, PagePool
 from worker.model import Model, ModelError
@@ -121,7 +121,7 @@ def instance_of(instance_id: str, model: Model, cache: KVCache, limits: Limits) 
     """Make an engine core whose kernels are compiled."""
     vocab_size, device = model.config.vocab_size, cache.pool.backend.device
     instance = EngineCore(instance_id, model, cache, limits, vocab_size=vocab_size, device=device)
-    instance.local_executor.recorded = recorded_decodes(model, cache, limits, device)
+    instance.local_executor.recorded = recorded_batches(model, cache, limits, device)
     if instance.local_executor.recorded:
         instance.local_executor.run_ahead(instance.launch_choice)
     return instance

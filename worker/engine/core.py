@@ -171,14 +171,14 @@ class EngineCore:
     def _follow(self) -> ScheduledBatch | None:
         """Make the decode that follows one in flight, before its tokens are known.
 
-        All that runs must be in it, and nothing that waits may have room: that would be part of the next
-        step. It is made for those that go on unless their token ends them; what it computes for one that has
-        ended is void. Its tokens count as computed when those before are known.
+        All that runs must be in it and get a token, and nothing that waits may have room: that would be part
+        of the next step. It is made for those that go on unless their token ends them; what it computes for
+        one that has ended is void. Its tokens count as computed when those before are known.
         """
         executor, before = self.executor, self.executor.newest
         if before is None or executor.num_in_flight > 1 or self.limits.short_context:
             return None
-        if self.scheduler.can_admit:
+        if len(before.sampling) < len(before.chunks) or self.scheduler.can_admit:
             return None
         here = [i for i, chunk in enumerate(before.chunks) if self._counts(chunk)]
         if len(here) != len(self.scheduler.running):

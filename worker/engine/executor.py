@@ -18,7 +18,7 @@ import torch
 from bus.messages import LayerShape
 from kernels.plan import AttentionPlan
 from worker.engine.input_batch import Ints, ModelInput, ScheduledBatch, attention_plan, to_tensor
-from worker.engine.recorded_decodes import RecordedDecodes
+from worker.engine.recorded_batches import RecordedBatches
 from worker.engine.sampler import ChosenTokens
 
 BlockCounter = Callable[[], Generator[bool, None, list[list[int]]]]
@@ -168,7 +168,7 @@ Choose = Callable[[ScheduledBatch, torch.Tensor, torch.Tensor], ChosenTokens | N
 class LocalExecutor(Executor):
     """Runs each batch on this device.
 
-    It runs ahead once `run_ahead` was called: the tokens of a recorded decode are chosen behind it, and the
+    It runs ahead once `run_ahead` was called: the tokens of a recorded step are chosen behind it, and the
     decode that follows may be launched before the host has them, so that the device need not wait for the
     host. `collect` waits for the oldest batch.
     """
@@ -177,7 +177,7 @@ class LocalExecutor(Executor):
         self._model, self._kv, self._block_tokens, self._device = model, kv, block_tokens, device
         self._flights: deque[Flight] = deque()
         self._choose: Choose | None = None
-        self.recorded: RecordedDecodes | None = None  # set where decodes can be recorded
+        self.recorded: RecordedBatches | None = None  # set where steps can be recorded
 
     def run_ahead(self, choose: Choose | None) -> None:
         """Run ahead from now on; None: no more. Nothing is in flight."""
@@ -193,7 +193,7 @@ class LocalExecutor(Executor):
 
     @property
     def newest(self) -> ScheduledBatch | None:
-        """The decode in flight whose tokens stay on the device: it may be followed."""
+        """The batch in flight whose tokens stay on the device: a decode may follow it."""
         return self._flights[-1].batch if self._flights and self._flights[-1].choice else None
 
     def execute(self, batch: ScheduledBatch) -> None:

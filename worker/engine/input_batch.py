@@ -257,25 +257,31 @@ def empty_input() -> ModelInput:
 
 def attention_plan(given: ModelInput, block_tokens: int, device: torch.device) -> AttentionPlan:
     """Make the tensors that every layer's attention reads."""
-    num_seqs = len(given.q_lens)
-    ends, max_q_len = given.q_lens.cumsum(), int(given.q_lens.max(initial=0))
-    if max_q_len == 1:
-        positions, of_token = given.context_lens - 1, np.arange(num_seqs)
-    else:
-        positions = np.arange(given.num_tokens) + (given.context_lens - ends).repeat(given.q_lens)
-        of_token = np.arange(num_seqs).repeat(given.q_lens)
-    slots = given.blocks[of_token, positions // block_tokens] * np.int64(block_tokens)
-    cu_seqlens_q = np.zeros(num_seqs + 1, np.int32)
-    cu_seqlens_q[1:] = ends
+    positions, slots = token_places(given, block_tokens)
+    cu_seqlens_q = np.zeros(len(given.q_lens) + 1, np.int32)
+    cu_seqlens_q[1:] = given.q_lens.cumsum()
     return AttentionPlan(
         cu_seqlens_q=to_tensor(cu_seqlens_q, device),
         context_lens=to_tensor(given.context_lens.astype(np.int32), device),
         block_table=to_tensor(given.blocks, device),
-        slot_mapping=to_tensor(slots + positions % block_tokens, device),
-        positions=to_tensor(positions + given.rope_rows[of_token], device),
-        max_q_len=max_q_len,
+        slot_mapping=to_tensor(slots, device),
+        positions=to_tensor(positions, device),
+        max_q_len=int(given.q_lens.max(initial=0)),
         max_context_len=int(given.context_lens.max(initial=0)),
     )
+
+
+def token_places(given: ModelInput, block_tokens: int) -> tuple[Ints, Ints]:
+    """Return the row of each token in the rotary tables, and its slot in the KV cache, int64 [T]."""
+    num_seqs = len(given.q_lens)
+    if num_seqs == given.num_tokens:
+        positions, of_token = given.context_lens - 1, np.arange(num_seqs)
+    else:
+        before = given.context_lens - given.q_lens.cumsum()
+        positions = np.arange(given.num_tokens) + before.repeat(given.q_lens)
+        of_token = np.arange(num_seqs).repeat(given.q_lens)
+    slots = given.blocks[of_token, positions // block_tokens] * np.int64(block_tokens)
+    return positions + given.rope_rows[of_token], slots + positions % block_tokens
 
 
 def to_tensor(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:

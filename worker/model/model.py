@@ -16,7 +16,7 @@ from worker.model.layout import ModelPlan
 from worker.model.linear import dense_product
 from worker.model.shard import RankGroup, ReduceGroup
 from worker.model.sources import WeightSource
-from worker.model.step_parts import Part, StepMemory
+from worker.model.step_parts import Part, StepMemory, StepSize
 from worker.model.transformer import Ends, Segment, Transformer
 from worker.model.weights import (
     LayerWeights,
@@ -109,12 +109,14 @@ class Model:
         alone = Segment(0, len(self.layers), plan)
         return self._transformer.forward(token_ids, [alone], lambda _: kv.layers, logit_rows)
 
-    def step_memory(self, num_seqs: int, table_width: int, max_context_len: int) -> StepMemory:
+    def step_memory(
+        self, sizes: Sequence[StepSize], table_width: int, max_context_len: int
+    ) -> dict[StepSize, StepMemory]:
         """Make the memory of recorded steps, as `Transformer.step_memory`."""
-        return self._transformer.step_memory(num_seqs, table_width, max_context_len)
+        return self._transformer.step_memory(sizes, table_width, max_context_len)
 
     def step_parts(self, memory: StepMemory, kv: KVCache) -> Iterator[Part]:
-        """Yield the parts of a step alone that decodes, as `Transformer.parts`."""
+        """Yield the parts of a step alone, as `Transformer.parts`."""
         return self._transformer.parts(memory, kv.layers)
 
     def embed(self, token_ids: torch.Tensor, group: ReduceGroup | None = None) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""The parts of a step that decodes, each of which can be recorded by itself and run again in its place.
+"""The parts of a short step, each of which can be recorded by itself and run again in its place.
 
-A decode step on a GPU is some 350 launches, which cost the host more than the GPU's time. A recording of a
+A step of few tokens on a GPU is some 350 launches, which take the host longer than the GPU. A recording of a
 part is one launch. It computes with addresses, so all that changes from step to step lies in memory that
 stays (`StepMemory`), and a part is recorded anew when what it reads lies elsewhere: a morph that replaces one
 half of a layer leaves the recordings of all others. Variants keep their addresses, so the recording of a half
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -35,24 +36,74 @@ ALIGNMENT = 256  # bytes; Triton compiles once for addresses that are multiples 
 
 
 @dataclass(frozen=True, slots=True)
+class StepSize:
+    """Steps of up to T tokens of S sequences that want R rows of logits; as many of each: they decode."""
+
+    num_tokens: int
+    num_seqs: int
+    num_rows: int
+
+    @classmethod
+    def of_decodes(cls, num_seqs: int) -> StepSize:
+        return cls(num_seqs, num_seqs, num_seqs)
+
+    @property
+    def is_decode(self) -> bool:
+        """True if each sequence has one token, and the rows of the logits are theirs."""
+        return self.num_tokens == self.num_seqs
+
+    def arrays(self, table_width: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return dtype and shape of each array that the host writes before a step."""
+        tokens, seqs = (self.num_tokens,), (self.num_seqs,)
+        return {
+            "token_ids": (torch.int64, tokens),
+            "follows": (torch.int64, tokens),
+            "positions": (torch.int64, tokens),
+            "slot_mapping": (torch.int64, tokens),
+            "logit_rows": (torch.int64, (self.num_rows,)),
+            "cu_seqlens_q": (torch.int32, (self.num_seqs + 1,)),
+            "context_lens": (torch.int32, seqs),
+            "block_table": (torch.int32, (*seqs, table_width)),
+        }
+
+    def num_bytes(self, table_width: int) -> int:
+        """Return the bytes of these arrays, one after the other."""
+        return sum(_aligned(dtype, shape) for dtype, shape in self.arrays(table_width).values())
+
+    def views(self, inputs: torch.Tensor, table_width: int) -> dict[str, torch.Tensor]:
+        """Return the arrays, by name, as views of uint8 [n]."""
+        found, at = {}, 0
+        for name, (dtype, shape) in self.arrays(table_width).items():
+            found[name] = inputs[at : at + dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
+            at += _aligned(dtype, shape)
+        return found
+
+
+def _aligned(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return -(-int(dtype.itemsize) * math.prod(shape) // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
 class StepMemory:
-    """The memory of steps that decode B sequences, of the most that it is made for.
+    """The memory of steps of one size; those of all sizes share it (`make`).
 
-    The host writes `inputs`: token_ids, follows and the plan but for its cu_seqlens_q are views of it.
+    The host writes `inputs`: token_ids, follows, the plan and logit_rows are views of it. Rows that a step
+    does not fill are empty: their slot is -1, their context 0.
 
-    =========  =================  ==========================================
-    field      shape              meaning
-    =========  =================  ==========================================
-    inputs     uint8 [n]          what the host writes before each step
-    token_ids  int64 [B]          the last token of each sequence, where `follows` is -1
-    follows    int64 [B]          else the row of `sampled` that has it: the host does not know it yet
-    sampled    int64 [most]       the tokens that the last step chose, which stays on the device
-    plan                          as ever; max_context_len is the longest possible one, so that launches of
-                                  attention do not depend on the step
-    residual   dtype [B, H]       between two parts
-    x          dtype [B, H]       between two parts, normed
-    logits     float32 [B, V]     what a step gives
-    =========  =================  ==========================================
+    ==========  =================  ==========================================
+    field       shape              meaning
+    ==========  =================  ==========================================
+    inputs      uint8 [n]          what the host writes before each step
+    token_ids   int64 [T]          the tokens, where `follows` is -1
+    follows     int64 [T]          else the row of `sampled` that has it: the host does not know it yet
+    sampled     int64 [most]       the tokens that the last step chose, which stay on the device
+    plan                           as ever; max_context_len is the longest possible one, so that launches of
+                                   attention do not depend on the step
+    logit_rows  int64 [R] or None  the rows whose logits are wanted; None: all
+    residual    dtype [T, H]       between two parts
+    x           dtype [T, H]       between two parts, normed
+    logits      float32 [R, V]     what a step gives
+    ==========  =================  ==========================================
     """
 
     inputs: torch.Tensor
@@ -60,93 +111,59 @@ class StepMemory:
     follows: torch.Tensor
     sampled: torch.Tensor
     plan: AttentionPlan
+    logit_rows: torch.Tensor | None
     residual: torch.Tensor
     x: torch.Tensor
     logits: torch.Tensor
 
     @classmethod
     def make(
-        cls, num_seqs: int, table_width: int, max_context_len: int, embedding: torch.Tensor, vocab_size: int
-    ) -> StepMemory:
-        """Make the memory on the device and in the dtype of embedding [vocab, H]."""
+        cls,
+        sizes: Sequence[StepSize],
+        table_width: int,
+        max_context_len: int,
+        embedding: torch.Tensor,
+        vocab_size: int,
+    ) -> dict[StepSize, StepMemory]:
+        """Make the memory of each size, on the device and in the dtype of embedding [vocab, H]."""
         device, hidden = embedding.device, embedding.shape[1]
-        inputs = torch.zeros(input_bytes(num_seqs, table_width), dtype=torch.uint8, device=device)
-        bounds = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
-        token_ids, follows, plan = _views(inputs, num_seqs, table_width, max_context_len, bounds)
-        return cls(
-            inputs,
-            token_ids,
-            follows,
-            torch.zeros(num_seqs, dtype=torch.int64, device=device),
-            plan,
-            embedding.new_empty(num_seqs, hidden),
-            embedding.new_empty(num_seqs, hidden),
-            torch.empty(num_seqs, vocab_size, dtype=torch.float32, device=device),
-        )
-
-    def of(self, num_seqs: int) -> StepMemory:
-        """Return the part of this memory for fewer sequences: at the same addresses, laid out for them."""
-        width = self.plan.block_table.shape[1]
-        inputs = self.inputs[: input_bytes(num_seqs, width)]
-        token_ids, follows, plan = _views(
-            inputs, num_seqs, width, self.plan.max_context_len, self.plan.cu_seqlens_q[: num_seqs + 1]
-        )
-        residual, x, logits = (one[:num_seqs] for one in (self.residual, self.x, self.logits))
-        return StepMemory(inputs, token_ids, follows, self.sampled, plan, residual, x, logits)
+        nbytes = max(size.num_bytes(table_width) for size in sizes)
+        most_tokens, most_rows = max(one.num_tokens for one in sizes), max(one.num_rows for one in sizes)
+        inputs = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        sampled = torch.zeros(most_rows, dtype=torch.int64, device=device)
+        residual, x = (embedding.new_zeros(most_tokens, hidden) for _ in range(2))
+        logits = torch.zeros(most_rows, vocab_size, dtype=torch.float32, device=device)
+        made = {}
+        for size in sizes:
+            arrays = size.views(inputs, table_width)
+            tokens, rows = size.num_tokens, size.num_rows
+            made[size] = cls(
+                inputs[: size.num_bytes(table_width)],
+                arrays["token_ids"],
+                arrays["follows"],
+                sampled,
+                AttentionPlan(
+                    cu_seqlens_q=arrays["cu_seqlens_q"],
+                    context_lens=arrays["context_lens"],
+                    block_table=arrays["block_table"],
+                    slot_mapping=arrays["slot_mapping"],
+                    positions=arrays["positions"],
+                    max_q_len=1 if size.is_decode else tokens,
+                    max_context_len=max_context_len,
+                ),
+                None if size.is_decode else arrays["logit_rows"],
+                *(residual[:tokens], x[:tokens], logits[:rows]),
+            )
+        return made
 
     def tokens(self) -> torch.Tensor:
-        """Return the last token of each sequence, int64 [B], known to the host or not."""
+        """Return the tokens, int64 [T], known to the host or not."""
         known = self.sampled.index_select(0, self.follows.clamp(min=0))
         return torch.where(self.follows < 0, self.token_ids, known)
 
-
-def input_layout(num_seqs: int, table_width: int) -> list[tuple[str, torch.dtype, tuple[int, ...], int]]:
-    """Return name, dtype, shape and first byte of each array that the host writes."""
-    places, at = [], 0
-    arrays: list[tuple[str, torch.dtype, tuple[int, ...]]] = [
-        ("token_ids", torch.int64, (num_seqs,)),
-        ("follows", torch.int64, (num_seqs,)),
-        ("positions", torch.int64, (num_seqs,)),
-        ("slot_mapping", torch.int64, (num_seqs,)),
-        ("context_lens", torch.int32, (num_seqs,)),
-        ("block_table", torch.int32, (num_seqs, table_width)),
-    ]
-    for name, dtype, shape in arrays:
-        places.append((name, dtype, shape, at))
-        nbytes = dtype.itemsize * shape[0] * (shape[1] if len(shape) > 1 else 1)
-        at = -(-(at + nbytes) // ALIGNMENT) * ALIGNMENT
-    return places
-
-
-def input_bytes(num_seqs: int, table_width: int) -> int:
-    """Return the bytes of all arrays that the host writes."""
-    _, dtype, (rows, columns), at = input_layout(num_seqs, table_width)[-1]
-    return at + int(dtype.itemsize) * rows * columns
-
-
-def input_arrays(inputs: torch.Tensor, num_seqs: int, table_width: int) -> dict[str, torch.Tensor]:
-    """Return views of uint8 [n] as the arrays that the host writes."""
-    arrays = {}
-    for name, dtype, shape, at in input_layout(num_seqs, table_width):
-        count = shape[0] * (shape[1] if len(shape) > 1 else 1)
-        arrays[name] = inputs[at : at + count * dtype.itemsize].view(dtype).view(shape)
-    return arrays
-
-
-def _views(
-    inputs: torch.Tensor, num_seqs: int, table_width: int, max_context_len: int, bounds: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, AttentionPlan]:
-    arrays = input_arrays(inputs, num_seqs, table_width)
-    plan = AttentionPlan(
-        bounds,
-        arrays["context_lens"],
-        arrays["block_table"],
-        arrays["slot_mapping"],
-        arrays["positions"],
-        1,
-        max_context_len,
-    )
-    return arrays["token_ids"], arrays["follows"], plan
+    def wanted(self) -> torch.Tensor:
+        """Return x of the rows whose logits are wanted."""
+        return self.x if self.logit_rows is None else self.x.index_select(0, self.logit_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +184,18 @@ class RecordedParts:
 
     def __init__(self, record: Recorder) -> None:
         self._record, self._failures = record, 0
-        self._recordings: dict[Hashable, Run] = {}
+        self._recordings: dict[tuple[StepSize, str, Hashable], Run] = {}
         self._kept: list[object] = []  # what recordings read: else its memory could become something else
         self._values: weakref.WeakKeyDictionary[object, Hashable] = weakref.WeakKeyDictionary()
 
     @property
     def num_recorded(self) -> int:
         return len(self._recordings)
+
+    @property
+    def sizes(self) -> set[StepSize]:
+        """The sizes of which something is recorded."""
+        return {size for size, _, _ in self._recordings}
 
     @property
     def may_record(self) -> bool:
@@ -184,13 +206,13 @@ class RecordedParts:
         """Record nothing any more; what is recorded stays."""
         self._failures = MOST_FAILURES
 
-    def find(self, size: int, part: Part) -> Run | None:
-        """Return what runs this part of a step of `size` sequences; None: `first` must, this time."""
+    def find(self, size: StepSize, part: Part) -> Run | None:
+        """Return what runs this part of a step of a size; None: `first` must, this time."""
         if not part.can_be_recorded:
             return part.run
         return self._recordings.get(self._key(size, part), None if self.may_record else part.run)
 
-    def first(self, size: int, part: Part) -> Run | None:
+    def first(self, size: StepSize, part: Part) -> Run | None:
         """Run a part call by call, which compiles and loads its kernels, then record it for the next step.
 
         Returns as `find` does.
@@ -204,7 +226,7 @@ class RecordedParts:
             self._failures += 1
             ending = "" if self.may_record else ", and so does whatever is not recorded yet"
             log.warning(
-                "the %s of a decode step runs call by call%s: recording it failed: %s",
+                "the %s of a step runs call by call%s: recording it failed: %s",
                 part.name,
                 ending,
                 error,
@@ -214,8 +236,8 @@ class RecordedParts:
         self._kept.append(part.reads)
         return recording
 
-    def _key(self, size: int, part: Part) -> Hashable:
-        return (size, part.name, *map(self._value, part.reads))
+    def _key(self, size: StepSize, part: Part) -> tuple[StepSize, str, Hashable]:
+        return size, part.name, tuple(map(self._value, part.reads))
 
     def _value(self, thing: object) -> Hashable:
         if not isinstance(thing, Attention | FeedForward):

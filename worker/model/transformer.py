@@ -31,7 +31,7 @@ from worker.model.experts import Experts
 from worker.model.layer import Attention, FeedForward, Layer
 from worker.model.recorded import Parts, RecordedSteps
 from worker.model.shard import RankGroup, ReduceGroup, Shard
-from worker.model.step_parts import Part, StepMemory
+from worker.model.step_parts import Part, StepMemory, StepSize
 
 CachesAt = Callable[[int], list[torch.Tensor]]  # degree -> the cache of each layer in its block numbers
 Begin = Callable[[StepMemory, torch.Tensor], torch.Tensor]  # memory, first norm -> x of the first layer
@@ -190,16 +190,18 @@ class Transformer:
         made = logits.float() if out is None else out.copy_(logits)
         return made.div_(self._softcap).tanh_().mul_(self._softcap) if self._softcap else made
 
-    def step_memory(self, num_seqs: int, table_width: int, max_context_len: int) -> StepMemory:
-        """Make the memory of steps that decode up to `num_seqs` sequences alone (`parts`).
+    def step_memory(
+        self, sizes: Sequence[StepSize], table_width: int, max_context_len: int
+    ) -> dict[StepSize, StepMemory]:
+        """Make the memory of steps of these sizes alone (`parts`).
 
         table_width: blocks of the longest context.
         """
         ends = self.ends
-        return StepMemory.make(num_seqs, table_width, max_context_len, ends.embedding, ends.head.shape[0])
+        return StepMemory.make(sizes, table_width, max_context_len, ends.embedding, ends.head.shape[0])
 
     def parts(self, memory: StepMemory, caches: Sequence[torch.Tensor]) -> Iterator[Part]:
-        """Yield the parts of a step alone that decodes, from the memory's token ids to its logits.
+        """Yield the parts of a step alone, from the memory's token ids to its logits.
 
         A layer is cut behind the norm that follows each of its halves (a parallel one at its end), where only
         the residual and x pass on. So a part reads one half, the norms behind it, and the memory.
@@ -219,7 +221,7 @@ class Transformer:
             out_norm = attention.ffn_out_norm
             run = partial(self._ffn_part, feed_forward, out_norm, memory, norm)
             yield Part(f"FFN of layer {i}", (feed_forward, out_norm, norm), run, can)
-        yield Part("head", (), partial(self._logits, memory.x, memory.logits))
+        yield Part("head", (), lambda: self._logits(memory.wanted(), memory.logits))
 
     def _begin(self, memory: StepMemory, norm: torch.Tensor) -> torch.Tensor:
         torch.index_select(self.ends.embedding, 0, memory.tokens(), out=memory.residual)

@@ -21,7 +21,7 @@ from bus.precisions import BITS
 from worker.deploy.kv_sharing import fair_pages, gift, next_lender
 from worker.deploy.model_host import PAGES_AT_ONCE, ModelHost, holder_of
 from worker.engine.core import EngineCore
-from worker.engine.recorded_decodes import recorded_decodes
+from worker.engine.recorded_batches import recorded_batches
 from worker.memory import KVCache, PagePool
 from worker.model.rehearsal import Rehearsal
 from worker.profiler.fingerprint import CutPlan, Fingerprint
@@ -141,7 +141,7 @@ class Profiler:
             instance = EngineCore(
                 self._name, fingerprint, cache, limits, vocab_size=vocab_size, device=device
             )
-            instance.local_executor.recorded = recorded_decodes(fingerprint.model, cache, limits, device)
+            instance.local_executor.recorded = recorded_batches(fingerprint.model, cache, limits, device)
             requests = Requests(fingerprint, instance, self.grid, say=self._say, clock=self.clock)
             self.memory = yield from requests.memory()
             transient = max(one.activation_bytes or 0 for one in self.memory)

@@ -13,7 +13,7 @@ import torch
 from bus.deployments import Configuration, LatencySample, MemorySample
 from bus.messages import SamplingParams, Submit
 from worker.engine.core import EngineCore
-from worker.engine.recorded_decodes import RecordedDecodes
+from worker.engine.recorded_batches import RecordedBatches
 from worker.engine.sequence import own_request
 from worker.profiler.device_memory import peak_memory
 from worker.profiler.fingerprint import Fingerprint
@@ -38,7 +38,7 @@ class Requests:
     clock: Callable[[], float]
     num_sent: int = 0
     seconds: float = 0.0  # time of all timed steps
-    recorded: RecordedDecodes | None = field(init=False)  # for steps alone, as the worker would run them
+    recorded: RecordedBatches | None = field(init=False)  # for steps alone, as the worker would run them
 
     def __post_init__(self) -> None:
         self.recorded = self.instance.local_executor.recorded

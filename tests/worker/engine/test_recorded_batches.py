@@ -22,19 +22,20 @@ from bench.common.loading import load_model
 from bench.common.oracles import make_oracle
 from kernels.registry import use_backend
 from tests.support.engine_toys import Client, expect_no_growth, request, run
+from worker.engine import recorded_batches
 from worker.engine.build import canary_steps, make_cache, make_pool, served_limits
 from worker.engine.core import EngineCore
 from worker.engine.engine import Engine
 from worker.engine.executor import LocalExecutor
 from worker.engine.input_batch import ScheduledBatch
-from worker.engine.recorded_decodes import RecordedDecodes, sizes_up_to
+from worker.engine.recorded_batches import RecordedBatches, sizes_for
 from worker.engine.sampler import ChosenTokens
 from worker.engine.sequence import Limits
 from worker.memory import PagePool
 from worker.model import Model, step_parts
 from worker.model.layer import Attention, LayerHalf
 from worker.model.linear import DenseLinear, TransposedLinear
-from worker.model.step_parts import Run, value_of
+from worker.model.step_parts import Run, StepSize, value_of
 
 CPU = torch.device("cpu")
 NUM_NEW = 12
@@ -81,7 +82,7 @@ class Case:
         self.recorder = Recorder()
         assert self.instance.local_executor.recorded is None, "a CPU records steps as programs of its own"
         if is_recorded:
-            self.recorded = RecordedDecodes(self.model, self.cache, self.limits, CPU, self.recorder)
+            self.recorded = RecordedBatches(self.model, self.cache, self.limits, CPU, self.recorder)
             self.instance.local_executor.recorded = self.recorded
         if num_blocks:
             self.cache.allocator.truncate(num_blocks)
@@ -117,6 +118,16 @@ class Case:
 def plain_kernels() -> Iterator[None]:
     with use_backend("reference"):
         yield
+
+
+@pytest.fixture(autouse=True)
+def decodes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_batches, "CHUNKS", ())
+
+
+@pytest.fixture
+def chunks_too(monkeypatch: pytest.MonkeyPatch, decodes_alone: None) -> None:
+    monkeypatch.setattr(recorded_batches, "CHUNKS", (4, 8, 32))
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +170,38 @@ def test_a_cache_in_8_bits_takes_no_empty_row(folder: Path) -> None:
     compare(folder, kv_dtype="int8")
 
 
+@pytest.mark.usefixtures("chunks_too")
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-j", "mistral with a sliding window"])
+@pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8"}, {"max_num_batched_tokens": 24}])
+def test_tokens_of_recorded_steps_with_prompts_are_those_call_by_call(
+    tmp_path: Path, family: str, options: dict[str, Any]
+) -> None:
+    make_oracle(family).save_pretrained(tmp_path)
+    case = compare(tmp_path, **options)
+    recorded = {size.num_tokens for size in case.recorded.sizes if not size.is_decode}
+    # The prompts are 66 tokens: steps of 64, which is too long, and 6, or of 24, 24 and 23.
+    assert recorded == ({24} if "max_num_batched_tokens" in options else {8})
+
+
+@pytest.mark.usefixtures("chunks_too")
+def test_log_probabilities_of_prompts_come_from_recorded_steps_as_far_as_there_are_rows(folder: Path) -> None:
+    found = []
+    for is_recorded in (True, False):
+        case = Case(folder, is_recorded=is_recorded)
+        client = Client()
+        for i, length in enumerate((3, 20)):
+            prompt = list(range(length))
+            case.engine.submit("m@w0", request(str(i), prompt, 2, prompt_logprobs=0, logprobs=1))
+            run(case.engine, client)
+        found.append([(delta.token_ids, delta.prompt_logprobs, delta.logprobs) for delta in client.deltas])
+        if (
+            is_recorded
+        ):  # a step of 20 tokens that wants 20 rows has too few, decodes and the short prompt fit
+            assert case.recorded.num_steps == 1 + 1 + 1
+        case.close()
+    assert found[0] == found[1]
+
+
 def test_a_step_that_prefills_runs_call_by_call(case: Case) -> None:
     case.engine.submit("m@w0", request("0", [1, 2, 3], 8))
     case.engine.step()
@@ -184,7 +227,7 @@ def test_all_sizes_are_recorded_before_the_first_request(case: Case) -> None:
 
 
 def test_recording_at_the_start_ends_when_its_time_is_up(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.engine.recorded_decodes.RECORD_S", 0.0)
+    monkeypatch.setattr("worker.engine.recorded_batches.RECORD_S", 0.0)
     list(case.recorded.record())
     assert case.recorder.num_made == 7
     case.serve([3])
@@ -299,7 +342,7 @@ def test_a_part_that_cannot_be_recorded_runs_call_by_call_and_the_log_says_why(
     assert case.recorder.num_made == 0
     lines = [line for line in caplog.messages if "recording it failed" in line]
     assert len(lines) == step_parts.MOST_FAILURES
-    assert lines[0].startswith("the attention of layer 0 of a decode step runs call by call")
+    assert lines[0].startswith("the attention of layer 0 of a step runs call by call")
     assert case.recorder.why in lines[0]
     case.recorder.why = ""
     case.serve([3], "later")
@@ -455,6 +498,19 @@ def test_steps_that_follow_before_the_tokens_are_known_give_the_same_tokens(
     assert found[0] == found[1]
 
 
+@pytest.mark.usefixtures("chunks_too")
+@pytest.mark.parametrize("sampling", [PLAIN, RANDOM, FILTERED, SHORT])
+def test_decodes_follow_recorded_steps_with_prompts_too(folder: Path, sampling: list[dict[str, Any]]) -> None:
+    found = []
+    for is_ahead in (True, False):
+        case = Case(folder, is_recorded=is_ahead, is_ahead=is_ahead, max_num_batched_tokens=16)
+        found.append(serve_in_turns(case, sampling))
+        if is_ahead:
+            assert {size.is_decode for size in case.recorded.sizes} == {True, False}
+        case.close()
+    assert found[0] == found[1]
+
+
 def test_a_sequence_that_ends_leaves_the_step_that_follows_without_a_trace(folder: Path) -> None:
     plain = Case(folder, is_recorded=False)
     tokens = serve_in_turns(plain, PLAIN)
@@ -536,10 +592,22 @@ def test_a_step_that_fails_with_another_in_flight_ends_its_requests_alone(
 
 
 def test_sizes_end_with_the_most_sequences_of_a_step() -> None:
-    assert sizes_up_to(1) == [1]
-    assert sizes_up_to(6) == [1, 2, 4, 6]
-    assert sizes_up_to(64) == [1, 2, 4, 8, 16, 24, 32, 48, 64]
-    assert sizes_up_to(1000)[-2:] == [224, 256]
+    def decodes(max_num_seqs: int) -> list[int]:
+        return [size.num_seqs for size in sizes_for(Limits(max_num_seqs, 512, 1000, 16)) if size.is_decode]
+
+    assert decodes(1) == [1]
+    assert decodes(6) == [1, 2, 4, 6]
+    assert decodes(64) == [1, 2, 4, 8, 16, 24, 32, 48, 64]
+    assert decodes(1000)[-2:] == [224, 256]
+
+
+def test_a_size_with_prompts_has_fewer_sequences_than_tokens_and_fits_into_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recorded_batches, "CHUNKS", (16, 64, 512))
+    sizes = [size for size in sizes_for(Limits(300, 128, 1000, 16)) if not size.is_decode]
+    assert sizes == [StepSize(16, 15, 15), StepSize(64, 63, 63), StepSize(128, 127, 127)]
+    assert sizes_for(Limits(300, 4096, 1000, 16))[-1] == StepSize(512, 300, 256)
 
 
 def test_the_value_of_a_half_is_where_its_tensors_lie(case: Case) -> None:
