@@ -14,10 +14,13 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import kernels  # noqa: F401 before torch: it settles how torch's threads wait
 
@@ -34,6 +37,8 @@ from bus.messages import PARTS
 from bus.morphs import MorphReport
 from bus.settings import WorkerSettings
 from worker.service.start_up import load
+from worker.shape import variants as variants_module
+from worker.shape.host_store import HostStore, Put
 
 PROMPT = [(17 * i + 3) % 199 for i in range(40)]
 NUM_OUT = 24
@@ -80,15 +85,52 @@ def measure(device: torch.device, found: Found) -> None:
             max_tp=1,
             variants=["int4"],
         )
-        loaded = load(settings, "w0", say)
+        with timed_images(device) as seconds:
+            loaded = load(settings, "w0", say)
         try:
             loop = MorphLoop(loaded, [sizes.layer], sizes.max_tokens)
+            found.put(images={"mb": loop.variants.store.nbytes / 1e6} | dict(seconds))
             _idle(loop, device, sizes, found)
             _tokens(loop, sizes, found)
             _beside(loop, sizes, found)
         finally:
             loaded.morphs.close()
     loaded.pool.check_integrity()
+
+
+@contextmanager
+def timed_images(device: torch.device) -> Iterator[dict[str, float]]:
+    """Count the seconds of making host images meanwhile, by what is done; each part waits for the GPU."""
+    seconds, clock = defaultdict[str, float](float), device_clock(device)
+
+    def timed(what: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            began = clock()
+            try:
+                return work(*args, **more)
+            finally:
+                seconds[what] += clock() - began
+
+        return call
+
+    make_putter = HostStore._putter
+
+    def putter(self: HostStore[Any], fd: int) -> Put[Any]:
+        return timed("stored_s", make_putter(self, fd))
+
+    opened = variants_module.LayerVariants.open
+    with ExitStack() as undo:
+        for what, where, name in (
+            ("read_s", variants_module, "lay_out"),
+            ("rounded_s", variants_module, "write_half"),
+            ("summed_s", variants_module, "row_sums"),
+            ("checked_s", variants_module, "expected_outputs"),
+            ("pinned_s", HostStore, "_pin"),
+        ):
+            undo.enter_context(mock.patch.object(where, name, timed(what, getattr(where, name))))
+        undo.enter_context(mock.patch.object(HostStore, "_putter", putter))
+        undo.enter_context(mock.patch.object(variants_module.LayerVariants, "open", timed("all_s", opened)))
+        yield seconds
 
 
 def _idle(loop: MorphLoop, device: torch.device, sizes: Sizes, found: Found) -> None:
@@ -196,6 +238,12 @@ def steps_row(parts: list[Part]) -> dict[str, float]:
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
+    if images := found.get("images"):
+        parts = ", ".join(f"{name[:-2]} {images[name]:.2f}" for name in images if name not in ("mb", "all_s"))
+        yield (
+            f"host images: {images['mb']:.0f} MB in {images['all_s']:.2f} s,"
+            f" {images['mb'] / 1e3 / images['all_s']:.2f} GB/s ({parts} s)"
+        )
     for to in ("int4", "full"):
         if rows := [row for row in found.get("idle", []) if row["to"] == to]:
             ms, floor = (statistics.median(row[key] for row in rows) for key in ("ms", "floor_ms"))

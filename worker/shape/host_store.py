@@ -14,9 +14,10 @@ import mmap
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
@@ -37,6 +38,7 @@ from worker.shape.shared_file import (
     remove_abandoned,
 )
 from worker.shape.slots import Chunk
+from worker.shape.staging import StagingBuffers
 
 if TYPE_CHECKING:
     from worker.memory.pinned import Pinned
@@ -189,9 +191,12 @@ class HostStore(ImageStore[Name]):
 
     def _putter(self, fd: int) -> Put[Name]:
         memory = _Mapping(fd, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        staging = cache(StagingBuffers)
 
         def put(name: Name, data: torch.Tensor) -> None:
-            self._view(memory, name).copy_(data)
+            view = self._view(memory, name)
+            for first, piece in _pieces(data, staging):
+                view[first : first + len(piece)].copy_(piece)  # by all threads
 
         return put
 
@@ -305,11 +310,14 @@ class DiskStore(ImageStore[Name]):
         return torch.from_numpy(data)
 
     def _putter(self, fd: int) -> Put[Name]:
+        staging = cache(StagingBuffers)
+
         def put(name: Name, data: torch.Tensor) -> None:
-            left, at = memoryview(data.cpu().contiguous().numpy()), self._offsets[name]
-            while left:
-                written = os.pwrite(fd, left, at)
-                left, at = left[written:], at + written
+            for first, piece in _pieces(data, staging):
+                left, at = memoryview(piece.contiguous().numpy()), self._offsets[name] + first
+                while left:
+                    written = os.pwrite(fd, left, at)
+                    left, at = left[written:], at + written
             # Begins to write what is new to the disk, and drops what has been written.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -373,6 +381,11 @@ class _Mapping:
         buffer = (ctypes.c_char * nbytes).from_address(self.address + offset)
         buffer.mapping = self  # type: ignore[attr-defined]  # torch keeps the buffer, the buffer the mapping
         return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def _pieces(data: torch.Tensor, staging: Callable[[], StagingBuffers]) -> Iterable[tuple[int, torch.Tensor]]:
+    """Return the bytes of uint8 [n] in pieces in host memory, each with its place."""
+    return [(0, data)] if data.device.type == "cpu" else staging().pieces(data)
 
 
 def _place(sizes: Mapping[Name, int]) -> tuple[dict[Name, int], int]:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +18,9 @@ import torch
 from tests.support.memory_faults import FaultyDriver
 from tests.support.paths import ROOT
 from worker.model import ModelError
-from worker.shape import shared_file
-from worker.shape.host_store import HostStore, Put
+from worker.shape import host_store, shared_file
+from worker.shape.host_ring import HostRing
+from worker.shape.host_store import DiskStore, HostStore, ImageStore, Put
 from worker.shape.shared_file import HEADER_BYTES, OnProgress, remove_abandoned
 
 GPU = torch.device("cuda:0")
@@ -326,6 +327,27 @@ def test_images_that_cannot_be_pinned_serve_and_the_log_says_what_helps(
     check(store)
     store.close()
     assert driver.calls == 2 and files(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_images_that_come_in_pieces_are_stored_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """What comes from a GPU does: here `_pieces` divides bytes of the host."""
+
+    def pieces(data: torch.Tensor, _: object) -> Iterator[tuple[int, torch.Tensor]]:
+        for first in range(0, len(data), 999):
+            yield first, data[first : first + 999].clone()
+
+    monkeypatch.setattr(host_store, "_pieces", pieces)
+    store: ImageStore[str]
+    if kind == "memory":
+        store = opened(tmp_path)
+    else:
+        store = DiskStore(tmp_path, "key", SIZES, Maker(), ring=HostRing(1 << 16, slot_bytes=1 << 12))
+    for name in SIZES:
+        assert store.image(name).equal(expected(name))
+    store.close()
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from worker.model.quantized_sets import (
     set_path,
 )
 from worker.model.weights import tensors_of
+from worker.shape import checks, host_images
 from worker.shape.checks import WrongVariant, check_outputs
 from worker.shape.copier import GivenUp
 from worker.shape.host_images import MatrixSource, find_matrices
@@ -497,6 +498,28 @@ def test_making_the_images_can_be_given_up_within_a_half(wide: Path, tmp_path: P
     assert len(pauses) > 3 * len(told)
     variants.release()
     runner.close()
+
+
+def test_images_do_not_depend_on_how_much_is_rounded_at_a_time(
+    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    for elements in (1 << 9, 1 << 22):
+        monkeypatch.setitem(host_images._ROUNDED_ELEMENTS, "cpu", elements)
+        monkeypatch.setitem(checks._REFERENCE_ELEMENTS, "cpu", elements)
+        runner = Runner(wide)
+        variants = LayerVariants(runner.model, runner.pool, memory=HostMemory(tmp_path))
+        places = [(0, part, precision) for part in PARTS for precision in variants.precisions]
+        outputs = [variants.store.image((*place, "outputs")).view(torch.float32) for place in places]
+        made.append(
+            ([variants.image(*place).clone() for place in places], [each.clone() for each in outputs])
+        )
+        variants.release()
+        runner.close()
+    (images, outputs), (others, other_outputs) = made
+    assert len(images) == len(PARTS) * len(PRECISIONS)
+    assert all(map(torch.equal, images, others))
+    torch.testing.assert_close(outputs, other_outputs)
 
 
 def test_other_layouts_and_weights_have_images_of_their_own(wide: Path, tmp_path: Path) -> None:
