@@ -165,7 +165,7 @@ class Service:
             self.add_gateway(index)
         for index in range(self.num_workers):
             self.add_worker(f"w{index}")
-        self.wait_ready()
+        self.wait_ready(all_live=True)
 
     def stop(self) -> None:
         for process in reversed(list(self.processes.values())):
@@ -257,16 +257,23 @@ class Service:
             return {w["id"] for w in self.state(gateway)["workers"] if w["state"] == "serving"}
         return set()
 
-    def wait_ready(self, within_s: float = 0.0) -> None:
+    def wait_ready(self, within_s: float = 0.0, *, all_live: bool = False) -> None:
+        """Wait until every gateway knows all workers as serving. all_live: fail as soon as a process ends."""
         wanted = {name for name in self.processes if name.startswith("w")}
         for index in range(self.num_gateways):
             try:
-                self._wait_serving(wanted, index, within_s or self.start_s)
+                self._wait_serving(wanted, index, within_s or self.start_s, all_live)
             except AssertionError as problem:
                 raise AssertionError(f"{problem}\n{self.logs()}") from None
 
-    def _wait_serving(self, wanted: set[str], gateway: int, within_s: float) -> None:
-        wait_for(f"{wanted} to serve", lambda: wanted <= self.serving_workers(gateway), within_s)
+    def _wait_serving(self, wanted: set[str], gateway: int, within_s: float, all_live: bool) -> None:
+        def is_serving() -> bool:
+            dead = sorted(process.name for process in self.processes.values() if not process.is_alive)
+            if all_live and dead:
+                raise AssertionError(f"{', '.join(dead)} ended before {sorted(wanted)} served")
+            return wanted <= self.serving_workers(gateway)
+
+        wait_for(f"{wanted} to serve", is_serving, within_s)
 
     def blocks_used(self, gateway: int = 0) -> float:
         """Return the KV blocks in use over all instances by their last report.

