@@ -132,6 +132,7 @@ class CheckpointWeights:
                 span = slice(taken[0], taken[-1] + 1)
                 where = (span, slice(columns.start, columns.stop)) if columns else (span,)
                 piece = stored[where] if expert is None else stored[slice(expert, expert + 1), *where][0]
+                piece = piece.to(targets[0].device)  # a GPU transposes and rounds faster
                 piece = piece[:: taken.step]
                 piece = piece[:, :: columns.step] if columns else piece
                 if source.is_transposed:

@@ -181,22 +181,18 @@ class LayerVariants:
         if self._is_filled:
             full = weights.attention if part == "attention" else weights.feed_forward
             return full.memory.tensor(torch.uint8, (plan.nbytes,)), full.tensors
-        laid_out = lay_out(plan, self._model.source, self._source_device, pause).to(self._device)
+        laid_out = lay_out(plan, self._model.source, self._device, pause)
         return laid_out, tensors_in(laid_out, plan)
 
     def _kept(self, layer: int, part: Part, precision: Precision, pause: Pause) -> Tensors:
         """Return the tensors that a half of a quantised checkpoint keeps as they are."""
         plan, quantized = self._plan(layer, part), self.ranges.plans[part, precision]
-        source, where = self._model.source, self._source_device
-        return kept_tensors(plan, quantized, self._matrices[precision], source, where, pause)
+        source, device = self._model.source, self._device
+        return kept_tensors(plan, quantized, self._matrices[precision], source, device, pause)
 
     def _plan(self, layer: int, part: Part) -> RangePlan:
         """Return the layout of the half in full precision."""
         return self._model.plan.layers[layer][PARTS.index(part)]
-
-    @property
-    def _source_device(self) -> torch.device:
-        return self._device if self._model.source.depends_on_device else torch.device("cpu")
 
     def _whole(self, variant: VariantKey, image: torch.Tensor) -> LayerHalf:
         """Build the half of all heads and rows over uint8 [n] anywhere."""
