@@ -146,6 +146,7 @@ class Grouping:
             assert self.executor.coordinator
             self.executor.coordinator.add(messages.EnterGroup(blocks=blocks))
             return
+        self.local.instance.settle()  # tokens in flight may end sequences, whose blocks are free then
         try:
             high = self.change.take_communicator()
             pages, share = self.local.cache.pages_per_layer, self.local.enter_group(blocks)
