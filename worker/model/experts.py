@@ -9,7 +9,7 @@ import torch
 from bus.precisions import Precision
 from kernels import combine, route
 from worker.model.config import Mixture
-from worker.model.linear import GroupedLinear, Linear, SteadyLinear
+from worker.model.linear import GroupedDense, GroupedLinear, Linear, SteadyLinear
 
 Mix = Callable[..., torch.Tensor]  # what the matrices of the input made, each [T, size] -> [T, size]
 
@@ -44,6 +44,11 @@ class Experts:
     @property
     def linears(self) -> list[Linear]:
         return [self.router, *self.gate_up.linears, *self.down.linears]
+
+    @property
+    def asks_host(self) -> bool:
+        """True if the host must see which experts a step uses: products with quantised ones go one by one."""
+        return not (isinstance(self.gate_up, GroupedDense) and isinstance(self.down, GroupedDense))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Run [T, H] to [T, H]."""

@@ -15,6 +15,7 @@ import gc
 import logging
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
@@ -23,8 +24,9 @@ from functools import partial
 import torch
 
 from kernels import AttentionPlan, QuantizedWeight
+from worker.model.experts import Experts
 from worker.model.layer import Attention, FeedForward
-from worker.model.linear import Linear
+from worker.model.linear import GroupedLinear, Linear
 
 log = logging.getLogger(__name__)
 
@@ -170,12 +172,14 @@ class StepMemory:
 class Part:
     """A part of a step: what it runs, and what that reads beside the step's memory and what never changes.
 
-    can_be_recorded: False if the host must see what the device computes.
+    kind: of parts that fail alike when they are recorded. can_be_recorded: False if the host must see what
+    the device computes.
     """
 
     name: str
     reads: tuple[object, ...]  # halves, tensors or None
     run: Run
+    kind: str = "dense"
     can_be_recorded: bool = True
 
 
@@ -183,7 +187,8 @@ class RecordedParts:
     """The recordings of a model's parts, kept by what they read. A part without one runs call by call."""
 
     def __init__(self, record: Recorder) -> None:
-        self._record, self._failures = record, 0
+        self._record, self._failures = record, Counter[str]()
+        self._is_stopped = False
         self._recordings: dict[tuple[StepSize, str, Hashable], Run] = {}
         self._kept: list[object] = []  # what recordings read: else its memory could become something else
         self._values: weakref.WeakKeyDictionary[object, Hashable] = weakref.WeakKeyDictionary()
@@ -199,18 +204,21 @@ class RecordedParts:
 
     @property
     def may_record(self) -> bool:
-        """False once recording has failed too often: then every part runs call by call."""
-        return self._failures < MOST_FAILURES
+        """False once recording has been stopped, or failed too often for dense parts."""
+        return self._may_record("dense")
 
     def stop(self) -> None:
         """Record nothing any more; what is recorded stays."""
-        self._failures = MOST_FAILURES
+        self._is_stopped = True
+
+    def _may_record(self, kind: str) -> bool:
+        return not self._is_stopped and self._failures[kind] < MOST_FAILURES
 
     def find(self, size: StepSize, part: Part) -> Run | None:
         """Return what runs this part of a step of a size; None: `first` must, this time."""
         if not part.can_be_recorded:
             return part.run
-        return self._recordings.get(self._key(size, part), None if self.may_record else part.run)
+        return self._recordings.get(self._key(size, part), None if self._may_record(part.kind) else part.run)
 
     def first(self, size: StepSize, part: Part) -> Run | None:
         """Run a part call by call, which compiles and loads its kernels, then record it for the next step.
@@ -218,20 +226,20 @@ class RecordedParts:
         Returns as `find` does.
         """
         part.run()
-        if not self.may_record:
+        if not self._may_record(part.kind):
             return part.run
         try:
             recording = self._record(part.run)
         except Exception as error:  # noqa: BLE001 the part has run, and can run call by call
-            self._failures += 1
-            ending = "" if self.may_record else ", and so does whatever is not recorded yet"
+            self._failures[part.kind] += 1
+            ending = "" if self._may_record(part.kind) else f", as all {part.kind} ones not recorded yet"
             log.warning(
                 "the %s of a step runs call by call%s: recording it failed: %s",
                 part.name,
                 ending,
                 error,
             )
-            return None if self.may_record else part.run
+            return None if self._may_record(part.kind) else part.run
         self._recordings[self._key(size, part)] = recording
         self._kept.append(part.reads)
         return recording
@@ -240,7 +248,7 @@ class RecordedParts:
         return size, part.name, tuple(map(self._value, part.reads))
 
     def _value(self, thing: object) -> Hashable:
-        if not isinstance(thing, Attention | FeedForward):
+        if not isinstance(thing, Attention | FeedForward | Experts):
             return value_of(thing)
         if (found := self._values.get(thing)) is None:
             found = self._values[thing] = value_of(thing)
@@ -262,7 +270,9 @@ def value_of(thing: object) -> Hashable:
         case QuantizedWeight():
             names = (one.name for one in fields(thing) if one.name != "derived")
             return tuple(value_of(getattr(thing, name)) for name in names)
-        case Attention() | FeedForward() | Linear():
+        case slice():
+            return (thing.start, thing.stop, thing.step)
+        case Attention() | FeedForward() | Experts() | Linear() | GroupedLinear():
             return (type(thing), *((name, value_of(part)) for name, part in sorted(vars(thing).items())))
     assert isinstance(thing, Hashable)
     return thing

@@ -211,16 +211,18 @@ class Transformer:
             is_last = i == len(self.layers) - 1
             norm = self.ends.norm if is_last else self.layers[i + 1].attention.input_norm
             begin = self._begin if i == 0 else None
-            can = not isinstance(feed_forward, Experts)
+            kind, can = "dense", True
+            if isinstance(feed_forward, Experts):
+                kind, can = "experts", not feed_forward.asks_host
             if self._is_parallel:
                 run = partial(self._parallel_part, begin, attention, feed_forward, memory, cache, norm)
-                yield Part(f"layer {i}", (attention, feed_forward, cache, norm), run, can)
+                yield Part(f"layer {i}", (attention, feed_forward, cache, norm), run, kind, can)
                 continue
             run = partial(self._attention_part, begin, attention, memory, cache)
             yield Part(f"attention of layer {i}", (attention, cache), run)
             out_norm = attention.ffn_out_norm
             run = partial(self._ffn_part, feed_forward, out_norm, memory, norm)
-            yield Part(f"FFN of layer {i}", (feed_forward, out_norm, norm), run, can)
+            yield Part(f"FFN of layer {i}", (feed_forward, out_norm, norm), run, kind, can)
         yield Part("head", (), lambda: self._logits(memory.wanted(), memory.logits))
 
     def _begin(self, memory: StepMemory, norm: torch.Tensor) -> torch.Tensor:

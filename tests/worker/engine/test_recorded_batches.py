@@ -33,6 +33,7 @@ from worker.engine.sampler import ChosenTokens
 from worker.engine.sequence import Limits
 from worker.memory import PagePool
 from worker.model import Model, step_parts
+from worker.model.experts import Experts
 from worker.model.layer import Attention, LayerHalf
 from worker.model.linear import DenseLinear, TransposedLinear
 from worker.model.step_parts import Run, StepSize, value_of
@@ -159,8 +160,7 @@ def test_tokens_are_those_of_steps_call_by_call(tmp_path: Path, family: str) -> 
     make_oracle(family).save_pretrained(tmp_path)
     case = compare(tmp_path)
     layers = case.model.config.num_layers
-    parts = {"mixtral": layers + 1}.get(family, layers + 1 if case.model.config.block == "parallel" else 0)
-    parts = parts or 2 * layers + 1
+    parts = (1 if case.model.config.block == "parallel" else 2) * layers + 1
     assert case.recorded.num_steps > NUM_NEW
     sizes_met = {1, 2, 4, 6}  # five sequences that end one after the other
     assert case.recorder.num_made == len(sizes_met) * parts
@@ -347,6 +347,27 @@ def test_a_part_that_cannot_be_recorded_runs_call_by_call_and_the_log_says_why(
     case.recorder.why = ""
     case.serve([3], "later")
     assert case.recorder.num_made == 0  # a device that refuses is not asked for ever
+    for each in (case, plain):
+        each.close()
+
+
+def test_experts_that_cannot_be_recorded_leave_the_rest_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_oracle("mixtral", num_hidden_layers=5).save_pretrained(tmp_path)
+    case, plain = Case(tmp_path), Case(tmp_path, is_recorded=False)
+    record = case.recorder
+
+    def refuse_experts(call: Run) -> Run:
+        assert isinstance(call, partial) or call.__name__ == "<lambda>"
+        if isinstance(call, partial) and isinstance(call.args[0], Experts):
+            raise RuntimeError("a copy to the host")
+        return record(call)
+
+    case.recorded._parts._record = refuse_experts
+    assert case.serve([3, 9]) == plain.serve([3, 9])
+    assert len([line for line in caplog.messages if "a copy to the host" in line]) == step_parts.MOST_FAILURES
+    assert record.num_made == 2 * (5 + 1)  # two sizes: attention and head
     for each in (case, plain):
         each.close()
 
