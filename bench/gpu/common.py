@@ -11,6 +11,7 @@ import pstats
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -107,9 +108,10 @@ def _put_compiled(found: Found) -> None:
     """Put how many kernels were compiled ahead; one that was compiled later is a problem."""
     from kernels.gpu.compiling import compiled_ahead, compiled_late  # where there is a GPU, there is Triton
 
-    count, seconds = compiled_ahead()
-    found.put(compiled_ahead={"kernels": count, "seconds": round(seconds, 1)})
-    say(f"{count} kernels compiled and loaded ahead in {seconds:.1f} s")
+    ahead = compiled_ahead()
+    found.put(compiled_ahead=asdict(ahead))
+    say(f"{ahead.kernels} kernels compiled ahead in {ahead.compile_s:.1f} s, loaded in {ahead.load_s:.1f} s")
+    say(f"the slowest took {ahead.slowest_s:.1f} s: {ahead.slowest or 'none'}")
     for kernel in compiled_late():
         found.problem(f"compiled while serving: {kernel}")
 

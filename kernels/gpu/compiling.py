@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -231,15 +231,16 @@ def compile_all(wanted: Sequence[Specialization], *, processes: int = 0) -> None
     too. processes: at most so many; 0: as many as this process has cores. Raises what Triton raises for a
     kernel that does not compile.
     """
-    target, began = driver.active.get_current_target(), time.monotonic()
-    device = driver.active.get_current_device()
+    target, device = driver.active.get_current_target(), driver.active.get_current_device()
     wanted = [each for each in wanted if each.key not in each.function.device_caches[device][0]]
+    began = time.monotonic()
     if missing := _missing(wanted, target):
         with _alone():
             missing = _missing(wanted, target)
             if missing:
                 log.info("compiling %d of %d kernels, a minute at most", len(missing), len(wanted))
                 compile_apart(missing, target, processes or len(os.sched_getaffinity(0)))
+    compiled = time.monotonic()
     with compiling():
         made = [each.function.preload(each.data) for each in wanted]
     # Loading the machine code: Triton 3.6 builds a launcher for each signature in C, in another process.
@@ -247,17 +248,22 @@ def compile_all(wanted: Sequence[Specialization], *, processes: int = 0) -> None
         LOADING_THREADS, "loading", initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),)
     ) as threads:
         list(threads.map(lambda kernel: kernel.run, made))
-    seconds = time.monotonic() - began
-    _watch.ahead += len(missing)
-    _watch.seconds += seconds
+    loaded = time.monotonic()
+    ahead = _watch.ahead
+    ahead.kernels += len(missing)
+    ahead.compile_s += compiled - began
+    ahead.load_s += loaded - compiled
     if missing:
-        log.info("compiled %d kernels in %.0f s", len(missing), seconds)
+        log.info(
+            "compiled %d kernels in %.0f s, and loaded %d in %.0f s; the slowest was %s, in %.0f s",
+            *(len(missing), compiled - began, len(wanted), loaded - compiled, ahead.slowest, ahead.slowest_s),
+        )
 
 
 def compile_apart(wanted: Sequence[Specialization], target: GPUTarget, processes: int) -> list[str]:
     """Compile in at most so many processes into Triton's folder on disk; return what went wrong."""
     waiting: SimpleQueue[Specialization] = SimpleQueue()
-    for each in wanted:
+    for each in sorted(wanted, key=lambda each: len(each.constants), reverse=True):  # the slowest first
         waiting.put(each)
     count = max(1, min(processes, math.ceil(len(wanted) / LEAST_OF_A_PROCESS)))
     progress = _Progress(len(wanted))
@@ -281,6 +287,7 @@ def _feed(waiting: SimpleQueue[Specialization], target: GPUTarget, progress: _Pr
                 each = waiting.get_nowait()
             except Empty:
                 break
+            began = time.monotonic()
             try:
                 process.stdin.write(json.dumps([each.kernel, each.key, each.data]) + "\n")
                 process.stdin.flush()
@@ -294,7 +301,7 @@ def _feed(waiting: SimpleQueue[Specialization], target: GPUTarget, progress: _Pr
                 problems.append(f"{each.kernel}: {problem}")
             else:
                 _mark(each, target).touch()
-            progress.add()
+            progress.add(each.kernel, time.monotonic() - began)
         process.stdin.close()
     for problem in problems:
         log.error("not compiled: %s", problem)
@@ -308,9 +315,12 @@ class _Progress:
         self._total, self._done, self._told = total, 0, time.monotonic()
         self._lock = threading.Lock()
 
-    def add(self) -> None:
+    def add(self, kernel: str, seconds: float) -> None:
+        """Count a kernel that took so long, for the first one of a process its start included."""
         with self._lock:
             self._done += 1
+            if seconds > _watch.ahead.slowest_s:
+                _watch.ahead.slowest, _watch.ahead.slowest_s = kernel, seconds
             if time.monotonic() - self._told > TELL_EVERY_S:
                 self._told = time.monotonic()
                 log.info("compiled %d of %d kernels", self._done, self._total)
@@ -343,12 +353,23 @@ def _marks() -> Path:
 # ----------------------------------------------------------------------------- while serving
 
 
+@dataclass(slots=True)
+class Ahead:
+    """The kernels compiled before serving, and what that took."""
+
+    kernels: int = 0
+    compile_s: float = 0.0
+    load_s: float = 0.0  # of these and of those that were on disk
+    slowest: str = ""
+    slowest_s: float = 0.0  # with the start of its process, if it was its first
+
+
 class _Watch:
     """The kernels that were compiled before serving, and those that should have been."""
 
     def __init__(self) -> None:
         self.is_on = False
-        self.ahead, self.seconds = 0, 0.0
+        self.ahead = Ahead()
         self.late: list[str] = []
 
     def report(self, kernel: str, key: str) -> None:
@@ -375,9 +396,9 @@ def compiled_late() -> list[str]:
     return list(_watch.late)
 
 
-def compiled_ahead() -> tuple[int, float]:
-    """Return how many kernels were compiled before serving, and the seconds of that and of loading them."""
-    return _watch.ahead, _watch.seconds
+def compiled_ahead() -> Ahead:
+    """Return what was compiled before serving so far."""
+    return replace(_watch.ahead)
 
 
 # ----------------------------------------------------------------------------- the process that compiles

@@ -154,7 +154,7 @@ def test_what_was_rehearsed_is_launched_without_a_compiler_and_the_rest_is_an_er
     with caplog.at_level(logging.INFO):
         setup._compile_for_gpu(sizes, lambda: gate(torch.float16))
     assert gpu.loaded == ["_gate_mul_kernel"] * 2 and gpu.launches == 0
-    assert "compiled 2 kernels" in caplog.text and compiling.compiled_ahead()[0] == 2
+    assert "compiled 2 kernels" in caplog.text and compiling.compiled_ahead().kernels == 2
 
     setup._compile_for_gpu(sizes, None)
     assert len(gpu.loaded) == 2, "another model of the same shapes needs no new kernels"
