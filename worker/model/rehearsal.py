@@ -1,4 +1,4 @@
-"""A model's steps on device "meta": all its calls of kernels in their real shapes, and no arithmetic.
+"""A model's steps on device "meta": all their calls of kernels in their real shapes, and no arithmetic.
 
 It finds what a GPU's kernels must be compiled for before they serve (`kernels.warm_up`). What a kernel is
 compiled for depends on the step through its number of tokens alone, rounded up to a power of two.
@@ -13,7 +13,7 @@ import torch
 
 from bus.messages import PARTS, Part
 from bus.precisions import Precision
-from kernels import AttentionPlan
+from kernels import AttentionPlan, choose, copy_blocks
 from kernels.kv_codes import SCALE_BYTES
 from worker.model.config import ModelConfig
 from worker.model.layer import Layer, build_layer
@@ -62,7 +62,9 @@ class Rehearsal:
         steps += [self._step([tokens - 1, 1]) for tokens in self._token_counts()]
         steps.append(self._step([1], MANY_KEYS))
         for is_codes in (False, True)[: 1 + (self.has_kv_codes and precision == "full")]:
-            self._run_steps(transformer, self._cache(shard, is_codes), steps)
+            cache = self._cache(shard, is_codes)
+            self._run_steps(transformer, cache, steps)
+            copy_blocks(cache, *torch.empty(2, NUM_BLOCKS, dtype=torch.int64))
         # A norm between two layers, and the rows whose logits are wanted.
         between = Transformer(self.config, [*layers, layers[0]], ends=self._ends())
         rows = torch.empty(1, dtype=torch.int64)
@@ -79,7 +81,9 @@ class Rehearsal:
             residual = torch.empty(len(plan.positions), self.config.hidden_size, dtype=self.plan.dtype)
             residual = transformer.run(residual, plan, [cache] * len(transformer.layers), rows)
             if rows is not None and self.plan.head and not self.config.cut:
-                transformer.logits(residual)
+                logits = transformer.logits(residual)
+                for draws in (None, torch.empty(len(rows), 3, dtype=torch.int32)):
+                    choose(logits, draws)
 
     def _token_counts(self) -> list[int]:
         """Return the numbers of tokens of steps with a prompt."""
