@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels import kv_codes
+from kernels.filters import ranked
 from kernels.noise import gumbel
 from kernels.packing import TILE
 from kernels.plan import AttentionPlan
@@ -29,6 +30,7 @@ __all__ = [
     "grouped_linear",
     "grouped_quantized_linear",
     "layer_norm",
+    "least_remaining",
     "linear",
     "linear_t",
     "paged_attention",
@@ -363,12 +365,15 @@ def copy_blocks(kv: Tensor, src: Tensor, dst: Tensor) -> None:
 
 
 @kernel(lambda s: s.choices(), cuda="kernels.gpu.sampling")
-def choose(scores: Tensor, draws: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def choose(
+    scores: Tensor, draws: Tensor | None = None, out: Tensor | None = None, floors: Tensor | None = None
+) -> Tensor:
     """Return a token of each row of scores float32 [R, V], int64 [R] (in `out`, if given).
 
     draws int32 [R, 3]: the bits of a float32 temperature and the two halves of a key. A row with a
-    temperature above 0 draws by the softmax of its scores over that (`kernels.noise.gumbel`); any other row,
-    and every row without draws, takes the first of its largest scores.
+    temperature above 0 draws by the softmax of its scores over that (`kernels.noise.gumbel`), of those that
+    are at least its floor, float32 [R], if there are floors. Any other row, and every row without draws,
+    takes the first of its largest scores.
     """
     made = _largest(scores)
     if draws is not None:
@@ -377,8 +382,26 @@ def choose(scores: Tensor, draws: Tensor | None = None, out: Tensor | None = Non
         if len(rows):
             ids = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
             drawn = scores[rows] / temperatures[rows, None]
+            if floors is not None:
+                drawn = drawn.masked_fill_(drawn < floors[rows, None], -torch.inf)
             made[rows] = _largest(drawn.add_(gumbel(draws[rows, 1:], ids)))
     return made if out is None else out.copy_(made)
+
+
+@kernel(lambda s: s.filters(), cuda="kernels.gpu.sampling")
+def least_remaining(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, is_known: Tensor) -> Tensor:
+    """Return the least score that filters leave of each row (`kernels.filters.ranked`), float32 [R].
+
+    scores float32 [R, V]; top_k int64 [R], top_p and min_p float32 [R]. Rows that is_known, bool [R], marks
+    cost nothing and get any number. Of equal scores at the edge all remain.
+    """
+    out = torch.full_like(top_p, -torch.inf)
+    rows = (~is_known).nonzero()[:, 0]
+    if len(rows):
+        width = scores.shape[1]
+        values, _, _ = ranked(scores[rows], top_k[rows], top_p[rows], min_p[rows], width)
+        out[rows] = values.masked_fill(values == -torch.inf, torch.inf).amin(-1)
+    return out
 
 
 def _largest(scores: Tensor) -> Tensor:

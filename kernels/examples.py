@@ -101,12 +101,20 @@ class Sizes:
         for tokens in (self.chunk + 1, 1):
             yield self.tensor(tokens, parts, inputs), self.tensor(parts, inputs, outputs)
 
-    def choices(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield scores of the largest alone, and with one row that draws."""
+    def choices(self) -> Iterator[tuple[Tensor | None, ...]]:
+        """Yield scores of the largest alone, and with one row that draws, by all and by some of them."""
         scores = self.make((2, 5000), dtype=torch.float32)
         yield scores, None
         temperature = torch.tensor([0.7, 0.0]).view(torch.int32)
-        yield scores, torch.stack([temperature, torch.tensor([5, 6]), torch.tensor([-7, 8])], 1).int()
+        draws = torch.stack([temperature, torch.tensor([5, 6]), torch.tensor([-7, 8])], 1).int()
+        yield scores, draws
+        yield scores, draws, None, torch.tensor([-1.0, 0.0])
+
+    def filters(self) -> Iterator[tuple[Tensor, ...]]:
+        """Yield scores of which filters leave some."""
+        top_p, min_p = torch.tensor([0.9, 1.0]), torch.tensor([0.0, 0.1])
+        is_known = torch.tensor([False, True])
+        yield self.make((2, 5000), dtype=torch.float32), torch.tensor([600, 0]), top_p, min_p, is_known
 
     @property
     def routing(self) -> Routing:

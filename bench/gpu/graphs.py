@@ -4,10 +4,10 @@
 
 Tokens are those of a small random model, served in three ways: call by call, by graphs, and by graphs of
 which one step is launched before the tokens of the one before are known ("ahead", as workers serve). Served
-as it is, with a half of a layer replaced, with the half back, and with its KV cache in 8 bits. Times and
-launches are those of Llama 3 8B's shape, in turns on one engine; prompts come
-beside 32 decodes. A flip replaces the FFN of a layer between two steps, by one that no graph has read yet or
-by one that a graph knows. `--device cpu` takes a tiny model and keeps calls in place of graphs.
+greedily, with a half of a layer replaced, with the half back, with draws, and with its KV cache in 8 bits.
+Times and launches are those of Llama 3 8B's shape, in turns on one engine; prompts come beside 32 decodes. A
+flip replaces the FFN of a layer between two steps, by one that no graph has read yet or by one that a graph
+knows. `--device cpu` takes a tiny model and keeps calls in place of graphs.
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ def compare_tokens(device: torch.device, kv_dtype: Any, found: Found) -> None:
         for half in (first, changed(first, -3.0), copy(first)):
             model.install(1, half)
             made.append(run_prompts(engine, prompts, NUM_OUT)[1])
+        made.append(drawn(engine, prompts))
         if way != "call by call" and not recorded.num_steps:
             found.problem(f"KV in {kv_dtype}, {way}: no step ran by recordings")
         served.append(made)
@@ -148,7 +149,7 @@ def compare_tokens(device: torch.device, kv_dtype: Any, found: Found) -> None:
     plain, *others = served
     for way, made in zip(WAYS[1:], others, strict=True):
         for what, tokens, wanted in zip(
-            ("as it is", "with another half", "with its half back"), made, plain, strict=True
+            ("as it is", "with another half", "with its half back", "that draws"), made, plain, strict=True
         ):
             if tokens != wanted:
                 found.problem(
@@ -156,6 +157,26 @@ def compare_tokens(device: torch.device, kv_dtype: Any, found: Found) -> None:
                 )
     if plain[0] == plain[1]:
         found.problem("another half changes no token: the comparison shows nothing")
+
+
+def drawn(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    """Return the tokens of requests that draw: from all, by top_p, by top_k, and beside greedy ones."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.8},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 0.0},
+        {"temperature": 1.5, "top_k": 5, "min_p": 0.05},
+        {"temperature": 0.7, "presence_penalty": 0.5},
+    ]
+    outputs: dict[str, list[int]] = {f"d{i}": [] for i in range(len(prompts))}
+    for i, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True)):
+        sampling = SamplingParams(**{"max_tokens": NUM_OUT, "seed": i, **kind})
+        engine.submit(INSTANCE, own_request(f"d{i}", prompt, sampling))
+    while engine.has_work:
+        for result in engine.step():
+            for output in result.outputs:
+                outputs[output.request.request_id] += output.delta.token_ids
+    return list(outputs.values())
 
 
 def changed(half: object, factor: float) -> FeedForward:

@@ -445,6 +445,25 @@ def check_choice(backend: str, device: str, dtype: torch.dtype) -> None:
     assert bool((below <= 1e-5).all()), f"{made}: {below} below the best"
 
 
+def check_filters(backend: str, device: str, dtype: torch.dtype) -> None:
+    """Check what filters leave of rows, but for a token at a rounded edge, and draws of that alone."""
+    kept = ((0, 0.95, 0.0), (700, 1.0, 0.0), (700, 0.5, 0.0), (0, 0.9, 0.01), (1, 1.0, 0.0), (0, 0.0, 0.0))
+    scores = _randn(len(kept), 5003, dtype=torch.float32)
+    top_k, top_p, min_p = (torch.tensor(one) for one in zip(*kept, strict=True))
+    known = torch.zeros(len(kept), dtype=torch.bool)
+    expected = kernels.least_remaining.reference(scores, top_k, top_p, min_p, known)
+    heat, keys = torch.ones(len(kept)).view(torch.int32), torch.arange(2 * len(kept)).view(-1, 2).int()
+    draws = torch.cat([heat[:, None], keys], 1)
+    with kernels.use_backend(backend):
+        moved = [one.to(device) for one in (scores, top_k, top_p, min_p, known)]
+        floors = kernels.least_remaining(*moved)
+        drawn = kernels.choose(moved[0], draws.to(device), None, floors)
+    for i in range(len(kept)):
+        mine, wanted = ((scores[i] >= floor).sum() for floor in (floors[i].cpu(), expected[i]))
+        assert abs(int(mine) - int(wanted)) <= (kept[i][1] < 1), f"{kept[i]}: {mine} tokens of {wanted}"
+    assert bool((scores.gather(1, drawn.cpu()[:, None])[:, 0] >= floors.cpu()).all())
+
+
 def check_copy_blocks(backend: str, device: str, dtype: torch.dtype) -> None:
     expected = _randn(9, 2, 2, 5, 80, dtype=dtype)
     kv = expected.to(device, copy=True)
@@ -562,6 +581,7 @@ ROW_CHECKS = (
     check_store_kv,
     check_store_kv_in_codes,
     check_choice,
+    check_filters,
     check_copy_blocks,
     check_products,
     check_products_of_one_row,

@@ -54,17 +54,20 @@ def _gumbel(ids, first, second):
 def _part_kernel(
     scores_ptr,
     draws_ptr,
+    floors_ptr,
     values_ptr,
     places_ptr,
     row_stride,
     vocab,
     num_parts,
     HAS_DRAWS: tl.constexpr,
+    HAS_FLOORS: tl.constexpr,
     PART: tl.constexpr,
 ):
     """Find the largest score of a part of a row, with noise where the row draws; grid (R, num_parts).
 
-    scores float32 [R, vocab] by their row stride; draws int32 [R, 3]; values and places [R, num_parts].
+    scores float32 [R, vocab] by their row stride; draws int32 [R, 3]; floors float32 [R]; values and places
+    [R, num_parts].
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = part * PART + tl.arange(0, PART)
@@ -75,8 +78,10 @@ def _part_kernel(
         if temperature > 0.0:
             first = tl.load(draws_ptr + row * 3 + 1).to(tl.uint32, bitcast=True)
             second = tl.load(draws_ptr + row * 3 + 2).to(tl.uint32, bitcast=True)
-            x = tl.div_rn(x, tl.full([PART], 1.0, tl.float32) * temperature) + _gumbel(ids, first, second)
-            x = tl.where(inside, x, float("-inf"))
+            x = tl.div_rn(x, tl.full([PART], 1.0, tl.float32) * temperature)
+            if HAS_FLOORS:
+                inside = inside & (x >= tl.load(floors_ptr + row))
+            x = tl.where(inside, x + _gumbel(ids, first, second), float("-inf"))
     best = tl.max(x, 0)
     place = tl.min(tl.where(x == best, ids, 2147483647), 0)
     tl.store(values_ptr + row * num_parts + part, best)
@@ -95,19 +100,95 @@ def _join_kernel(values_ptr, places_ptr, out_ptr, vocab, num_parts, MOST_PARTS: 
     tl.store(out_ptr + row, tl.minimum(place, vocab - 1).to(tl.int64))
 
 
-def choose(scores: Tensor, draws: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+@triton.jit
+def _order(x):
+    """Return int32 that are ordered as the float32 are; the same function leads back."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _least_place(scores_ptr, vocab, low, high, peak, limit, BY_NUMBER: tl.constexpr, PART: tl.constexpr):
+    """Return the least place t (`_order`) of [low, high] so that less than `limit` lies above it.
+
+    BY_NUMBER: scores are counted; else their exponentials, over that of the peak, are summed. `high` is one.
+    """
+    while low < high:
+        middle = (low + high) >> 1
+        above = tl.full([], 0.0, tl.float32)
+        for start in range(0, vocab, PART):
+            ids = start + tl.arange(0, PART)
+            x = tl.load(scores_ptr + ids, mask=ids < vocab, other=float("-inf"))
+            is_above = (_order(x).to(tl.int64) > middle) & (ids < vocab)
+            part = tl.full([PART], 1.0, tl.float32) if BY_NUMBER else tl.exp(x - peak)
+            above += tl.sum(tl.where(is_above, part, 0.0), 0)
+        low, high = tl.where(above < limit, low, middle + 1), tl.where(above < limit, middle, high)
+    return low
+
+
+@triton.jit(do_not_specialize=("row_stride", "vocab"))
+def _least_kernel(
+    scores_ptr, top_k_ptr, top_p_ptr, min_p_ptr, known_ptr, out_ptr, row_stride, vocab, PART: tl.constexpr
+):
+    """Find the least score that filters leave of a row, by bisection; grid (R,). Rare: it reads a row often.
+
+    scores float32 [R, vocab] by their row stride; top_k int64, top_p, min_p, out float32, known int8 [R].
+    """
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(known_ptr + row) == 0:
+        scores_ptr += row * row_stride
+        peak = tl.full([], float("-inf"), tl.float32)
+        for start in range(0, vocab, PART):
+            ids = start + tl.arange(0, PART)
+            x = tl.load(scores_ptr + ids, mask=ids < vocab, other=float("-inf"))
+            peak = tl.maximum(peak, tl.max(x, 0))
+        high = _order(peak).to(tl.int64)
+        least = tl.full([], -2147483648, tl.int64)
+        top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+        if (top_k > 0) & (top_k < vocab):
+            least = _least_place(scores_ptr, vocab, least, high, peak, top_k.to(tl.float32), True, PART)
+        if top_p < 1.0:
+            whole = tl.full([], 0.0, tl.float32)
+            for start in range(0, vocab, PART):
+                ids = start + tl.arange(0, PART)
+                x = tl.load(scores_ptr + ids, mask=ids < vocab, other=float("-inf"))
+                is_in = (_order(x).to(tl.int64) >= least) & (ids < vocab)
+                whole += tl.sum(tl.where(is_in, tl.exp(x - peak), 0.0), 0)
+            least = _least_place(scores_ptr, vocab, least, high, peak, top_p * whole, False, PART)
+        place = least.to(tl.int32)
+        floor = (place ^ ((place >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        floor = tl.where(place == -2147483648, float("-inf"), floor)
+        by_peak = tl.where(min_p > 0.0, peak + _log(tl.maximum(min_p, 1e-30)), float("-inf"))
+        tl.store(out_ptr + row, tl.minimum(tl.maximum(floor, by_peak), peak))
+
+
+def least_remaining(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, is_known: Tensor) -> Tensor:
+    out = torch.empty(scores.shape[0], dtype=torch.float32, device=scores.device)
+    if scores.shape[0]:
+        _least_kernel[(scores.shape[0],)](
+            *(scores, top_k, top_p, min_p, is_known.to(torch.int8), out, scores.stride(0), scores.shape[1]),
+            PART=PART,
+            num_warps=8,
+        )
+    return out
+
+
+def choose(
+    scores: Tensor, draws: Tensor | None = None, out: Tensor | None = None, floors: Tensor | None = None
+) -> Tensor:
     rows, vocab = scores.shape
     num_parts = triton.cdiv(vocab, PART)
     if num_parts > MOST_PARTS:
-        return calls.choose.reference(scores, draws, out)
+        return calls.choose.reference(scores, draws, out, floors)
     out = torch.empty(rows, dtype=torch.int64, device=scores.device) if out is None else out
     if not rows:
         return out
     values = torch.empty(rows, num_parts, dtype=torch.float32, device=scores.device)
     places = torch.empty(rows, num_parts, dtype=torch.int32, device=scores.device)
     _part_kernel[(rows, num_parts)](
-        *(scores, draws, values, places, scores.stride(0), vocab, num_parts),
+        *(scores, draws, floors, values, places, scores.stride(0), vocab, num_parts),
         HAS_DRAWS=draws is not None,
+        HAS_FLOORS=floors is not None,
         PART=PART,
         num_warps=8,
     )

@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 
 from bus.messages import SamplingParams, TokenLogprobs
-from kernels import choose
+from kernels import choose, least_remaining
+from kernels.filters import min_p_threshold, ranked
 from kernels.noise import gumbel
 from worker.engine import sampling
 from worker.engine.sampling import token_logprobs
@@ -93,13 +94,14 @@ class Sampler:
     ) -> ChosenTokens | None:
         """Choose tokens as `sample` does, into int64 out [R], without a wait for them.
 
-        Returns None if the host must see something first: for log-probabilities, and for filters, which look
-        at how many candidates there are.
+        Returns None for log-probabilities, for which the host must know the tokens first.
         """
-        filtered = self._is_filtered[rows] & (self._temperature[rows] > 0)
-        if filtered.any() or (self._num_logprobs[rows] >= 0).any():
+        if (self._num_logprobs[rows] >= 0).any():
             return None
-        self._count(rows, self._choose(self._adjusted(logits, rows), rows, positions, out))
+        tokens = self._choose(self._adjusted(logits, rows), rows, positions, out)
+        if tokens is not out:
+            out.copy_(tokens)
+        self._count(rows, tokens)
         return ChosenTokens(out)
 
     def _adjusted(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -145,22 +147,26 @@ class Sampler:
         if min_p.any():
             heat = np.where(temperature > 0, temperature, 1.0).astype(np.float32)
             heated = scores / self._tensor(heat).unsqueeze(1)
-            threshold = sampling.min_p_threshold(heated, self._tensor(min_p))
+            threshold = min_p_threshold(heated, self._tensor(min_p))
             scores = scores.masked_fill(heated < threshold, -torch.inf)
         keys = sampling.keys(self._seed[rows], positions)
         draws = np.concatenate([temperature.view(np.int32)[:, None], keys], 1)
         return choose(scores, self._tensor(draws), out)
 
     def _draw_filtered(self, scores: torch.Tensor, rows: Rows, positions: Rows) -> torch.Tensor:
-        scores = scores / self._tensor(self._temperature[rows]).unsqueeze(1)
-        values, ids = sampling.candidates(
-            scores,
-            self._tensor(self._top_k[rows]),
-            self._tensor(self._top_p[rows]),
-            self._tensor(self._min_p[rows]),
-        )
-        values += gumbel(self._keys(rows, positions), ids.to(torch.int32))
-        return ids.gather(1, choose(values).unsqueeze(1)).squeeze(1)
+        """Draw of the likeliest tokens; where these may not be all that remain, of the whole vocabulary."""
+        temperature, keys = self._temperature[rows], sampling.keys(self._seed[rows], positions)
+        heated = scores / self._tensor(temperature).unsqueeze(1)
+        top_k, top_p, min_p = (self._tensor(one[rows]) for one in (self._top_k, self._top_p, self._min_p))
+        width = min(sampling.WINDOW, scores.shape[1])
+        values, ids, is_enough = ranked(heated, top_k, top_p, min_p, width)
+        values += gumbel(self._tensor(keys), ids.to(torch.int32))
+        tokens = ids.gather(1, choose(values).unsqueeze(1)).squeeze(1)
+        if is_enough.device.type == "cpu" and is_enough.all():  # a GPU is not asked: that would be a wait
+            return tokens
+        draws = self._tensor(np.concatenate([temperature.view(np.int32)[:, None], keys], 1))
+        floors = least_remaining(heated, top_k, top_p, min_p, is_enough)
+        return torch.where(is_enough, tokens, choose(scores, draws, None, floors))
 
     def _logprobs(self, logits: torch.Tensor, rows: Rows, token_ids: Rows) -> dict[int, TokenLogprobs]:
         asked = np.flatnonzero(self._num_logprobs[rows] >= 0)
@@ -192,9 +198,6 @@ class Sampler:
         self._bias_ids[row], self._bias[row] = 0, 0.0
         self._bias_ids[row, : len(bias)] = torch.tensor(list(bias), device=self.device)
         self._bias[row, : len(bias)] = torch.tensor(list(bias.values()), device=self.device)
-
-    def _keys(self, rows: Rows, positions: Rows) -> torch.Tensor:
-        return self._tensor(sampling.keys(self._seed[rows], positions))
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         made = torch.from_numpy(array)
