@@ -14,7 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.attention_configs import CHUNKS, DECODES, EXACT, OLDER_CHUNKS, AttentionConfig, fitting
+from kernels.gpu.attention_configs import (
+    CHUNKS,
+    CODE_CHUNKS,
+    DECODES,
+    EXACT,
+    OLDER_CHUNKS,
+    AttentionConfig,
+    fitting,
+)
 from kernels.gpu.attention_kernels import chunk_kernel, decode_kernel, join_kernel
 from kernels.gpu.device import num_processors, properties
 from kernels.kv_codes import SCALE_BYTES, is_codes
@@ -39,7 +47,9 @@ def paged_attention(
     if q.shape[0] == 0:
         return out
     gpu = properties(q.device)
-    chunk, decode = configs(q.dtype, triton.next_power_of_2(q.shape[2]), gpu.arch, gpu.shared_bytes)
+    chunk, decode = configs(
+        q.dtype, triton.next_power_of_2(q.shape[2]), is_codes(kv), gpu.arch, gpu.shared_bytes
+    )
     return attend(q, kv, plan, scale, out, chunk, decode, sliding_window, softcap, sinks)
 
 
@@ -83,12 +93,14 @@ def attend(
 
 @cache
 def configs(
-    dtype: torch.dtype, head_dim: int, arch: int, shared_bytes: int
+    dtype: torch.dtype, head_dim: int, has_codes: bool, arch: int, shared_bytes: int
 ) -> tuple[AttentionConfig, AttentionConfig]:
     """Return the configs of chunks and of decodes for a GPU of this capability and shared memory."""
     if dtype == torch.float32:
         return EXACT, EXACT
-    chunks = CHUNKS if arch // 10 in (9, 10) else OLDER_CHUNKS
+    chunks = CODE_CHUNKS if has_codes else CHUNKS
+    if arch // 10 not in (9, 10):
+        chunks = OLDER_CHUNKS
     return fitting(chunks, head_dim, shared_bytes), fitting(DECODES, head_dim, shared_bytes)
 
 

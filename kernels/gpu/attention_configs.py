@@ -26,39 +26,34 @@ class AttentionConfig:
 # The first that fits is taken. Exact float32 products run on no tensor core: their tiles are unrolled into
 # registers, and 64 x 64 takes 12 s to compile.
 CHUNKS = (
-    AttentionConfig(128, 64, 8, 3),
+    AttentionConfig(64, 64, 4, 3),
     AttentionConfig(64, 64, 4, 2),
     AttentionConfig(64, 32, 4, 2),
 )
+CODE_CHUNKS = CHUNKS[1:]  # of caches in 8 bits, which are decoded in registers: three stages spilled
 # Of GPUs whose tensor cores take operands and sums from registers: four warps had too few for 64 x 64, and
 # Triton 3.6 and 3.7 spilled for 8.0.
 OLDER_CHUNKS = (AttentionConfig(64, 64, 8, 2), AttentionConfig(64, 32, 8, 2))
 DECODES = (
-    AttentionConfig(16, 64, 4, 3),
     AttentionConfig(16, 64, 4, 2),
     AttentionConfig(16, 32, 4, 2),
 )
 EXACT = AttentionConfig(32, 32, 4, 2)
 
 CHUNK_CANDIDATES = (
-    AttentionConfig(64, 64, 4, 2),
     AttentionConfig(64, 64, 4, 3),
-    AttentionConfig(64, 128, 4, 2),
-    AttentionConfig(128, 64, 8, 2),
-    AttentionConfig(128, 64, 8, 3),
-    AttentionConfig(128, 64, 4, 3),
-    AttentionConfig(128, 128, 8, 2),
+    AttentionConfig(64, 64, 4, 4),
+    AttentionConfig(64, 32, 4, 4),
+    AttentionConfig(128, 64, 8, 4),
     AttentionConfig(128, 128, 8, 3),
 )
 DECODE_CANDIDATES = (
     AttentionConfig(16, 64, 4, 2, 2),
+    AttentionConfig(16, 64, 4, 2, 4),
+    AttentionConfig(16, 64, 4, 2, 1),
+    AttentionConfig(16, 64, 2, 2, 4),
+    AttentionConfig(16, 32, 2, 2, 4),
     AttentionConfig(16, 64, 4, 3, 2),
-    AttentionConfig(16, 64, 4, 3, 4),
-    AttentionConfig(16, 64, 4, 4, 2),
-    AttentionConfig(16, 64, 2, 3, 4),
-    AttentionConfig(16, 128, 4, 3, 2),
-    AttentionConfig(16, 128, 8, 2, 4),
-    AttentionConfig(16, 32, 2, 4, 8),
 )
 
 

@@ -116,5 +116,5 @@ def test_more_tokens_than_the_table_has_go_through_memory() -> None:
 
 def test_attention_takes_the_first_config_that_fits() -> None:
     assert fitting(CHUNKS, 128, 227 << 10) == CHUNKS[0]
-    assert fitting(CHUNKS, 256, 227 << 10) == CHUNKS[1]
+    assert fitting(CHUNKS, 256, 163 << 10) == CHUNKS[1]
     assert fitting(CHUNKS, 1024, 1 << 10) == CHUNKS[-1]
