@@ -31,12 +31,12 @@ from bench.gpu.card import bandwidth
 from bench.gpu.common import Found, run_alone
 from kernels import AttentionPlan, QuantizedWeight
 from kernels.gpu.attention_configs import CHUNK_CANDIDATES, DECODE_CANDIDATES, AttentionConfig
-from kernels.gpu.product_configs import CANDIDATES, TABLE, ProductConfig, product_config
+from kernels.gpu.product_configs import CANDIDATES, SCRATCH_BYTES, TABLE, ProductConfig, product_config
 from kernels.packing import packed_size
 
 LIMIT_S = 75.0  # for all; what is left is not measured
 COMPILE_S = 38.0
-FEW = 3  # candidates of bits other than 4
+FEW = 5  # candidates of bits other than 4
 GROUP = 64
 COLD_BYTES = 120 << 20  # more than second-level caches hold
 LEAST_CALLS = 8
@@ -66,7 +66,7 @@ GPU = Sizes(
     chunks=((2048, 2048), (8192, 8192), (512, 4096)),
     decodes=((1, 512), (1, 2048), (8, 2048), (64, 512), (64, 2048), (256, 512), (256, 2048)),
     most=None,
-    scratch_bytes=(16 << 20, 32 << 20, 64 << 20),
+    scratch_bytes=(32 << 20, 64 << 20, 128 << 20),
 )
 CPU = Sizes(((256, 64),), (1, 17), ((20, 33),), ((2, 40),), 1, (1 << 20,))
 
@@ -210,7 +210,11 @@ def _ways(bits: int, tokens: int, sizes: Sizes) -> Iterator[tuple[str, Callable[
         yield _name(bits, config), partial(_multiply_as, config)
     if tokens >= 128 or not most:
         for nbytes in sizes.scratch_bytes:
-            yield f"scratch of {nbytes >> 20} MiB", partial(_through_scratch, nbytes)
+            yield _scratch_name(nbytes), partial(_through_scratch, nbytes)
+
+
+def _scratch_name(nbytes: int) -> str:
+    return f"scratch of {nbytes >> 20} MiB"
 
 
 def _multiply_as(config: ProductConfig, x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
@@ -411,7 +415,7 @@ def _product_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
         dense, floor = (sum(row[name] for row in shapes) for name in ("dense_us", "floor_us"))
         best = min(sums, key=lambda name: sums[name])
         config = product_config(bits, tokens)
-        in_force = sums.get(_name(bits, config) if config else "scratch of 32 MiB", float("nan"))
+        in_force = sums.get(_name(bits, config) if config else _scratch_name(SCRATCH_BYTES), float("nan"))
         yield (
             f"int{bits} x {tokens:4d} tokens, {len(shapes)} shapes: best {best} {sums[best]:7.1f} us, "
             f"in force {in_force:7.1f}, bfloat16 {dense:7.1f}, floor {floor:6.1f}"

@@ -190,8 +190,10 @@ def check_tiles(
             )
     config = TABLE[bits][-1][1]
     x = torch.randn(3, weight.num_inputs, dtype=torch.bfloat16)
-    made = [gpu.multiply_tiles(x.to(device), _moved(weight, device), None, tiles, config) for _ in range(2)]
+    there = _moved(weight, device)
+    made = [gpu.multiply_tiles(x.to(device), there, None, tiles, config) for _ in range(2)]
     assert torch.equal(*made)
+    assert_close(gpu.through_scratch(x.to(device), there, None), made[0].cpu())
 
 
 def check_pieces(device: str, assert_close: AssertClose) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 MOST_SPLITS = 32
 STEPS_PER_SPLIT = 2  # fewer are not worth adding up
 TILE = 64
+WORD_BYTES = 16  # of a row's scales and zeros in a step, and of their places
+SCRATCH_BYTES = 64 << 20  # of weights decoded to memory
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -24,9 +26,12 @@ class ProductConfig:
     waves: int  # programs for each processor, where inputs are split to fill it
 
     def shared_bytes(self, bits: int) -> int:
-        """Return the shared memory that the steps under way take, but for scales and zeros."""
-        step = self.tiles * (2 * TILE * self.block_t + 8 * bits * self.block_n)
-        return self.num_stages * step
+        """Return the most shared memory that the steps under way take.
+
+        Tokens are there one step longer than codes, scales and zeros, which go on to registers.
+        """
+        tokens, codes = 2 * TILE * self.block_t * self.tiles, 8 * bits * self.block_n * self.tiles
+        return self.num_stages * tokens + (self.num_stages - 1) * (codes + WORD_BYTES * self.block_n)
 
     def fitted(self, bits: int, limit: int) -> ProductConfig:
         """Return this with fewer stages, then fewer tiles, until it takes at most `limit` bytes."""
@@ -42,58 +47,81 @@ class ProductConfig:
 # By bits: the most tokens of a row, a power of two, and its config. With more than the last row has, weights
 # are decoded to memory.
 TABLE: dict[int, tuple[tuple[int, ProductConfig], ...]] = {
-    bits: (
-        (16, ProductConfig(16, 64, 4, 4, 3, 4)),
+    8: (
+        (16, ProductConfig(16, 64, 4, 4, 3, 2)),
+        (32, ProductConfig(32, 64, 4, 4, 3, 4)),
+        (64, ProductConfig(64, 64, 4, 4, 2, 2)),
+        (128, ProductConfig(128, 128, 4, 8, 2, 1)),
+        (256, ProductConfig(256, 128, 1, 8, 4, 1)),
+    ),
+    4: (
+        (16, ProductConfig(16, 64, 4, 4, 2, 6)),
         (32, ProductConfig(32, 64, 4, 4, 3, 4)),
         (64, ProductConfig(64, 128, 4, 8, 2, 2)),
+        (128, ProductConfig(128, 128, 2, 8, 3, 1)),
+        (256, ProductConfig(256, 128, 1, 8, 4, 1)),
+    ),
+    3: (
+        (16, ProductConfig(16, 64, 4, 4, 3, 2)),
+        (32, ProductConfig(32, 64, 4, 4, 3, 4)),
+        (64, ProductConfig(64, 64, 4, 4, 2, 2)),
         (128, ProductConfig(128, 128, 4, 8, 2, 1)),
-        (1024, ProductConfig(256, 128, 1, 8, 4, 1)),
-    )
-    for bits in (8, 4, 3)
+    ),
 }
 
-# Of capability 8, whose sums are in registers.
+# Of capability 8, whose sums are in registers: with more tiles a step Triton 3.7 spills 8 bytes for some.
 OLDER = (
     (16, ProductConfig(16, 64, 4, 4, 3, 4)),
-    (32, ProductConfig(32, 64, 4, 4, 3, 4)),
-    (64, ProductConfig(64, 128, 4, 8, 2, 2)),
+    (32, ProductConfig(32, 64, 2, 4, 3, 4)),
     (512, ProductConfig(64, 128, 1, 8, 4, 2)),
 )
 
 # What a sweep measures for up to so many tokens.
 CANDIDATES: dict[int, tuple[ProductConfig, ...]] = {
     16: (
-        ProductConfig(16, 64, 4, 4, 3, 2),
-        ProductConfig(16, 64, 4, 4, 3, 4),
-        ProductConfig(16, 64, 4, 4, 4, 3),
         ProductConfig(16, 64, 4, 4, 2, 6),
-        ProductConfig(16, 128, 4, 4, 3, 3),
-        ProductConfig(16, 128, 4, 8, 3, 2),
-        ProductConfig(16, 128, 4, 8, 2, 4),
-        ProductConfig(16, 64, 1, 4, 4, 4),
+        ProductConfig(16, 64, 4, 4, 2, 9),
+        ProductConfig(16, 64, 4, 2, 2, 8),
+        ProductConfig(16, 64, 4, 2, 2, 12),
+        ProductConfig(16, 32, 4, 2, 2, 12),
+        ProductConfig(16, 32, 4, 2, 2, 20),
+        ProductConfig(16, 32, 4, 1, 2, 12),
+        ProductConfig(16, 32, 2, 1, 3, 20),
+        ProductConfig(16, 64, 2, 2, 3, 12),
+        ProductConfig(16, 16, 4, 1, 2, 20),
+    ),
+    32: (
+        ProductConfig(32, 64, 4, 4, 2, 6),
+        ProductConfig(32, 64, 4, 2, 2, 8),
+        ProductConfig(32, 32, 4, 2, 2, 12),
+        ProductConfig(32, 32, 4, 2, 2, 20),
+        ProductConfig(32, 64, 2, 2, 3, 8),
+        ProductConfig(32, 64, 4, 4, 3, 4),
     ),
     64: (
-        ProductConfig(64, 128, 4, 8, 2, 2),
-        ProductConfig(64, 128, 1, 8, 4, 3),
         ProductConfig(64, 64, 4, 4, 2, 2),
-        ProductConfig(64, 128, 2, 8, 3, 2),
-        ProductConfig(64, 128, 4, 4, 2, 2),
-        ProductConfig(64, 256, 1, 8, 4, 1),
+        ProductConfig(64, 64, 2, 4, 2, 6),
+        ProductConfig(64, 128, 4, 8, 2, 2),
+        ProductConfig(64, 32, 4, 2, 2, 6),
+        ProductConfig(64, 32, 2, 2, 2, 10),
+        ProductConfig(64, 128, 2, 8, 2, 4),
+        ProductConfig(64, 64, 4, 4, 2, 3),
+        ProductConfig(64, 256, 2, 16, 2, 1),
     ),
     128: (
-        ProductConfig(128, 128, 1, 8, 4, 2),
-        ProductConfig(128, 128, 4, 8, 2, 1),
-        ProductConfig(64, 128, 4, 8, 2, 2),
         ProductConfig(128, 128, 2, 8, 3, 1),
-        ProductConfig(128, 64, 4, 4, 2, 1),
-        ProductConfig(128, 256, 1, 8, 3, 1),
+        ProductConfig(128, 128, 4, 8, 2, 1),
+        ProductConfig(128, 256, 2, 16, 2, 1),
+        ProductConfig(128, 256, 1, 16, 4, 1),
+        ProductConfig(128, 128, 4, 8, 3, 1),
+        ProductConfig(64, 256, 2, 16, 3, 1),
     ),
     1024: (
         ProductConfig(256, 128, 1, 8, 4, 1),
-        ProductConfig(128, 128, 1, 8, 4, 2),
-        ProductConfig(256, 128, 2, 8, 2, 1),
-        ProductConfig(128, 256, 1, 8, 4, 1),
-        ProductConfig(128, 128, 2, 8, 3, 1),
+        ProductConfig(256, 128, 2, 8, 3, 1),
+        ProductConfig(128, 256, 2, 16, 2, 1),
+        ProductConfig(128, 256, 1, 16, 4, 1),
+        ProductConfig(128, 256, 2, 16, 3, 1),
     ),
 }
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.gpu import quantized_tiles
 from kernels.gpu.attention import operand
 from kernels.gpu.device import num_processors, properties
-from kernels.gpu.product_configs import MOST_SPLITS, ProductConfig, product_config
+from kernels.gpu.product_configs import MOST_SPLITS, SCRATCH_BYTES, ProductConfig, product_config
 from kernels.gpu.product_configs import num_splits as splits_of_tiles
 from kernels.gpu.quantized_kernels import decode_kernel, product_kernel
 from kernels.packing import TILE, planes
@@ -30,7 +30,7 @@ FUSED_TOKENS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 16}
 BLOCK_N = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
 LEAST_ROWS = 16  # the smallest side of tl.dot
 TILES_PER_SPLIT = 8  # fewer are not worth adding up
-SCRATCH_BYTES = 32 << 20
+PIECE_ROWS = 256
 LANE_BYTES = 16  # the widest load of a thread
 JOINED = 1024  # results of a program that adds splits
 
@@ -114,6 +114,7 @@ def multiply_tiles(
         TILES=step,
         HAS_WORDS=tiles.has_words,
         GROUP_TILES=tiles.group_tiles if tiles.has_words else 1,
+        IS_ONE_UNIT=weight.unit_inputs == weight.num_inputs,
         HAS_BIAS=inner_bias is not None,
         OPERAND=operand(x),
         HAS_ASM=has_assembly(x.device),
@@ -217,7 +218,9 @@ def through_scratch(
     if weight.input_scale is not None:
         x = _scaled(x, weight.input_scale)
     out = torch.empty(x.shape[0], weight.num_outputs, dtype=x.dtype, device=x.device)
-    step = max(1, (scratch_bytes or SCRATCH_BYTES) // (weight.num_inputs * x.element_size()))
+    rows = (scratch_bytes or SCRATCH_BYTES) // (weight.num_inputs * x.element_size())
+    # Whole tiles of cuBLAS, and results on 16 bytes: with 585 outputs a piece it took 12 times as long.
+    step = max(1, rows if rows < PIECE_ROWS else rows // PIECE_ROWS * PIECE_ROWS)
     for first in range(0, weight.num_outputs, step):
         rows = _decoded(weight, first, min(step, weight.num_outputs - first), x.dtype)
         torch.mm(x, rows.t(), out=out[:, first : first + rows.shape[0]])
@@ -230,15 +233,15 @@ def _decoded(weight: QuantizedWeight, first: int, count: int, dtype: torch.dtype
     block_n = 64
     tiles = tiles_of(weight)
     if tiles is not None and has_tiles(out.device):
-        step = next(step for step in (4, 2, 1) if tiles.unit_tiles % step == 0)
-        quantized_tiles.decode_tiles_kernel[(triton.cdiv(count, block_n), weight.num_inputs // TILE // step)](
+        step = 1 + (tiles.unit_tiles % 2 == 0)
+        quantized_tiles.decode_tiles_kernel[(weight.num_inputs // TILE // step, triton.cdiv(count, block_n))](
             *(weight.codes, weight.scales, weight.zeros, _lanes(out.device), out, first, count),
             *(*tiles.strides, weight.unit_outputs, tiles.unit_tiles, tiles.group_tiles, weight.num_inputs),
             BITS=weight.bits,
             TILES=step,
             HAS_ASM=has_assembly(out.device) and dtype != torch.float32,
             BLOCK_N=block_n,
-            num_warps=4,
+            num_warps=8,
         )
         return out
     decode_kernel[(triton.cdiv(count, block_n), weight.num_inputs // TILE)](

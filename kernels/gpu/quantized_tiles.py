@@ -32,11 +32,10 @@ def _scale_of(low, high, place: tl.constexpr):
 
 
 @triton.jit
-def _third_bits(at, is_row, shifts, part: tl.constexpr):
-    """Load bytes [rows, 16] of which bit 2 is the third bit of a part's codes of the tiles at `at`."""
-    words = tl.load((at + (16 + part // 2 * 4)).to(tl.pointer_type(tl.uint32)), mask=is_row, other=0)
-    words = words >> 14 if part % 2 else words << 2
-    return (words >> shifts).to(tl.uint8)
+def _third_words(at, is_row, part: tl.constexpr):
+    """Load words uint32 of the tiles at `at`: shifted by a code's place, bit 2 is its third bit."""
+    words = tl.load(_words(at + (16 + part // 2 * 4)), mask=is_row, other=0)
+    return words >> 14 if part % 2 else words << 2
 
 
 @triton.jit(
@@ -90,6 +89,7 @@ def tiles_kernel(
     TILES: tl.constexpr,
     HAS_WORDS: tl.constexpr,
     GROUP_TILES: tl.constexpr,
+    IS_ONE_UNIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OPERAND: tl.constexpr,
     HAS_ASM: tl.constexpr,
@@ -127,8 +127,12 @@ def tiles_kernel(
     if BITS == 3:
         shifts = tl.load(lanes_ptr + tl.arange(0, 16)[None, :])
     for index in tl.range(begin, end, num_stages=STAGES):
-        of_unit = (unit + index // unit_steps).to(tl.int64)
-        first = index % unit_steps * TILES
+        if IS_ONE_UNIT:  # dividing takes a tenth of a step's instructions
+            of_unit = unit.to(tl.int64)
+            first = index * TILES
+        else:
+            of_unit = (unit + index // unit_steps).to(tl.int64)
+            first = index % unit_steps * TILES
         codes_at = codes_ptr + of_unit * codes_unit * 16 + first * (8 * BITS)
         if HAS_WORDS:
             group = first // GROUP_TILES
@@ -161,7 +165,7 @@ def tiles_kernel(
             for part in tl.static_range(PARTS):
                 high = pieces
                 if BITS == 3:
-                    high = _third_bits(at, is_row, shifts, part)
+                    high = (_third_words(at, is_row, part) >> shifts).to(tl.uint8)
                 x = tl.load(x_ptr + (index * TILES + tile) * TILE + part * WIDTH, mask=is_token, other=0.0)
                 w = weights_of(pieces, high, zero, scale, part, BITS, OPERAND, HAS_ASM)
                 total = tl.dot(w, x.to(OPERAND), total, input_precision="ieee")
@@ -243,33 +247,35 @@ def decode_tiles_kernel(
 ):
     """Decode outputs [first, first + count) into out [count, K], contiguous.
 
-    Grid (ceil(count / BLOCK_N), tiles of all inputs / TILES); strides as `tiles_kernel` takes them.
+    Grid (tiles of all inputs / TILES, ceil(count / BLOCK_N)); strides as `tiles_kernel` takes them.
     """
     PARTS: tl.constexpr = 1 if BITS == 8 else (2 if BITS == 4 else 4)
     WIDTH: tl.constexpr = 64 // PARTS
-    offset = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-    inside = offset < count
+    # One dimension where each thread has a row once: of [rows, 1] it loads one for each of its columns.
+    offset = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row = offset < count
+    inside = is_row[:, None]
     lane = tl.arange(0, WIDTH)[None, :]
     row = (first + offset) % unit_rows
-    all_tiles = tl.program_id(1) * TILES
+    all_tiles = tl.program_id(0) * TILES
     unit = (first + offset) // unit_rows + all_tiles // unit_tiles  # one of the two is 0
     codes_ptr += unit.to(tl.int64) * codes_unit * 16 + row.to(tl.int64) * codes_row * 16
     scales_ptr += unit.to(tl.int64) * scales_unit + row.to(tl.int64) * scales_row
     zeros_ptr += unit.to(tl.int64) * zeros_unit + row.to(tl.int64) * zeros_row
-    out_ptr += offset.to(tl.int64) * num_inputs + all_tiles * TILE + lane
+    out_ptr += offset.to(tl.int64)[:, None] * num_inputs + all_tiles * TILE + lane
     shifts = 0
     if BITS == 3:
         shifts = tl.load(lanes_ptr + tl.arange(0, 16)[None, :])
     for tile in tl.static_range(TILES):
         index = all_tiles % unit_tiles + tile
-        scale = tl.load(scales_ptr + index // group_tiles, mask=inside, other=0.0)
-        zero = tl.load(zeros_ptr + index // group_tiles, mask=inside, other=0)
+        scale = tl.load(scales_ptr + index // group_tiles, mask=is_row, other=0.0)[:, None]
+        zero = tl.load(zeros_ptr + index // group_tiles, mask=is_row, other=0)[:, None]
         at = codes_ptr + index * (8 * BITS)
-        pieces = tl.load(at + lane, mask=inside, other=0)
+        pieces = tl.load(at[:, None] + lane, mask=inside, other=0)
         for part in tl.static_range(PARTS):
             high = pieces
             if BITS == 3:
-                high = _third_bits(at, inside, shifts, part)
+                high = (_third_words(at, is_row, part)[:, None] >> shifts).to(tl.uint8)
             w = weights_of(pieces, high, zero, scale, part, BITS, out_ptr.dtype.element_ty, HAS_ASM)
             tl.store(out_ptr + (tile * TILE + part * WIDTH), w, mask=inside)
 
