@@ -37,6 +37,7 @@ DECODES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)  
 CHUNKS: Final = (16, 32, 64, 128, 192, 256, 384, 512)  # tokens of steps with prompts
 RECORD_S: Final = 60.0  # then the sizes that are left are recorded by the first steps that need them
 LEAST_FREE_BYTES: Final = 512 << 20  # of the device: with less nothing more is recorded
+LOOK_AT_MEMORY: Final = 32  # recordings between two looks at the free memory
 PAUSE_S: Final = 0.02  # work between two steps of other models
 MIB: Final = 1 << 20
 _EMPTY: Final = {"token_ids": 0, "follows": -1, "positions": 0, "slot_mapping": -1}  # token
@@ -159,7 +160,7 @@ class RecordedBatches:
     def record(self) -> Iterator[None]:
         """Record all sizes, the largest first, on empty rows, and yield after each step of the work.
 
-        It ends early for lack of time or memory.
+        It ends early for lack of time or memory (`_look_at_memory`).
         """
         began, free, due = time.monotonic(), self._free_bytes(), 0.0
         for size in sorted(self._steps, key=lambda size: -size.num_tokens):
@@ -168,15 +169,6 @@ class RecordedBatches:
                     yield
                     due = time.monotonic() + PAUSE_S
             self.record_s, self.record_bytes = time.monotonic() - began, free - self._free_bytes()
-            if self._free_bytes() < LEAST_FREE_BYTES:
-                self._parts.stop()
-                log.warning(
-                    "steps of fewer than %d tokens run call by call: the device has %d MiB free;"
-                    " lower worker.memory_mb",
-                    size.num_tokens,
-                    self._free_bytes() // MIB,
-                )
-                return
             if self.record_s > RECORD_S or not self._parts.may_record:
                 break
             log.debug("recorded steps of %d tokens of %d sequences", size.num_tokens, size.num_seqs)
@@ -209,7 +201,21 @@ class RecordedBatches:
                 call()
             else:
                 step.calls[i] = self._parts.first(size, step.parts[i])
+                self._look_at_memory()
                 yield
+
+    def _look_at_memory(self) -> None:
+        """Record nothing more on a device that is nearly full: a recording takes some 150 KiB of it."""
+        if self.num_recorded % LOOK_AT_MEMORY or not self._parts.may_record:
+            return
+        if (free := self._free_bytes()) < LEAST_FREE_BYTES:
+            self._parts.stop()
+            log.warning(
+                "what is not among %d recordings of parts of steps runs call by call: the device has %d MiB"
+                " free; lower worker.memory_mb",
+                self.num_recorded,
+                free // MIB,
+            )
 
     def _look(self, size: StepSize, step: _Recorded) -> None:
         """Find what to call if a half or a cache has been replaced; what reads none of these stays."""
