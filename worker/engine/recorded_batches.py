@@ -62,8 +62,8 @@ def sizes_for(limits: Limits) -> list[StepSize]:
     decodes = [StepSize.of_decodes(count) for count in (*(one for one in DECODES if one < most), most)]
     chunks, longest = [], min(limits.max_num_batched_tokens, max(CHUNKS, default=0))
     for tokens in (*(one for one in CHUNKS if one < longest), longest):
-        # Fewer sequences than tokens: attention then takes chunks and decodes.
-        if (num_seqs := min(limits.max_num_seqs, tokens - 1)) > 0:
+        # Fewer sequences than tokens, and two at least: attention then takes chunks and decodes.
+        if (num_seqs := min(max(2, limits.max_num_seqs), tokens - 1)) > 1:
             chunks.append(StepSize(tokens, num_seqs, min(num_seqs, most)))
     return decodes + chunks
 

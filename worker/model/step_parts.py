@@ -286,23 +286,34 @@ class CudaGraphs:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # the default stream cannot be captured
-        self._pool = torch.cuda.graph_pool_handle()
+        self._device = device
+        self._begin()
 
     def __call__(self, run: Run) -> Run:
         """Raise RuntimeError if something in `run` cannot be captured."""
         graph = torch.cuda.CUDAGraph()
-        with _no_collection(), torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                run()
-            except BaseException:
-                with suppress(RuntimeError):
-                    graph.capture_end()
-                raise
-            graph.capture_end()
+        try:
+            with _no_collection(), torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    run()
+                except BaseException:
+                    with suppress(RuntimeError):
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        except BaseException:
+            # A capture that failed does not end torch's allocations to its pool.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
+            self._begin()
+            raise
         replay: Run = graph.replay
         return replay
+
+    def _begin(self) -> None:
+        self._stream = torch.cuda.Stream(self._device)  # the default stream cannot be captured
+        self._pool = torch.cuda.graph_pool_handle()
 
 
 @contextmanager

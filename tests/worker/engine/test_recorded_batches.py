@@ -6,12 +6,14 @@ addresses when it was made, and knows nothing of a half or a cache that has been
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from copy import copy
 from functools import partial, partialmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -36,7 +38,7 @@ from worker.model import Model, step_parts
 from worker.model.experts import Experts
 from worker.model.layer import Attention, LayerHalf
 from worker.model.linear import DenseLinear, TransposedLinear
-from worker.model.step_parts import Run, StepSize, value_of
+from worker.model.step_parts import CudaGraphs, Run, StepSize, value_of
 
 CPU = torch.device("cpu")
 NUM_NEW = 12
@@ -454,6 +456,40 @@ def test_a_decode_of_32_layers_takes_at_most_70_launches_and_waits_once(
     assert num_replays + len(launches.names) + (0 if is_ahead else 1) <= 70
     assert len(waits) + launches.num_waits == 1
     case.close()
+
+
+class FakeGraph:
+    """A graph whose captures to pool 1 fail."""
+
+    pools: ClassVar[list[int]] = []
+
+    def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+        self.pools.append(pool)
+
+    def capture_end(self) -> None:
+        if self.pools[-1] == 1:
+            raise RuntimeError("the capture was invalidated")
+
+    def replay(self) -> str:
+        return f"ran from pool {self.pools[-1]}"
+
+
+def test_a_failed_capture_is_ended_and_leaves_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools, ended = iter([1, 2]), list[tuple[int, int]]()
+    monkeypatch.setattr(FakeGraph, "pools", [])
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"a stream of {device}")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(stream))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *args: ended.append(args), raising=False)
+    record = CudaGraphs(torch.device("cuda", 3))
+    with pytest.raises(ZeroDivisionError):
+        record(lambda: 1 // 0)
+    assert ended == [(3, 1)]
+    assert gc.isenabled()
+    assert record(lambda: gc.isenabled())() == "ran from pool 2"
+    assert len(ended) == 1
 
 
 # ----------------------------------------------------------------------------- batches in flight
