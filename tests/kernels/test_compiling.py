@@ -223,7 +223,12 @@ def test_the_steps_of_every_family_are_rehearsed(family: str, tmp_path: Path) ->
     found = launches_of(config, torch.float32, GPUS[1], max_tp=2, max_num_batched_tokens=32)
     names = {each.kernel.split(".")[-1] for each in found}
     assert {"chunk_kernel", "decode_kernel", "_rms_norm_kernel", "_store_kv_codes_kernel"} <= names
-    assert {"_part_kernel", "_join_kernel", "_copy_blocks_kernel"} <= names  # choice, and moved blocks
+    assert {
+        "_part_kernel",
+        "_join_kernel",
+        "_least_kernel",
+        "_copy_blocks_kernel",
+    } <= names  # choice, and moved blocks
 
 
 @pytest.mark.slow

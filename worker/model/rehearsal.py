@@ -13,7 +13,7 @@ import torch
 
 from bus.messages import PARTS, Part
 from bus.precisions import Precision
-from kernels import AttentionPlan, choose, copy_blocks
+from kernels import AttentionPlan, choose, copy_blocks, least_remaining
 from kernels.kv_codes import SCALE_BYTES
 from worker.model.config import ModelConfig
 from worker.model.layer import Layer, build_layer
@@ -81,9 +81,7 @@ class Rehearsal:
             residual = torch.empty(len(plan.positions), self.config.hidden_size, dtype=self.plan.dtype)
             residual = transformer.run(residual, plan, [cache] * len(transformer.layers), rows)
             if rows is not None and self.plan.head and not self.config.cut:
-                logits = transformer.logits(residual)
-                for draws in (None, torch.empty(len(rows), 3, dtype=torch.int32)):
-                    choose(logits, draws)
+                _choose(transformer.logits(residual))
 
     def _token_counts(self) -> list[int]:
         """Return the numbers of tokens of steps with a prompt."""
@@ -135,6 +133,16 @@ class Rehearsal:
             max_q_len=longest,
             max_context_len=max_context_len or longest,
         )
+
+
+def _choose(logits: torch.Tensor) -> None:
+    """Choose tokens as the sampler does: the likeliest, by draws, and by draws from what filters leave."""
+    rows = len(logits)
+    draws, is_known = torch.empty(rows, 3, dtype=torch.int32), torch.empty(rows, dtype=torch.bool)
+    top_k, shares = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    choose(logits)
+    choose(logits, draws)
+    choose(logits, draws, None, least_remaining(logits, top_k, shares, shares, is_known))
 
 
 def _imagined(plan: RangePlan) -> dict[str, torch.Tensor]:
