@@ -13,6 +13,7 @@ import pytest
 from bench.common.engines import EngineShape
 from bench.common.parts import run_part
 from bench.common.results import ROOT
+from bench.gpu import parts as gpu_parts
 from worker.engine.sequence import Limits
 
 MAINS = sorted((ROOT / "bench").glob("*/__main__.py"))
@@ -21,8 +22,10 @@ MAINS = sorted((ROOT / "bench").glob("*/__main__.py"))
 def call_of(main: Path) -> tuple[str, list[str], str]:
     """The arguments of `run_part`: package, parts, default part."""
     (call,) = (node for node in ast.walk(ast.parse(main.read_text())) if isinstance(node, ast.Call))
-    package, parts = (ast.literal_eval(argument) for argument in call.args)
-    return package, parts, next((ast.literal_eval(one.value) for one in call.keywords), "")
+    package, listed = call.args
+    names = {"NAMES": gpu_parts.NAMES} if main.parent.name == "gpu" else {}
+    parts = eval(compile(ast.Expression(listed), str(main), "eval"), {}, names)
+    return ast.literal_eval(package), parts, next((ast.literal_eval(one.value) for one in call.keywords), "")
 
 
 @pytest.mark.parametrize("main", MAINS, ids=lambda main: main.parent.name)
