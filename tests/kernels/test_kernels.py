@@ -28,6 +28,7 @@ def test_a_cpu_kernel_agrees_with_its_oracle(check: Callable[[], None]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("part", ["dense", "quantized"])
 def test_triton_kernels_agree_with_their_oracles_in_the_interpreter(part: str) -> None:
     # The interpreter is chosen when triton is imported, so it needs a process of its own.
