@@ -51,28 +51,30 @@ def pins() -> dict[str, str]:
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         if "==" in line and not line.startswith("#"):
             name, _, number = line.partition("==")
-            found[_normal(name)] = number.strip()
+            found[normal(name)] = number.strip()
     return found
+
+
+def wanted() -> list[str]:
+    """Return the wheels of a kit, as name==version."""
+    versions = pins()
+    return [f"{normal(name)}=={versions[normal(name)]}" for name in PACKAGES]
 
 
 def download(folder: Path) -> list[str]:
     """Return the command that downloads the wheels."""
-    versions = pins()
-    wheels = [f"{name}=={versions[_normal(name)]}" for name in PACKAGES]
     platforms = [text for name in PLATFORMS for text in ("--platform", f"{name}_x86_64")]
     only = ["--no-deps", "--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp"]
     pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check"]
-    return [*pip, *only, *platforms, "-d", str(folder), *wheels]
+    return [*pip, *only, *platforms, "-d", str(folder), *wanted()]
 
 
 def missing(folder: Path) -> list[str]:
     """Return the pinned wheels that a kit has not: it was packed before they were wanted."""
     there = {
-        _normal(path.name.split("-")[0]) + "==" + path.name.split("-")[1] for path in folder.glob("*.whl")
+        normal(path.name.split("-")[0]) + "==" + path.name.split("-")[1] for path in folder.glob("*.whl")
     }
-    versions = pins()
-    wanted = [f"{_normal(name)}=={versions[_normal(name)]}" for name in PACKAGES]
-    return [wheel for wheel in wanted if wheel not in there]
+    return [wheel for wheel in wanted() if wheel not in there]
 
 
 def main() -> int:
@@ -100,7 +102,8 @@ def main() -> int:
     return 0
 
 
-def _normal(name: str) -> str:
+def normal(name: str) -> str:
+    """Return the one spelling of a package's name that PyPI compares by."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

@@ -595,7 +595,7 @@ def test_a_request_cancelled_in_flight_frees_its_blocks_and_touches_no_other(fol
 
 
 def test_swaps_and_conversions_between_steps_in_flight_change_no_block(folder: Path) -> None:
-    """What is launched already runs in the old shape: as many steps later, all runs in the new one."""
+    """Steps launched already run in the old shape: as many steps later, all runs in the new one."""
     case = Case(folder, is_ahead=True)
     client = Client()
     for i in range(3):

@@ -29,7 +29,7 @@ def wanted(each: CheckpointTensor, stored: torch.Tensor) -> torch.Tensor:
 
 
 def filled(folder: Path, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What each of `TENSORS` makes of a checkpoint in float32 on the device, and what it should."""
+    """Return what each of `TENSORS` makes of a checkpoint in float32 on the device, and what it should."""
     random = torch.Generator().manual_seed(5)
     stored = {each.tensor: torch.randn(each.shape, generator=random) for each in TENSORS}
     save_file(stored, folder / "model.safetensors")

@@ -333,7 +333,7 @@ def test_images_that_cannot_be_pinned_serve_and_the_log_says_what_helps(
 def test_images_that_come_in_pieces_are_stored_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """What comes from a GPU does: here `_pieces` divides bytes of the host."""
+    """Images from a GPU come in pieces: here `_pieces` divides bytes of the host."""
 
     def pieces(data: torch.Tensor, _: object) -> Iterator[tuple[int, torch.Tensor]]:
         for first in range(0, len(data), 999):
