@@ -19,9 +19,10 @@ import torch
 
 from worker.engine.input_batch import Ints, ModelInput, token_places
 from worker.engine.sequence import Limits
+from worker.model.cuda_graphs import CudaGraphs
 from worker.model.layer import Layer
 from worker.model.step_parts import (
-    CudaGraphs,
+    Joiner,
     Part,
     RecordedParts,
     Recorder,
@@ -37,6 +38,10 @@ DECODES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)  
 CHUNKS: Final = (16, 32, 64, 128, 192, 256, 384, 512)  # tokens of steps with prompts
 RECORD_S: Final = 60.0  # then the sizes that are left are recorded by the first steps that need them
 LEAST_FREE_BYTES: Final = 512 << 20  # of the device: with less nothing more is recorded
+# Steps of one size since the model last changed, after which their recordings are joined to one. That takes
+# the host some milliseconds, behind the launch of a step, and is void with the next swap.
+STEADY: Final = 64
+MOST_JOINED: Final = 8  # sizes at once
 LOOK_AT_MEMORY: Final = 32  # recordings between two looks at the free memory
 PAUSE_S: Final = 0.02  # work between two steps of other models
 MIB: Final = 1 << 20
@@ -109,17 +114,28 @@ class _Recorded:
     caches: Sequence[torch.Tensor] = ()
     parts: list[Part] = field(default_factory=list)
     calls: list[Run | None] = field(default_factory=list)  # None: not recorded yet
+    num_steady: int = 0  # steps since a half or a cache was replaced
+    whole: Run | None = None  # all calls, joined
+    ran_at: int = 0  # number of the last step of this size
 
 
 class RecordedBatches:
     """The recorded steps of one model."""
 
     def __init__(
-        self, model: PartedModel, kv: Any, limits: Limits, device: torch.device, record: Recorder
+        self,
+        model: PartedModel,
+        kv: Any,
+        limits: Limits,
+        device: torch.device,
+        record: Recorder,
+        join: Joiner | None = None,
     ) -> None:
-        """Take memory for steps of all sizes; `record` nothing yet."""
+        """Take memory for steps of all sizes; `record` nothing yet. join: None if that cannot be."""
         self.num_steps = 0  # steps that ran here
         self.record_s, self.record_bytes = 0.0, 0  # what `record` took
+        self.num_joined, self.join_s, self.join_bytes = 0, 0.0, 0  # and what joining took
+        self.may_join, self.steady_steps = True, STEADY
         self._model, self._kv, self._device = model, kv, device
         self._block_tokens = limits.block_tokens
         self._width = -(-limits.max_model_len // limits.block_tokens)
@@ -129,7 +145,7 @@ class RecordedBatches:
         memories = model.step_memory(sizes, self._width, limits.max_model_len)
         self._staging = Staging(sizes, self._width, device)
         self._steps = {size: _Recorded(memory) for size, memory in memories.items()}
-        self._parts = RecordedParts(record)
+        self._parts = RecordedParts(record, join)
 
     @property
     def num_recorded(self) -> int:
@@ -172,6 +188,7 @@ class RecordedBatches:
             if self.record_s > RECORD_S or not self._parts.may_record:
                 break
             log.debug("recorded steps of %d tokens of %d sequences", size.num_tokens, size.num_seqs)
+        self._check_joined()
         log.info(
             "recorded %d parts of steps of %d sizes in %.1f s and %d MiB",
             self.num_recorded,
@@ -196,6 +213,10 @@ class RecordedBatches:
         step = self._steps[size]
         self._write(step.memory, size, given, follows)
         self._look(size, step)
+        step.num_steady, step.ran_at = step.num_steady + 1, self.num_steps
+        if step.whole and self.may_join:
+            step.whole()
+            return
         for i, call in enumerate(step.calls):
             if call:
                 call()
@@ -203,6 +224,47 @@ class RecordedBatches:
                 step.calls[i] = self._parts.first(size, step.parts[i])
                 self._look_at_memory()
                 yield
+        if step.num_steady == self.steady_steps and self.may_join:  # now the device is busy
+            self._join(step)
+
+    def _join(self, step: _Recorded) -> None:
+        """Join what a step calls, in place of the joined step that has not run for longest."""
+        began, free = time.monotonic(), self._free_bytes()
+        if free < LEAST_FREE_BYTES or not (whole := self._parts.whole(step.parts, step.calls)):
+            return
+        joined = [one for one in self._steps.values() if one.whole]
+        if len(joined) == MOST_JOINED:
+            oldest = min(joined, key=lambda one: one.ran_at)
+            oldest.whole, oldest.num_steady = None, 0
+        step.whole = whole
+        self.num_joined += 1
+        self.join_s += time.monotonic() - began
+        self.join_bytes += free - self._free_bytes()
+
+    def _check_joined(self) -> None:
+        """Join the shortest step, and no more if that fails or gives other logits than its parts do."""
+        size = min(self.sizes, key=lambda size: size.num_tokens, default=None)
+        if size is None or None in (step := self._steps[size]).calls:
+            return
+        by_parts = self._logits_of_nothing(size)
+        self._join(step)
+        if not step.whole:
+            return
+        try:
+            problem = "" if torch.equal(self._logits_of_nothing(size), by_parts) else "they give other logits"
+        except Exception as error:  # noqa: BLE001 the parts run without it
+            problem = str(error)
+        if problem:
+            self.may_join = False
+            log.error("steps run as recordings of their parts: joined to one, %s", problem)
+
+    def _logits_of_nothing(self, size: StepSize) -> torch.Tensor:
+        """Return the bits of what a step without sequences computes."""
+        logits = self._steps[size].memory.logits
+        logits.zero_()
+        for _ in self._run(size, _nothing(self._width)):
+            pass
+        return logits.view(torch.int32).clone()
 
     def _look_at_memory(self) -> None:
         """Record nothing more on a device that is nearly full: a recording takes some 150 KiB of it."""
@@ -230,6 +292,7 @@ class RecordedBatches:
             reads, call = known.get(part.name, ((None,), None))
             calls.append(call if same(reads, part.reads) else self._parts.find(size, part))
         step.halves, step.caches, step.parts, step.calls = halves, caches, parts, calls
+        step.whole, step.num_steady = None, 0
 
     def _write(self, memory: StepMemory, size: StepSize, given: ModelInput, follows: Ints | None) -> None:
         """Write a step's input, as `worker.engine.input_batch.attention_plan` makes it, and empty rows."""
@@ -274,7 +337,8 @@ def recorded_batches(
     if device.type != "cuda" or limits.cuda_graphs == "off":
         return None
     try:
-        return RecordedBatches(model, kv, limits, device, CudaGraphs(device))
+        graphs = CudaGraphs(device)
+        return RecordedBatches(model, kv, limits, device, graphs, graphs.join)
     except torch.OutOfMemoryError as error:
         log.warning("all steps run call by call: %s; lower worker.memory_mb", error)
         return None

@@ -11,15 +11,14 @@ Recordings of a step on a CPU are in `worker.model.recorded`: there one program 
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from operator import is_
 
 import torch
 
@@ -32,6 +31,7 @@ log = logging.getLogger(__name__)
 
 Run = Callable[[], object]
 Recorder = Callable[[Run], Run]  # records what a call does, without doing it; returns what does it
+Joiner = Callable[[Sequence[Run]], Run]  # makes one recording of recordings, which stay what they are
 
 MOST_FAILURES = 3  # another thread that waits for the device ends a recording: it may succeed the next time
 ALIGNMENT = 256  # bytes; Triton compiles once for addresses that are multiples of 16, and again for others
@@ -186,8 +186,8 @@ class Part:
 class RecordedParts:
     """The recordings of a model's parts, kept by what they read. A part without one runs call by call."""
 
-    def __init__(self, record: Recorder) -> None:
-        self._record, self._failures = record, Counter[str]()
+    def __init__(self, record: Recorder, join: Joiner | None = None) -> None:
+        self._record, self._join, self._failures = record, join, Counter[str]()
         self._is_stopped = False
         self._recordings: dict[tuple[StepSize, str, Hashable], Run] = {}
         self._kept: list[object] = []  # what recordings read: else its memory could become something else
@@ -244,6 +244,18 @@ class RecordedParts:
         self._kept.append(part.reads)
         return recording
 
+    def whole(self, parts: Sequence[Part], calls: Sequence[Run | None]) -> Run | None:
+        """Join the recordings of all parts of a step; None if one has none, or if they cannot be joined."""
+        recordings = [call for part, call in zip(parts, calls, strict=True) if call not in (None, part.run)]
+        if self._join is None or self._is_stopped or len(recordings) < len(parts):
+            return None
+        try:
+            return self._join(recordings)
+        except Exception as error:  # noqa: BLE001 the recordings are as they were
+            self._join = None
+            log.warning("steps run as recordings of their parts: these cannot be joined: %s", error)
+            return None
+
     def _key(self, size: StepSize, part: Part) -> tuple[StepSize, str, Hashable]:
         return size, part.name, tuple(map(self._value, part.reads))
 
@@ -278,56 +290,6 @@ def value_of(thing: object) -> Hashable:
     return thing
 
 
-class CudaGraphs:
-    """Records calls as CUDA graphs (CUDA C++ Programming Guide, "CUDA Graphs").
-
-    All share one pool of memory, which holds only what passes within a part: parts run one after the other on
-    one stream. Other threads may use the device meanwhile, but not wait for all of it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._begin()
-
-    def __call__(self, run: Run) -> Run:
-        """Raise RuntimeError if something in `run` cannot be captured."""
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with _no_collection(), torch.cuda.stream(self._stream):
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    run()
-                except BaseException:
-                    with suppress(RuntimeError):
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
-        except BaseException:
-            # A capture that failed does not end torch's allocations to its pool.
-            with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
-            self._begin()
-            raise
-        replay: Run = graph.replay
-        return replay
-
-    def _begin(self) -> None:
-        self._stream = torch.cuda.Stream(self._device)  # the default stream cannot be captured
-        self._pool = torch.cuda.graph_pool_handle()
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector from freeing device memory in the middle, which ends a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def same(some: Sequence[object], others: Sequence[object]) -> bool:
     """Return True for the same objects in the same order."""
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+    return len(some) == len(others) and all(map(is_, some, others))

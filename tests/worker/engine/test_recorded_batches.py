@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import copy
 from functools import partial, partialmethod
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -35,10 +37,11 @@ from worker.engine.sampler import ChosenTokens
 from worker.engine.sequence import Limits
 from worker.memory import PagePool
 from worker.model import Model, step_parts
+from worker.model.cuda_graphs import CudaGraphs
 from worker.model.experts import Experts
 from worker.model.layer import Attention, LayerHalf
 from worker.model.linear import DenseLinear, TransposedLinear
-from worker.model.step_parts import CudaGraphs, Run, StepSize, value_of
+from worker.model.step_parts import Run, StepSize, value_of
 
 CPU = torch.device("cpu")
 NUM_NEW = 12
@@ -48,7 +51,7 @@ class Recorder:
     """Records calls by keeping them; counts recordings and their runs, and fails while `why` says so."""
 
     def __init__(self) -> None:
-        self.num_made = self.num_runs = 0
+        self.num_made = self.num_runs = self.num_joined = 0
         self.why = ""
 
     def __call__(self, call: Run) -> Run:
@@ -59,6 +62,18 @@ class Recorder:
         def replay() -> None:
             self.num_runs += 1
             call()
+
+        return replay
+
+    def join(self, recordings: Sequence[Run]) -> Run:
+        """Make a recording that runs as one."""
+        self.num_joined += 1
+
+        def replay() -> None:
+            before = self.num_runs
+            for one in recordings:
+                one()
+            self.num_runs = before + 1
 
         return replay
 
@@ -73,6 +88,7 @@ class Case:
         is_recorded: bool = True,
         is_ahead: bool = False,
         num_blocks: int = 0,
+        steady_steps: int = 0,
         **limits: Any,
     ) -> None:
         self.pool: PagePool = make_pool(CPU, 64 * 1024 * 1024)
@@ -85,7 +101,9 @@ class Case:
         self.recorder = Recorder()
         assert self.instance.local_executor.recorded is None, "a CPU records steps as programs of its own"
         if is_recorded:
-            self.recorded = RecordedBatches(self.model, self.cache, self.limits, CPU, self.recorder)
+            join = self.recorder.join if steady_steps else None
+            self.recorded = RecordedBatches(self.model, self.cache, self.limits, CPU, self.recorder, join)
+            self.recorded.steady_steps = steady_steps
             self.instance.local_executor.recorded = self.recorded
         if num_blocks:
             self.cache.allocator.truncate(num_blocks)
@@ -259,6 +277,78 @@ def changed(half: LayerHalf) -> LayerHalf:
         assert isinstance(other.down, TransposedLinear)
         other.down = TransposedLinear(other.down.weight * -3)
     return other
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_steps_without_a_change_are_joined_to_one_recording_until_a_half_is_replaced(
+    folder: Path, is_ahead: bool
+) -> None:
+    found = []
+    for is_recorded in (True, False):
+        case = Case(folder, is_recorded=is_recorded, is_ahead=is_ahead and is_recorded, steady_steps=4)
+        before_step = 11 if is_ahead and is_recorded else 12  # a step ahead is launched already
+        half = case.model.layers[0].feed_forward
+        client, runs = Client(), list[int]()
+        case.engine.submit("m@w0", request("0", [1, 2, 3], 40))
+        for i in range(30):
+            if i in (before_step, before_step + 8):
+                case.model.install(0, changed(half) if i == before_step else half)
+            before = case.recorder.num_runs
+            client.take(case.engine.step())
+            runs.append(case.recorder.num_runs - before)
+        if is_recorded and not is_ahead:
+            # The prompt; recordings are made; 3 more steps by parts, then joined; again after each change.
+            assert runs == [0, 0, *[7] * 3, *[1] * 7, 6, *[7] * 3, *[1] * 4, *[7] * 4, *[1] * 6]
+            assert case.recorder.num_joined == case.recorded.num_joined == 3
+        found.append(run(case.engine, client).tokens)
+        case.close()
+    assert found[0] == found[1]
+
+
+def test_joined_steps_are_few_and_none_is_made_where_a_part_has_no_recording(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorded_batches, "MOST_JOINED", 2)
+    case = Case(folder, steady_steps=1)
+    list(case.recorded.record())
+    steps = case.recorded._steps.values()
+    assert case.recorder.num_joined == 4 + 1  # the shortest once more, to be compared
+    assert sum(step.whole is not None for step in steps) == 2
+    case.close()
+    case = Case(folder, steady_steps=1)
+    case.recorder.why = "no memory"
+    case.serve([3, 5])
+    assert case.recorder.num_joined == 0
+    case.close()
+
+
+@pytest.mark.parametrize("why", ["they give other logits", "no launch"])
+def test_joined_steps_are_given_up_if_they_do_not_compute_the_same(
+    folder: Path, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    case, plain = Case(folder, steady_steps=2), Case(folder, is_recorded=False)
+
+    def fail() -> None:
+        if why == "no launch":
+            raise RuntimeError(why)
+
+    case.recorded._parts._join = lambda recordings: fail
+    list(case.recorded.record())
+    assert [line for line in caplog.messages if line.endswith(f"joined to one, {why}")]
+    assert case.serve([3, 9]) == plain.serve([3, 9])
+    for each in (case, plain):
+        each.close()
+
+
+def test_recordings_that_cannot_be_joined_run_one_by_one(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    case, plain = Case(folder, steady_steps=2), Case(folder, is_recorded=False)
+    case.recorded._parts._join = lambda recordings: 1 / 0  # type: ignore[assignment,return-value]
+    assert case.serve([3, 9]) == plain.serve([3, 9])
+    assert len([line for line in caplog.messages if "these cannot be joined" in line]) == 1
+    for each in (case, plain):
+        each.close()
 
 
 @pytest.mark.parametrize(("part", "num_stale"), [("feed_forward", 1), ("attention", 2)])
@@ -463,6 +553,16 @@ class FakeGraph:
 
     pools: ClassVar[list[int]] = []
 
+    def __init__(self, keep_graph: bool) -> None:
+        assert keep_graph
+        self.is_ready = False
+
+    def instantiate(self) -> None:
+        self.is_ready = True
+
+    def raw_cuda_graph(self) -> int:
+        return 100 + self.pools[-1]
+
     def capture_begin(self, pool: int, capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local"
         self.pools.append(pool)
@@ -472,6 +572,7 @@ class FakeGraph:
             raise RuntimeError("the capture was invalidated")
 
     def replay(self) -> str:
+        assert self.is_ready
         return f"ran from pool {self.pools[-1]}"
 
 
@@ -490,6 +591,60 @@ def test_a_failed_capture_is_ended_and_leaves_its_pool(monkeypatch: pytest.Monke
     assert gc.isenabled()
     assert record(lambda: gc.isenabled())() == "ran from pool 2"
     assert len(ended) == 1
+
+
+class FakeDriver(ModuleType):
+    """The driver's calls for graphs, which note what they are called with."""
+
+    class CUresult:
+        CUDA_SUCCESS = 0
+
+    def __init__(self) -> None:
+        super().__init__("driver")
+        self.calls: list[Any] = []
+        self.status = 0
+
+    def __getattr__(self, name: str) -> Callable[..., tuple[Any, ...]]:
+        if not name.startswith("cuGraph"):
+            raise AttributeError(name)
+
+        def call(*args: Any) -> tuple[Any, ...]:
+            self.calls.append((name.removeprefix("cuGraph"), *args))
+            value = f"{name.removeprefix('cuGraph')} {len(self.calls)}"
+            return (self.status if name == "cuGraphInstantiate" else 0, value)
+
+        return call
+
+    CUgraph = staticmethod(lambda address: f"graph at {address}")
+
+
+def test_graphs_are_joined_in_a_row_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, bindings = FakeDriver(), ModuleType("bindings")
+    bindings.driver = driver  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    monkeypatch.delitem(sys.modules, "worker.memory.driver", raising=False)
+    monkeypatch.setattr(FakeGraph, "pools", [2])
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "a stream")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(stream))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 2)
+    graphs = CudaGraphs(torch.device("cuda", 0))
+    joined = graphs.join([graphs(lambda: None) for _ in range(2)])
+    assert driver.calls == [
+        ("Create", 0),
+        ("AddChildGraphNode", "Create 1", [], 0, "graph at 102"),
+        ("AddChildGraphNode", "Create 1", ["AddChildGraphNode 2"], 1, "graph at 102"),
+        ("Instantiate", "Create 1", 0),
+        ("Destroy", "Create 1"),
+        ("Upload", "Instantiate 4", 7),
+    ]
+    joined()
+    assert driver.calls[-1] == ("Launch", "Instantiate 4", 7)
+    del joined
+    gc.collect()
+    assert driver.calls[-1] == ("ExecDestroy", "Instantiate 4")
 
 
 # ----------------------------------------------------------------------------- batches in flight
