@@ -144,6 +144,7 @@ class Run:
         text = json.dumps(result, indent=1) + "\n"
         targets = [self._kept] if self._device != "cpu" else []
         if out := os.environ.get("OUT"):
+            Path(out).mkdir(parents=True, exist_ok=True)
             targets.append(Path(out) / "gpu.json")
             (Path(out) / "gpu.log").write_text("".join(self._logs()))
         for target in targets:

@@ -70,9 +70,11 @@ def measure(device: torch.device, found: Found) -> None:
 
 def _theirs(model: Any, load: Load, seed: int) -> tuple[float, list[list[int]]]:
     tokens = load.prompt_tokens + load.output_tokens
+    fields = ContinuousBatchingConfig.__dataclass_fields__
+    page_size = "page_size" if "page_size" in fields else "block_size"  # its name until transformers 5.17
     config = ContinuousBatchingConfig(
+        **{page_size: PAGE_TOKENS},
         num_blocks=load.requests * -(-tokens // PAGE_TOKENS) + 1,  # without it a CPU gets none
-        page_size=PAGE_TOKENS,
         max_requests_per_batch=load.requests,
         max_batch_tokens=8192,
         allow_block_sharing=False,
