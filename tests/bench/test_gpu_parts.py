@@ -17,6 +17,7 @@ from bench.gpu import all as gpu_all
 from bench.gpu import kit
 from bench.gpu.common import Found
 from bench.gpu.parts import FOLDER, NAMES, PARTS, Part
+from bench.gpu.step_times import gaps
 
 
 @pytest.mark.parametrize("name", ["card", "decode", "products"])
@@ -42,6 +43,19 @@ def test_a_part_runs_on_a_cpu_and_has_a_table(name: str, tmp_path: Path) -> None
 )
 def test_a_longer_part_runs_on_a_cpu(name: str, tmp_path: Path) -> None:
     test_a_part_runs_on_a_cpu_and_has_a_table(name, tmp_path)
+
+
+def test_what_lies_between_kernels_is_a_gap_or_idleness() -> None:
+    # Two steps: kernels that overlap, a gap of 1 us, one of 3 us, and 100 us without anything.
+    kernels_us = [(10.0, 20.0), (15.0, 30.0), (31.0, 40.0), (140.0, 150.0), (153.0, 160.0)]
+    found = gaps(sorted(kernels_us, reverse=True), 2)
+    assert found == {
+        "busy_ms": pytest.approx((20 + 9 + 10 + 7) / 2e3),
+        "gaps": 1.0,
+        "gap_us": 2.0,
+        "gaps_ms": pytest.approx(4 / 2e3),
+        "idle_ms": pytest.approx(100 / 2e3),
+    }
 
 
 def test_every_part_has_a_limit_within_one_call_of_ten_minutes() -> None:

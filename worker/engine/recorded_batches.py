@@ -114,7 +114,7 @@ class _Recorded:
     caches: Sequence[torch.Tensor] = ()
     parts: list[Part] = field(default_factory=list)
     calls: list[Run | None] = field(default_factory=list)  # None: not recorded yet
-    num_steady: int = 0  # steps since a half or a cache was replaced
+    num_steady: int = 0  # steps since a half or a cache was replaced that could have been joined
     whole: Run | None = None  # all calls, joined
     ran_at: int = 0  # number of the last step of this size
 
@@ -213,7 +213,7 @@ class RecordedBatches:
         step = self._steps[size]
         self._write(step.memory, size, given, follows)
         self._look(size, step)
-        step.num_steady, step.ran_at = step.num_steady + 1, self.num_steps
+        step.num_steady, step.ran_at = step.num_steady + self.may_join, self.num_steps
         if step.whole and self.may_join:
             step.whole()
             return
