@@ -155,3 +155,28 @@ def event_seconds(call: Callable[[], object], calls: int = 1, rounds: int = 5) -
         torch.cuda.synchronize()
         best = min(best, begin.elapsed_time(end) / calls / 1e3)
     return best
+
+
+def recorded(calls: Iterable[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """Return the calls as one CUDA graph, which has run once."""
+    calls = list(calls)
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):  # torch.cuda.graph() would give back all cached memory
+        graph.capture_begin()
+        for call in calls:
+            call()
+        graph.capture_end()
+    graph.replay()
+    return graph
+
+
+def replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
+    """Return the seconds that the GPU takes for the graph, once."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3

@@ -1,12 +1,14 @@
 """Pack what a machine with a GPU lacks into one folder, to carry there: `make gpu-kit`.
 
-    python -m bench.gpu.kit [--folder gpu-kit]
+    python -m bench.gpu.kit [--folder gpu-kit] [--with flashinfer]
 
 For a machine without a network whose Python 3.12 has torch, triton, transformers and cuda-bindings, as images
 for GPUs do. The folder gets wheels of the pinned versions, among them a Redis server, and `run`, which
 installs them beside the machine's own packages and starts `python -m bench.gpu` with its arguments:
 
     gpu-kit/run --parts card,decode
+
+`--with` adds what single parts measure beside the own kernels: OPTIONAL.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.common.results import ROOT, parser, say
+from bench.gpu import kit_flashinfer
 
 PYTHON = "3.12"
 PLATFORMS = ("manylinux_2_28", "manylinux_2_17", "manylinux2014", "manylinux_2_5", "manylinux1")
@@ -27,6 +31,7 @@ PACKAGES = (
     *("fastapi", "starlette", "annotated-doc", "opentelemetry-api", "anyio", "idna"),
     *("uvicorn", "httptools", "websockets"),
 )
+OPTIONAL = {"flashinfer": ("flashinfer-python==0.7.2.post1", "apache-tvm-ffi==0.1.15.post2")}  # by name
 MOST_BYTES = 60 << 20
 RUN = """\
 #!/bin/sh
@@ -55,18 +60,19 @@ def pins() -> dict[str, str]:
     return found
 
 
-def wanted() -> list[str]:
-    """Return the wheels of a kit, as name==version."""
+def wanted(optional: Sequence[str] = ()) -> list[str]:
+    """Return the wheels of a kit, as name==version, with those of the names of OPTIONAL."""
     versions = pins()
-    return [f"{normal(name)}=={versions[normal(name)]}" for name in PACKAGES]
+    every = [f"{normal(name)}=={versions[normal(name)]}" for name in PACKAGES]
+    return [*every, *(wheel for name in optional for wheel in OPTIONAL[name])]
 
 
-def download(folder: Path) -> list[str]:
+def download(folder: Path, optional: Sequence[str] = ()) -> list[str]:
     """Return the command that downloads the wheels."""
     platforms = [text for name in PLATFORMS for text in ("--platform", f"{name}_x86_64")]
     only = ["--no-deps", "--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp"]
     pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check"]
-    return [*pip, *only, *platforms, "-d", str(folder), *wanted()]
+    return [*pip, *only, *platforms, "-d", str(folder), *wanted(optional)]
 
 
 def missing(folder: Path) -> list[str]:
@@ -81,6 +87,7 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--folder", type=Path, default=ROOT / "gpu-kit")
     options.add_argument("--check", action="store_true", help="only say what a kit lacks")
+    options.add_argument("--with", dest="optional", action="append", default=[], choices=sorted(OPTIONAL))
     args = options.parse_args()
     folder: Path = args.folder
     if args.check:
@@ -90,7 +97,10 @@ def main() -> int:
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.whl"):
         old.unlink()
-    subprocess.run(download(folder), check=True)
+    subprocess.run(download(folder, args.optional), check=True)
+    if "flashinfer" in args.optional and (problem := kit_flashinfer.pack(folder)):
+        say(problem)
+        return 1
     run = folder / "run"
     run.write_text(RUN)
     run.chmod(0o755)

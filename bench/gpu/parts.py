@@ -34,6 +34,7 @@ PARTS = (
     Part("peers", 100),
     Part("products", 60),
     Part("sweep", 90),
+    Part("attention", 90),
     Part("transform", 150),
     Part("fingerprint", 150),
 )

@@ -27,8 +27,9 @@ import kernels  # before torch: it settles how torch's threads wait
 import torch
 
 from bench.common.machine import num_cores
+from bench.gpu.attention_cases import HEAD_DIM, HEADS, KV_HEADS, attended, attention_of
 from bench.gpu.card import bandwidth
-from bench.gpu.common import Found, run_alone
+from bench.gpu.common import Found, recorded, replay_seconds, run_alone
 from kernels import AttentionPlan, QuantizedWeight
 from kernels.gpu.attention_configs import CHUNK_CANDIDATES, DECODE_CANDIDATES, AttentionConfig
 from kernels.gpu.product_configs import CANDIDATES, SCRATCH_BYTES, TABLE, ProductConfig, product_config
@@ -42,7 +43,6 @@ COLD_BYTES = 120 << 20  # more than second-level caches hold
 LEAST_CALLS = 8
 ROUNDS = 3
 ERROR = 1e-2  # of a result's norm: roundings of bfloat16 are 2^-9 each
-HEADS, KV_HEADS, HEAD_DIM, BLOCK_TOKENS = 32, 8, 128, 16
 
 Call = Callable[[], torch.Tensor]
 
@@ -149,11 +149,11 @@ def _compile(kind: int | str, config: Any) -> str:
                 x = torch.zeros(1, inputs, dtype=torch.bfloat16, device=device)
                 _multiply(x, _weight(inputs, 64, kind, device), config)
         elif kind == "chunk":
-            plan, q, kv = _attention_of(device, ((32, 64),), 1)
+            plan, q, kv = attention_of(device, ((32, 64),), 1)
             _attend(q, kv, plan[0], config, DECODE_CANDIDATES[0])
         else:
             for context in (64, 4096):  # in one split, and in several
-                plan, q, kv = _attention_of(device, ((1, context),), 1)
+                plan, q, kv = attention_of(device, ((1, context),), 1)
                 _attend(q, kv, plan[0], CHUNK_CANDIDATES[0], config)
         torch.cuda.synchronize()
     except Exception as problem:  # noqa: BLE001 whatever the compiler refuses
@@ -256,8 +256,8 @@ def attentions(
     ):
         cached = 2 * 2 * seqs * KV_HEADS * HEAD_DIM * context
         copies = max(1, -(-COLD_BYTES // cached)) if device.type == "cuda" and kind == "decode" else 1
-        plans, q, kv = _attention_of(device, ((length, context),) * seqs, min(copies, 64))
-        expected = _attended(q, kv, plans[0], length, context)
+        plans, q, kv = attention_of(device, ((length, context),) * seqs, min(copies, 64))
+        expected = attended(q, kv, plans[0], length, context)
         pairs = length * (context - (length - 1) / 2)  # of a query and a key that it sees
         common = {
             "kind": kind,
@@ -283,58 +283,6 @@ def _attend(
     from kernels.gpu import attention
 
     return attention.attend(q, kv, plan, HEAD_DIM**-0.5, torch.empty_like(q), chunk, decode)
-
-
-def _attention_of(
-    device: torch.device, lengths: Sequence[tuple[int, int]], copies: int
-) -> tuple[list[AttentionPlan], torch.Tensor, torch.Tensor]:
-    """Return a plan for each of the copies of the sequences' blocks, queries and a cache in any order."""
-    counts = [-(-context // BLOCK_TOKENS) for _, context in lengths]
-    each, widest = sum(counts), max(counts)
-    order = torch.randperm(copies * each, dtype=torch.int32)
-    plans = []
-    for copy in range(copies):
-        own = order[copy * each : (copy + 1) * each].split(counts)
-        table = torch.stack([torch.nn.functional.pad(row, (0, widest - len(row))) for row in own])
-        new = torch.tensor([0, *(length for length, _ in lengths)], dtype=torch.int32)
-        unused = torch.zeros(0, dtype=torch.int64, device=device)
-        plans.append(
-            AttentionPlan(
-                cu_seqlens_q=new.cumsum(0, dtype=torch.int32).to(device),
-                context_lens=torch.tensor([context for _, context in lengths], dtype=torch.int32).to(device),
-                block_table=table.to(device),
-                slot_mapping=unused,
-                positions=unused,
-                max_q_len=max(length for length, _ in lengths),
-                max_context_len=max(context for _, context in lengths),
-            )
-        )
-    tokens = sum(length for length, _ in lengths)
-    q = torch.randn(tokens, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
-    shape = (copies * each, KV_HEADS, 2, BLOCK_TOKENS, HEAD_DIM)
-    return plans, q, torch.randn(shape, dtype=torch.bfloat16, device=device)
-
-
-def _attended(
-    q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan, length: int, context: int
-) -> torch.Tensor:
-    """Return what attention gives for sequences of one length and context, by torch, sequence by sequence."""
-    made = []
-    behind = (
-        torch.arange(context, device=q.device)
-        - torch.arange(context - length, context, device=q.device)[:, None]
-    )
-    for s, queries in enumerate(q.split(length)):
-        blocks = kv[plan.block_table[s].long()].float()  # [blocks, Hkv, 2, bt, D]
-        keys, values = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :context]
-        rows = []
-        for some, ages in zip(queries.split(1024), behind.split(1024), strict=True):
-            wide = some.float().transpose(0, 1).unflatten(0, (KV_HEADS, -1)).flatten(1, 2)
-            scores = (wide @ keys.transpose(1, 2)).unflatten(1, (-1, len(some))) * HEAD_DIM**-0.5
-            weights = scores.masked_fill(ages > 0, float("-inf")).softmax(-1)
-            rows.append((weights.flatten(1, 2) @ values).unflatten(1, (-1, len(some))).flatten(0, 1))
-        made.append(torch.cat(rows, 1).transpose(0, 1))
-    return torch.cat(made)
 
 
 # --------------------------------------------------------------------------- judging
@@ -365,24 +313,8 @@ def seconds(device: torch.device, calls: Sequence[Call]) -> float:
             call()
         return (time.perf_counter() - began) / len(calls)
     calls = list(calls) * -(-LEAST_CALLS // len(calls))
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()):  # torch.cuda.graph() would give back all cached memory
-        graph.capture_begin()
-        for call in calls:
-            call()
-        graph.capture_end()
-    graph.replay()
-    best = float("inf")
-    for _ in range(ROUNDS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        best = min(best, begin.elapsed_time(end) / len(calls) / 1e3)
-    return best
+    graph = recorded(calls)
+    return min(replay_seconds(graph) for _ in range(ROUNDS)) / len(calls)
 
 
 def _us(seconds: float) -> float:

