@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -180,7 +180,9 @@ class EngineCore:
             return None
         if len(before.sampling) < len(before.chunks) or self.scheduler.can_admit:
             return None
-        here = [i for i, chunk in enumerate(before.chunks) if self._counts(chunk)]
+        here: Collection[int] = range(len(before.chunks))
+        if not self._all_count(before):
+            here = [i for i in here if self._counts(before.chunks[i])]
         if len(here) != len(self.scheduler.running):
             return None
         kept = [i for i in here if self._goes_on(before.chunks[i].seq)]
@@ -199,6 +201,10 @@ class EngineCore:
         """Return True if the sequence has been here ever since the chunk was scheduled."""
         return self._is_here(chunk.seq) and chunk.seq.generation == chunk.generation
 
+    def _all_count(self, batch: ScheduledBatch) -> bool:
+        """Return True if no sequence at all has left or lost its row since the batch was built."""
+        return batch.num_released == self.batch.num_released
+
     def _execute(self, batch: ScheduledBatch) -> None:
         """Run `batch`; where others may follow before it ends, its tokens count as computed from now on."""
         self.executor.execute(batch)
@@ -208,7 +214,9 @@ class EngineCore:
     def _commit_here(self, batch: ScheduledBatch) -> None:
         """Count a batch as computed that follows the one just updated, for what is left of it."""
         if not batch.is_committed:
-            self.scheduler.commit([chunk for chunk in batch.chunks if self._counts(chunk)])
+            is_whole = self._all_count(batch)
+            chunks = batch.chunks if is_whole else [one for one in batch.chunks if self._counts(one)]
+            self.scheduler.commit(chunks)
             batch.is_committed = True
 
     def _commit(self, batch: ScheduledBatch) -> None:
@@ -220,7 +228,7 @@ class EngineCore:
         """Take the tokens of a finished batch; sequences that left since it was scheduled get none."""
         batch, logits, token_ids = finished.batch, finished.logits, finished.token_ids
         self._may_schedule = True
-        if not all(map(self._counts, batch.chunks)):
+        if not (self._all_count(batch) or all(map(self._counts, batch.chunks))):
             here = {id(chunk.seq) for chunk in batch.chunks if self._counts(chunk)}
             batch, rows = batch.only(lambda seq: id(seq) in here)
             if token_ids is None:
@@ -455,10 +463,13 @@ class EngineCore:
             at += end - first
 
     def _publish(self, batch: ScheduledBatch, sampled: Sampled) -> list[Output]:
-        now = self._clock()
-        outputs = [output for chunk in batch.chunks if (output := self._started(chunk, now))]
-        for i, (chunk, token) in enumerate(zip(batch.sampling, sampled.token_ids.tolist(), strict=True)):
-            outputs.append(self._add_token(chunk.seq, token, sampled.logprobs.get(i), now))
+        now, logprobs = self._clock(), sampled.logprobs
+        prefilling = [chunk.seq for chunk in batch.chunks if not chunk.seq.is_prompt_counted]
+        outputs = [output for seq in prefilling if (output := self._started(seq, now))]
+        seqs = [chunk.seq for chunk in batch.sampling]
+        self._time_tokens(seqs, now)
+        for i, (seq, token) in enumerate(zip(seqs, sampled.token_ids.tolist(), strict=True)):
+            outputs.append(self._add_token(seq, token, logprobs.get(i) if logprobs else None, now))
         return outputs + self._signs_of_life(now)
 
     def _signs_of_life(self, now: float) -> list[Output]:
@@ -476,9 +487,8 @@ class EngineCore:
             if seq.started_at and max(seq.started_at, seq.last_token_at) <= since
         ]
 
-    def _started(self, chunk: ScheduledChunk, now: float) -> Output | None:
+    def _started(self, seq: Sequence, now: float) -> Output | None:
         """Note that a request's first chunk has run; return an empty delta unless a token follows."""
-        seq = chunk.seq
         if (counted := min(seq.num_computed_tokens, seq.num_prompt)) > seq.num_prompt_counted:
             self.stats.prompt_tokens += counted - seq.num_prompt_counted
             seq.num_prompt_counted = counted
@@ -491,12 +501,11 @@ class EngineCore:
         return Output(seq.request, self._delta(seq, seq.num_output, []))
 
     def _add_token(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None, now: float) -> Output:
-        if seq.num_output >= seq.request.sampling.max_tokens:  # max_tokens 0: only the prompt was of interest
+        if (index := seq.num_output) >= seq.request.sampling.max_tokens:  # 0: only the prompt was of interest
             self._drop(seq)
             return self._end(seq, "length")
-        index = seq.num_output
         seq.token_ids.append(token)
-        self._time_token(seq, now)
+        seq.last_token_at = now
         finished = why_finished(seq, self.limits)
         if finished:
             self._drop(seq)
@@ -507,13 +516,16 @@ class EngineCore:
             self.residence_s += weight * (ran_s - self.residence_s)
         return Output(seq.request, self._delta(seq, index, [token], finished, logprobs))
 
-    def _time_token(self, seq: Sequence, now: float) -> None:
-        self.stats.generation_tokens += 1
-        if seq.last_token_at:
-            self.stats.time_per_output_token.observe(now - seq.last_token_at)
-        else:
-            self.stats.time_to_first_token.observe(now - seq.arrived)
-        seq.last_token_at = now
+    def _time_tokens(self, seqs: list[Sequence], now: float) -> None:
+        """Count the tokens that come to these sequences now, most of which had their last one together."""
+        seqs = [seq for seq in seqs if seq.request.sampling.max_tokens]
+        self.stats.generation_tokens += len(seqs)
+        for last_token_at, times in Counter([seq.last_token_at for seq in seqs]).items():
+            if last_token_at:
+                self.stats.time_per_output_token.observe(now - last_token_at, times)
+        for seq in seqs:
+            if not seq.last_token_at:
+                self.stats.time_to_first_token.observe(now - seq.arrived)
 
     def _is_here(self, seq: Sequence) -> bool:
         return self._sequences.get(seq.request.request_id) is seq

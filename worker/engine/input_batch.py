@@ -52,6 +52,7 @@ class ScheduledBatch:
     output_positions: Ints  # [R] index of the token to be chosen in its request's output
     prompt_ranges: list[tuple[Sequence, int, int]]  # rows for prompt positions [first, end) of a sequence
     began: float = 0.0  # start, by the clock of the engine core
+    num_released: int = -1  # rows that `InputBatch` had taken back when this was built
     is_committed: bool = False  # True: its tokens count as computed
     follows: Ints | None = (
         None  # [T] rows of the batch before it, whose tokens it takes; None: they are known
@@ -87,6 +88,7 @@ class InputBatch:
         self._blocks = np.zeros((num_rows, -(-limits.max_model_len // block_tokens) + 1), np.int32)
         self._num_blocks = [0] * num_rows
         self._free_rows = list(range(num_rows))[::-1]
+        self.num_released = 0  # rows taken back
 
     def admit(self, seq: Sequence) -> int:
         """Give `seq` a row and return it."""
@@ -101,6 +103,7 @@ class InputBatch:
             self._free_rows.append(seq.row)
             seq.row = -1
             seq.generation += 1
+            self.num_released += 1
 
     def reread_blocks(self, seq: Sequence) -> None:
         """Copy all blocks of `seq` into the table again at the next step, since they were renumbered."""
@@ -146,6 +149,7 @@ class InputBatch:
                 (chunk.seq.num_output for chunk in sampling), np.int64, len(sampling)
             ),
             prompt_ranges=prompt_ranges,
+            num_released=self.num_released,
         )
 
     def _build_decodes(self, chunks: list[ScheduledChunk]) -> ScheduledBatch:
@@ -167,6 +171,7 @@ class InputBatch:
             sampling_rows=rows,
             output_positions=np.array([chunk.seq.num_output for chunk in chunks], np.int64),
             prompt_ranges=[],
+            num_released=self.num_released,
         )
 
     def build_next(self, before: ScheduledBatch, kept: list[int]) -> ScheduledBatch:
@@ -193,6 +198,7 @@ class InputBatch:
             sampling_rows=rows,
             output_positions=before.output_positions[at] + 1,
             prompt_ranges=[],
+            num_released=self.num_released,
             follows=at,
         )
 

@@ -128,6 +128,11 @@ class Sequence:
         """True while log-probabilities of its prompt are asked for and not all known."""
         return 0 < len(self.prompt_logprobs) < self.num_prompt
 
+    @property
+    def is_prompt_counted(self) -> bool:
+        """True if it has started, and its whole prompt is in the statistics."""
+        return self.num_prompt_counted == self.num_prompt and self.started_at > 0
+
     def num_blocks_needed(self, block_tokens: int) -> int:
         """KV blocks that hold all known tokens."""
         return -(-len(self.token_ids) // block_tokens)
