@@ -34,7 +34,7 @@ import torch
 
 from bench.common.engines import INSTANCE, EngineShape, close, run_prompts, timed
 from bench.gpu.card import bandwidth
-from bench.gpu.common import Found, device_clock, run_alone
+from bench.gpu.common import Found, device_clock, event_seconds, run_alone
 from bench.gpu.decode import CPU, GPU, TINY, Sizes, bytes_of_a_step, random_engine
 from bench.gpu.step_times import StepTimes, clocks, gaps
 from bus.messages import SamplingParams
@@ -94,6 +94,8 @@ def measure(device: torch.device, found: Found) -> None:
         for way in WAYS[2:]:
             use(engine, recorded, way)
             found.add("kernels", row | {"way": way, "temperature": 0.0} | kernels_of_a_step(engine, device))
+        if device.type == "cuda":
+            found.add("halves", {"sequences": num_seqs, "context": context} | halves_ms(engine, recorded))
         end(engine, num_seqs)
     found.put(joined=recorded.num_joined, join_s=recorded.join_s, join_mib=recorded.join_bytes / 2**20)
     for tokens in PROMPTS if device.type == "cuda" else PROMPTS[:1]:
@@ -332,6 +334,17 @@ def profiled(engine: Engine, device: torch.device) -> Any:
     return profile
 
 
+def halves_ms(engine: Engine, recorded: RecordedBatches) -> dict[str, float]:
+    """Return the milliseconds of a step's graphs by kind, run in a row; what runs afterwards is nonsense."""
+    instance = instance_of(engine)
+    instance.settle()
+    calls = recorded.recordings(len(instance.scheduler.running))
+    kinds: dict[str, list[Run]] = {}
+    for name, call in calls.items():
+        kinds.setdefault(name.split()[0], []).append(call)
+    return {f"{kind}_ms": 1e3 * event_seconds(in_a_row(chosen)) for kind, chosen in kinds.items()}
+
+
 def launches_of_a_step(profile: Any) -> dict[str, float]:
     """Return what a decode step asks of the device. The profile's own wait is left out."""
     seen = Counter({event.key: event.count for event in profile.key_averages()} if profile else {})
@@ -375,6 +388,9 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         )
     for row in found.get("kernels", []):
         yield from _kernel_lines(row)
+    for row in found.get("halves", []):
+        told = ", ".join(f"{name[:-3]} {ms:.2f}" for name, ms in row.items() if name.endswith("_ms"))
+        yield f"{row['sequences']} x {row['context']}, graphs of each kind in a row, ms: {told}"
     for row in found.get("prompts", []):
         yield f"first token of {row['tokens']:3d} beside decodes, {row['way']:12}: {row['ms']:6.2f} ms"
     if flips := found.get("flips"):

@@ -156,6 +156,11 @@ class RecordedBatches:
         """The sizes of which something is recorded."""
         return self._parts.sizes
 
+    def recordings(self, num_seqs: int) -> dict[str, Run]:
+        """Return what steps of so many decodes call, by the names of parts, as far as it is recorded."""
+        step = self._steps[StepSize.of_decodes(num_seqs)]
+        return {part.name: call for part, call in zip(step.parts, step.calls, strict=True) if call}
+
     def run(self, given: ModelInput, follows: Ints | None = None) -> torch.Tensor | None:
         """Run a step to its logits, float32 [R, vocab]; None: it must run call by call.
 

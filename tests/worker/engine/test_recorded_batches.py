@@ -242,6 +242,8 @@ def test_all_sizes_are_recorded_before_the_first_request(case: Case) -> None:
     list(canary_steps(case.instance))
     made = case.recorder.num_made
     assert made == case.recorded.num_recorded == 4 * 7
+    names = [f"{half} of layer {i}" for i in range(3) for half in ("attention", "FFN")]
+    assert list(case.recorded.recordings(6)) == [*names, "head"]
     case.serve([3, 20, 1, 9, 33])
     assert case.recorder.num_made == made
 
