@@ -5,7 +5,9 @@
 A worker's engine and morph executor in one process, on some layers of Llama 3 8B's shape with random weights.
 The floor is the time to copy a layer's bytes from pinned host memory. Steps beside swaps of one layer to INT4
 and back are compared with steps without, in turns. Tokens: a prompt alone gives the same ones after a swap
-under load as after the same swap of an idle engine, and the first ones again when the layer is back.
+under load as after the same swap of an idle engine, and the first ones again when the layer is back. A prompt
+whose first blocks the prefix cache has is computed from there on, by kernels that round otherwise. So it is
+compared with a run that had them too, and once more with the cache left out of all runs.
 `--device cpu` takes a tiny model.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -29,6 +32,7 @@ import torch
 
 from bench.common.engines import greedy
 from bench.common.results import say
+from bench.gpu.boundary import timed_boundaries
 from bench.gpu.common import Found, device_clock, profiled, run_alone
 from bench.gpu.decode import LLAMA_8B, TINY
 from bench.morph.cost import SEQUENCES, WAYS, MorphLoop
@@ -36,6 +40,7 @@ from bench.morph.cost_report import Part
 from bus.messages import PARTS
 from bus.morphs import MorphReport
 from bus.settings import WorkerSettings
+from worker.memory.prefix_index import PrefixIndex
 from worker.service.start_up import load
 from worker.shape import variants as variants_module
 from worker.shape.host_store import HostStore, Put
@@ -143,6 +148,10 @@ def _idle(loop: MorphLoop, device: torch.device, sizes: Sizes, found: Found) -> 
             floor = _floor_s(images, device)
             told = loop.swap(precision, [sizes.layer])
             found.add("idle", _row(told) | {"floor_ms": 1e3 * floor, "to": precision})
+    for precision in 2 * WAYS:
+        with timed_boundaries(loop.backend) as boundaries:
+            loop.swap(precision, [sizes.layer])
+        found.add("boundaries", boundaries.row() | {"to": precision})
     with profiled(found, "swaps"):
         for precision in WAYS:
             loop.swap(precision, [sizes.layer])
@@ -178,24 +187,39 @@ def _row(told: MorphReport) -> dict[str, float]:
 
 def _tokens(loop: MorphLoop, sizes: Sizes, found: Found) -> None:
     """Compare a prompt's tokens before and after swaps, of an idle engine and under load."""
-    full = _alone(loop)
+    _alone(loop)  # from now on the prefix cache has the prompt
+    full = _both(loop)
     loop.swap("int4", [sizes.layer])
-    swapped = _alone(loop)
+    swapped = _both(loop)
     loop.swap("full", [sizes.layer])
-    again = _alone(loop)
+    again = _both(loop)
     with_load = []
     for precision in WAYS:
         loop.beside([(precision, [sizes.layer])])
         _end_load(loop)
-        with_load.append(_alone(loop))
-    found.put(tokens_differ_in_int4=swapped != full)
+        with_load.append(_both(loop))
+    found.put(
+        tokens_differ_in_int4=swapped[WITHOUT] != full[WITHOUT],
+        tokens_differ_by_cache=full[WITHOUT] != full[CACHED],
+    )
     for what, made, expected in (
         ("back in full precision", again, full),
         ("in INT4 after a swap under load", with_load[0], swapped),
         ("back in full precision after a swap under load", with_load[1], full),
     ):
-        if made != expected:
-            found.problem(f"tokens {what}: {made} instead of {expected}")
+        for how in (CACHED, WITHOUT):
+            if made[how] != expected[how]:
+                found.problem(f"tokens {how} {what}: {made[how]} instead of {expected[how]}")
+
+
+CACHED, WITHOUT = "with the prefix cache", "without a prefix cache"
+
+
+def _both(loop: MorphLoop) -> dict[str, list[int]]:
+    """Return the prompt's tokens with its first blocks from the prefix cache, and with none."""
+    with mock.patch.object(PrefixIndex, "find", lambda *_: []):
+        without = _alone(loop)
+    return {CACHED: _alone(loop), WITHOUT: without}
 
 
 def _alone(loop: MorphLoop) -> list[int]:
@@ -217,9 +241,26 @@ def _end_load(loop: MorphLoop) -> None:
 
 
 def _beside(loop: MorphLoop, sizes: Sizes, found: Found) -> None:
-    parts = loop.alternate(sizes.swaps)
+    engine, morphs, alone_s = loop.loaded.engine, loop.loaded.morphs, list[float]()
+    step = engine.step
+
+    def timed_step() -> Any:
+        is_morphing, began = morphs.num_running > 0, time.perf_counter()
+        results = step()
+        if is_morphing:
+            alone_s.append(time.perf_counter() - began)
+        return results
+
+    with timed_boundaries(loop.backend) as boundaries, mock.patch.object(engine, "step", timed_step):
+        parts = loop.alternate(sizes.swaps)
     _end_load(loop)
-    found.put(steps=steps_row(parts))
+    alone_s.sort()
+    without_boundaries = {
+        "beside_alone_p99_ms": 1e3 * alone_s[int(0.99 * (len(alone_s) - 1))],
+        "beside_alone_longest_ms": 1e3 * alone_s[-1],
+    }
+    found.put(steps=steps_row(parts) | without_boundaries)
+    found.add("boundaries", boundaries.row() | {"to": "all swaps beside steps"})
     found.add("beside", *(_row(part.swap) for part in parts if part.swap))
 
 
@@ -237,6 +278,11 @@ def steps_row(parts: list[Part]) -> dict[str, float]:
     return row
 
 
+def boundary_text(row: dict[str, Any]) -> str:
+    parts = sorted((name for name in row if name.endswith("_ms")), key=lambda name: -row[name])
+    return ", ".join(f"{name[:-3]} {row[name]:.2f}" for name in parts if row[name] >= 0.005)
+
+
 def lines(found: dict[str, Any]) -> Iterator[str]:
     if images := found.get("images"):
         parts = ", ".join(f"{name[:-2]} {images[name]:.2f}" for name in images if name not in ("mb", "all_s"))
@@ -251,12 +297,20 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
                 f"swap to {to}, idle: {rows[0]['mb']:.0f} MB in {ms:.1f} ms, copy's floor {floor:.1f} ms,"
                 f" ratio {ms / floor:.2f} (bar 1.5)"
             )
+        for row in [row for row in found.get("boundaries", []) if row["to"] == to][-1:]:
+            yield f"  ms in the engine's thread: {boundary_text(row)}"
     if row := found.get("steps"):
         yield (
             f"steps beside swaps: median {row['beside_median_ms']:.2f} ms, P99 {row['beside_p99_ms']:.2f},"
             f" longest {row['beside_longest_ms']:.2f}; without {row['without_median_ms']:.2f},"
             f" {row['without_p99_ms']:.2f}, {row['without_longest_ms']:.2f}"
         )
+        yield (
+            f"  of the steps beside swaps, without their boundaries: P99 {row['beside_alone_p99_ms']:.2f} ms,"
+            f" longest {row['beside_alone_longest_ms']:.2f}"
+        )
+        for each in [each for each in found["boundaries"] if each["to"] == "all swaps beside steps"]:
+            yield f"  their boundaries, ms: {boundary_text(each)}"
     if beside := found.get("beside"):
         yield f"a swap beside steps: {statistics.median(row['ms'] for row in beside):.1f} ms"
 

@@ -44,6 +44,7 @@ from bus.morphs import MorphReport, Swap
 from bus.precisions import Precision
 from bus.settings import WorkerSettings
 from worker.deploy.model_host import ModelHost
+from worker.memory.backend import Backend
 from worker.service.start_up import load
 from worker.shape.variants import LayerVariants
 
@@ -154,6 +155,10 @@ class MorphLoop:
     @property
     def instance_id(self) -> str:
         return self._target.instance.id
+
+    @property
+    def backend(self) -> Backend:
+        return self._target.resizer.cache.pool.backend
 
     @property
     def variants(self) -> LayerVariants:

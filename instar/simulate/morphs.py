@@ -275,7 +275,7 @@ class SimulatedMorph:
 def _shrink(instance: MorphingInstance, blocks: int) -> bool:
     """Take the last blocks, moving those in use below them. Returns False if they find no room."""
     try:
-        moves = plan_moves_below(instance.blocks.used, blocks, instance.blocks.index.oldest_first)
+        moves = plan_moves_below(instance.blocks.used, blocks, instance.blocks.index)
     except OutOfBlocks:
         return False
     if moves:

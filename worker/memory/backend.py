@@ -12,12 +12,17 @@ import torch
 PageNumbers = npt.NDArray[np.int64]  # physical page numbers, in the order of their addresses
 
 OnWritten = Callable[[int, int], object]
+Finish = Callable[[], None]  # waits for what was begun
 
 NO_PAGE = -1
 
 
 def write_only(first: int, end: int) -> None:
     pass
+
+
+def finished() -> None:
+    """Return: what was begun has ended."""
 
 
 class AddressSpace:
@@ -56,8 +61,8 @@ class Fence(Protocol):
 class Backend(Protocol):
     """The physical memory of one device.
 
-    Calls are not thread-safe, except `write`; the pool's owner makes them. An unmapped page keeps its memory
-    for its next owner, since getting it from the system again takes longer than filling it.
+    Calls are not thread-safe, except `begin_write`; the pool's owner makes them. An unmapped page keeps its
+    memory for its next owner, since getting it from the system again takes longer than filling it.
     """
 
     page_bytes: int
@@ -94,13 +99,16 @@ class Backend(Protocol):
         Raises MappingFailed; then `space.pages` says what is still mapped, and its contents may be lost.
         """
 
-    def write(
+    def begin_write(
         self, space: AddressSpace, offset_bytes: int, source: torch.Tensor, then: OnWritten = write_only
-    ) -> None:
-        """Copy uint8 [n] from host memory to mapped pages; return when the device has it.
+    ) -> Finish:
+        """Copy uint8 [n] from host memory to mapped pages. Return what waits until the device has it.
+
+        A CPU has it when this returns. A GPU copies one write after the other, beside the steps; what is
+        returned must be called before the source or the pages may go, also after an error.
 
         then: called with the first byte and the end of each piece after it was written, while a CPU has it in
-        its caches. What it launches on a GPU runs beside the steps, as the copy does.
+        its caches. What it launches on a GPU runs behind the copy, beside the steps and the next write.
 
         Any thread may call this; nothing may map or unmap these pages meanwhile. Raises OSError or
         RuntimeError after a partial write.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
+
+import numpy as np
+import numpy.typing as npt
 
 from worker.memory.backend import BlocksInUse, BrokenInvariant, OutOfBlocks
+from worker.memory.block_set import BlockNumbers, BlockSet
 from worker.memory.prefix_index import PrefixIndex
-
-FEW = 64  # blocks: of a request, not of a cache
 
 
 class BlockAllocator:
@@ -33,12 +34,12 @@ class BlockAllocator:
         self.num_used_by_others = 0  # blocks in use by the other members
         self.on_empty: Callable[[], None] | None = None  # called when the last block in use is freed
         self._is_whole = share is None
-        self._used = set(used)
-        self._use(self._used)
-        own = set(range(capacity) if share is None else share)
-        if strange := self._used - own:
-            raise ValueError(f"KV blocks in use that are not here: {sorted(strange)[:8]}")
-        self._free = FreeBlocks(own - self._used, self.index)
+        self._used = BlockSet()
+        self._free = FreeBlocks(range(capacity) if share is None else list(share), self.index)
+        self._use(list(used))
+        if strange := [block for block in self._used if block not in self._free]:
+            raise ValueError(f"KV blocks in use that are not here: {strange[:8]}")
+        self._free.remove(self._used)
 
     @property
     def num_free(self) -> int:
@@ -51,12 +52,12 @@ class BlockAllocator:
     @property
     def used(self) -> list[int]:
         """Blocks in use, ascending."""
-        return sorted(self._used)
+        return list(self._used)
 
     @property
     def held(self) -> list[int]:
         """Blocks in use, and free ones whose contents can be found, ascending."""
-        return sorted(self._used | self.index.blocks)
+        return sorted({*self._used, *self.index.blocks})
 
     def allocate(self, n: int) -> list[int]:
         """Take n blocks, in ascending order. Raises OutOfBlocks, and takes none, if fewer are free."""
@@ -101,17 +102,20 @@ class BlockAllocator:
         if not moves:
             return
         self.index.rename(moves)
-        free = set(self._free)
-        given_back = {to for block, to in moves.items() if block in free}
-        sources = moves.keys() & (free | self._used) if self._is_whole else set()
-        self._used = {moves.get(block, block) for block in self._used}
-        self._free.replace((free | sources).difference(moves.values()) | given_back)
+        blocks = set(moves)
+        free, used = {b for b in blocks if b in self._free}, {b for b in blocks if b in self._used}
+        now_free = {moves[block] for block in free}
+        now_free |= (free | used if self._is_whole else free).difference(moves.values())
+        self._free.remove(blocks.union(moves.values()))
+        self._used.difference_update(used)
+        self._use([moves[block] for block in used])
+        self._free.add(sorted(now_free))
 
     def renumber(self, number: Callable[[int], int]) -> None:
         """Give every block its new number, and forget what they hold."""
-        self.index.forget_where(lambda block: True)
-        self._used = set(map(number, self._used))
-        self._free.replace(list(map(number, self._free)))
+        self.index.forget_from(0)
+        self._used = BlockSet(map(number, self._used))
+        self._free = FreeBlocks(list(map(number, self._free)), self.index)
 
     def extend(self, capacity: int) -> None:
         """Grow to `capacity` with free blocks. Raises ValueError if that is less than now."""
@@ -122,44 +126,60 @@ class BlockAllocator:
 
     def truncate(self, capacity: int) -> None:
         """Shrink to at most `capacity`. Raises BlocksInUse, changing nothing, if a block above is in use."""
-        if live := [block for block in self.used if block >= capacity]:
-            raise BlocksInUse(live, capacity)
-        self.index.forget_where(lambda block: block >= capacity)
+        if len(live := self._used.numbers(capacity)):
+            raise BlocksInUse(live.tolist(), capacity)
+        self.index.forget_from(capacity)
         self._free.drop_from(capacity)
         self.capacity = min(self.capacity, capacity)
 
-    def check_integrity(self) -> None:
-        """Check that every block is free once, or in use. Raises BrokenInvariant and AssertionError."""
-        self.index.check_integrity(self.capacity)
-        self._free.check_integrity()
-        free = set(self._free)
-        wrong = free & self._used
-        num_held, highest = len(free) + len(self._used), max(chain(free, self._used), default=-1)
-        if self._is_whole and (num_held != self.capacity or highest >= self.capacity):
-            wrong |= (free | self._used) ^ set(range(self.capacity))
-        if wrong:
-            raise BrokenInvariant(f"KV blocks both free and in use, or neither: {sorted(wrong)[:8]}")
-        if len(self.index) and (strange := self.index.blocks - free - self._used):
-            raise BrokenInvariant(f"KV blocks of another share can be found here: {sorted(strange)[:8]}")
+    def check_integrity(self, with_index: bool = True) -> None:
+        """Check that every block is free once, or in use. Raises BrokenInvariant and AssertionError.
 
-    def _use(self, blocks: Iterable[int]) -> None:
+        with_index: check the prefix cache's blocks one by one, too, which takes milliseconds where there are
+        many; the rest takes microseconds.
+        """
+        num_blocks = 1 + max(self._used.highest, self._free.highest, self.capacity - 1)
+        used, free = self._used.mask(num_blocks), self._free.mask(num_blocks)
+        wrong = used & free
+        if self._is_whole:
+            wrong |= (used | free) != (np.arange(num_blocks) < self.capacity)
+        if np.any(wrong):
+            blocks = np.flatnonzero(wrong)[:8].tolist()
+            raise BrokenInvariant(f"KV blocks both free and in use, or neither: {blocks}")
+        if with_index:
+            self.index.check_integrity(self.capacity)
+            self._free.check_integrity()
+            if len(strange := np.flatnonzero(self.index.mask(num_blocks) & ~free & ~used)):
+                raise BrokenInvariant(f"KV blocks of another share can be found here: {strange[:8].tolist()}")
+
+    def _use(self, blocks: Collection[int]) -> None:
         self._used.update(blocks)
         self.num_touched = max(self.num_touched, max(blocks, default=-1) + 1)
 
 
-def plan_moves_below(used: Iterable[int], capacity: int, cached: Iterable[int] = ()) -> dict[int, int]:
+def plan_moves_below(
+    used: Collection[int], capacity: int, index: PrefixIndex | None = None
+) -> dict[int, int]:
     """Plan the moves (from -> to) of blocks in use at or above `capacity` to the lowest empty ones below it.
 
-    cached: blocks whose contents can be found, the least recently used first. Moves overwrite those last, in
-    this order. Raises OutOfBlocks if there are not enough.
+    index: of blocks whose contents can be found. Moves overwrite those last, the least recently used first.
+    Raises OutOfBlocks if there are not enough.
     """
-    taken = set(used)
-    live = sorted(block for block in taken if block >= capacity)
-    rank = {block: place for place, block in enumerate(cached, 1)} if live else {}
-    free = sorted((rank.get(block, 0), block) for block in range(capacity) if block not in taken)
-    if len(free) < len(live):
-        raise OutOfBlocks(len(live), len(free), capacity)
-    return {block: target for block, (_, target) in zip(live, free, strict=False)}
+    blocks: BlockNumbers = np.unique(np.fromiter(used, np.int64, len(used)))
+    live, kept = blocks[blocks >= capacity].tolist(), blocks[blocks < capacity]
+    if (num_free := capacity - len(kept)) < len(live):
+        raise OutOfBlocks(len(live), num_free, capacity)
+    if not live:
+        return {}
+    is_empty = np.ones(capacity, dtype=np.bool_)
+    is_empty[kept] = False
+    targets = np.flatnonzero(is_empty)
+    if index:
+        targets = np.flatnonzero(is_empty & ~index.mask(capacity))[: len(live)]
+        if len(missing := live[len(targets) :]):
+            cached = (block for block in index.oldest_first if block < capacity and is_empty[block])
+            targets = np.append(targets, list(islice(cached, len(missing))))
+    return dict(zip(live, targets.tolist(), strict=False))
 
 
 def in_parts(moves: Mapping[int, int], most: int) -> Iterator[dict[int, int]]:
@@ -189,77 +209,94 @@ class FreeBlocks:
     shrinks. Indexed blocks stay findable until they are needed; the least recently used goes first.
     """
 
-    def __init__(self, blocks: Iterable[int], index: PrefixIndex) -> None:
+    def __init__(self, blocks: Collection[int], index: PrefixIndex) -> None:
         self.index = index
-        self._plain: list[int] = []  # a heap
+        self._plain = BlockSet()
         self._indexed: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self.replace(blocks)
+        self._known = BlockSet()  # the same ones
+        self.add(blocks)
 
     def __len__(self) -> int:
         return len(self._plain) + len(self._indexed)
 
+    def __contains__(self, block: int) -> bool:
+        return block in self._plain or block in self._known
+
     def __iter__(self) -> Iterator[int]:
         return chain(self._plain, self._indexed)
 
-    def replace(self, blocks: Iterable[int]) -> None:
-        """Hold these blocks and no others; indexed ones keep their order."""
-        wanted = set(blocks)
-        known = [block for block in self._indexed if block in wanted and block in self.index]
-        self._indexed = OrderedDict.fromkeys(known)
-        self._plain = []
-        self.add(sorted(wanted.difference(known) if known else wanted))
+    @property
+    def highest(self) -> int:
+        """The highest block; -1 for none."""
+        return max(self._plain.highest, self._known.highest)
+
+    def mask(self, num_blocks: int) -> npt.NDArray[np.bool_]:
+        """Return bool [num_blocks]: which of the blocks below are free."""
+        return self._plain.mask(num_blocks) | self._known.mask(num_blocks)
+
+    def remove(self, blocks: Iterable[int]) -> None:
+        """Remove those of these blocks that are free."""
+        for block in blocks:
+            self._plain.discard(block)
+            if block in self._known:
+                self._remove_indexed(block)
 
     def drop_from(self, capacity: int) -> None:
         """Hold no block of this number or above; the index knows none of them."""
-        self._plain = sorted([block for block in self._plain if block < capacity])
-        for block in [block for block in self._indexed if block >= capacity]:
-            del self._indexed[block]
+        self._plain.drop_from(capacity)
+        for block in self._known.numbers(capacity).tolist():
+            self._remove_indexed(block)
 
     def add(self, blocks: Collection[int]) -> None:
         """Add blocks that were freed; of indexed ones the last stays longest."""
         if indexed := self.index.among(blocks):
-            self._indexed.update(dict.fromkeys(block for block in blocks if block in indexed))
+            kept = [block for block in blocks if block in indexed]
+            self._indexed.update(dict.fromkeys(kept))
+            self._known.update(kept)
             blocks = [block for block in blocks if block not in indexed]
-        if len(blocks) > FEW:  # the whole cache's when it grows: sorting runs takes a tenth of pushing each
-            self._plain = sorted([*self._plain, *blocks])
-        else:
-            for block in blocks:
-                heapq.heappush(self._plain, block)
+        self._plain.update(blocks)
 
     def take(self, n: int) -> list[int]:
         """Remove n blocks and return them, in ascending order; there must be as many."""
-        taken = [heapq.heappop(self._plain) for _ in range(min(n, len(self._plain)))]
+        taken = self._plain.pop_lowest(n)
         if len(taken) < n:
-            taken += [self._indexed.popitem(last=False)[0] for _ in range(n - len(taken))]
+            taken += [self._pop_oldest() for _ in range(n - len(taken))]
             taken.sort()
             self.forget(taken)
         return taken
 
     def take_indexed(self, blocks: Iterable[int]) -> list[int]:
         """Remove those of these blocks that are free and indexed, contents and all, and return them."""
-        taken = [block for block in blocks if block in self._indexed]
+        taken = [block for block in blocks if block in self._known]
         for block in taken:
-            del self._indexed[block]
+            self._remove_indexed(block)
         return taken
 
     def take_highest(self, n: int) -> list[int]:
         """Remove up to n blocks, the highest that hold nothing of use first; return them ascending."""
-        self._plain.sort()
-        kept = max(0, len(self._plain) - n)
-        taken, self._plain = self._plain[kept:], self._plain[:kept]
+        taken = self._plain.pop_highest(n)
         while len(taken) < n and self._indexed:
-            taken.append(self._indexed.popitem(last=False)[0])
+            taken.append(self._pop_oldest())
         self.forget(taken)
         return sorted(taken)
 
     def check_integrity(self) -> None:
         """Raise BrokenInvariant if a block is here twice, or findable and given out as one that is not."""
-        if len(set(self)) != len(self):
-            raise BrokenInvariant(f"KV blocks free twice: {sorted(self)[:8]}")
-        if wrong := self.index.among(self._plain):
+        if set(self._known) != self._indexed.keys():
+            raise BrokenInvariant("the free KV blocks that can be found are not those in their order of use")
+        if wrong := self.index.among(self._plain) | self._indexed.keys() & set(self._plain):
             raise BrokenInvariant(f"free KV blocks that can be found count as empty: {sorted(wrong)[:8]}")
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Drop from the index what these blocks held."""
         for block in blocks:
             self.index.forget(block)
+
+    def _pop_oldest(self) -> int:
+        block, _ = self._indexed.popitem(last=False)
+        self._known.discard(block)
+        return block
+
+    def _remove_indexed(self, block: int) -> None:
+        del self._indexed[block]
+        self._known.discard(block)

@@ -20,9 +20,11 @@ import torch
 from worker.memory.backend import (
     NO_PAGE,
     AddressSpace,
+    Finish,
     MappingFailed,
     OnWritten,
     PageNumbers,
+    finished,
     runs,
     write_only,
 )
@@ -106,9 +108,9 @@ class CpuBackend:
     def unmap(self, space: AddressSpace, first_page: int, num_pages: int) -> None:
         self._reserve_again(space, first_page, num_pages)
 
-    def write(
+    def begin_write(
         self, space: AddressSpace, offset_bytes: int, source: torch.Tensor, then: OnWritten = write_only
-    ) -> None:
+    ) -> Finish:
         first, within = divmod(offset_bytes, self.page_bytes)
         num_pages = -(-(within + source.numel()) // self.page_bytes)
         done = 0
@@ -122,6 +124,7 @@ class CpuBackend:
             )
             written[:] = True
             done += nbytes
+        return finished
 
     def discard(self, pages: PageNumbers) -> None:
         """Punch a hole into the memfd: the memory goes back to the system and the pages read as zeros."""

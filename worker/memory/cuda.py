@@ -21,7 +21,15 @@ import numpy as np
 import torch
 from cuda.bindings import driver
 
-from worker.memory.backend import NO_PAGE, AddressSpace, MappingFailed, OnWritten, PageNumbers, write_only
+from worker.memory.backend import (
+    NO_PAGE,
+    AddressSpace,
+    Finish,
+    MappingFailed,
+    OnWritten,
+    PageNumbers,
+    write_only,
+)
 from worker.memory.driver import PrimaryContext, check
 from worker.memory.pool import runs_of
 
@@ -127,7 +135,9 @@ class CudaBackend:
         self._context.make_current()
         # Zeroes new pages beside the compute streams.
         self._stream = torch.cuda.Stream(self.device)
-        self._copies: torch.cuda.Stream | None = None  # beside both, for weights that come in while steps run
+        # Beside both, for weights that come in while steps run: their copies, and what checks these.
+        self._copies: torch.cuda.Stream | None = None
+        self._checks: torch.cuda.Stream | None = None
         self._prop = _allocation_properties(self.device.index)
         granularity = int(check(driver.cuMemGetAllocationGranularity(self._prop, _MINIMUM)))
         if page_bytes <= 0 or page_bytes % granularity:
@@ -178,20 +188,26 @@ class CudaBackend:
         mapped = space.pages[first_page : first_page + num_pages]
         _unmap_runs(space.address + first_page * self.page_bytes, mapped, self.page_bytes)
 
-    def write(
+    def begin_write(
         self, space: AddressSpace, offset_bytes: int, source: torch.Tensor, then: OnWritten = write_only
-    ) -> None:
+    ) -> Finish:
         self._context.make_current()
         with torch.cuda.device(self.device):
-            if self._copies is None:
-                self._copies = torch.cuda.Stream(self.device)
+            if self._copies is None or self._checks is None:
+                self._copies, self._checks = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
             self._copies.wait_stream(self._stream)
             try:
                 with torch.cuda.stream(self._copies):
                     space.view(offset_bytes, source.numel()).copy_(source, non_blocking=True)
+                self._checks.wait_stream(self._copies)
+                with torch.cuda.stream(self._checks):  # of its own, so that the next copy waits for no check
                     then(offset_bytes, offset_bytes + source.numel())
-            finally:
-                self._copies.synchronize()  # no fence is behind this stream
+                finish: Finish = self._checks.record_event().synchronize
+                return finish
+            except BaseException:
+                self._copies.synchronize()  # no fence is behind these streams
+                self._checks.synchronize()
+                raise
 
     def discard(self, pages: PageNumbers) -> None:
         """Do nothing: a mapped page of a GPU keeps its memory."""

@@ -296,9 +296,12 @@ class KVCache:
             layer.release()
         self.allocator = BlockAllocator()
 
-    def check_integrity(self) -> None:
-        """Check blocks, pages, and that layers are what they count as. Raises BrokenInvariant."""
-        self.allocator.check_integrity()
+    def check_integrity(self, with_index: bool = True) -> None:
+        """Check blocks, pages, and that layers are what they count as. Raises BrokenInvariant.
+
+        with_index: as in `BlockAllocator.check_integrity`.
+        """
+        self.allocator.check_integrity(with_index)
         pages = {layer.num_mapped for layer in self._ranges}
         if len(pages) > 1:
             raise BrokenInvariant(f"{self.owner} KV cache: layers have {sorted(pages)} pages")

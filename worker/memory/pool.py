@@ -18,9 +18,11 @@ from worker.memory.backend import (
     Backend,
     BrokenInvariant,
     Fence,
+    Finish,
     OnWritten,
     OutOfPages,
     PageNumbers,
+    finished,
     write_only,
 )
 
@@ -75,6 +77,7 @@ class PagePool:
             raise ValueError(f"a budget of {budget_bytes} bytes holds no page of {self.page_bytes}")
         backend.create(self.num_pages)
         self._use = np.full(self.num_pages, _FREE, dtype=np.int8)
+        self._counted: list[int] | None = None  # pages of each use; None: to be counted
         self._ranges: list[VirtualRange] = []
         self._leaving: deque[_Leaving] = deque()  # the oldest first
 
@@ -86,14 +89,24 @@ class PagePool:
     @property
     def num_leaving(self) -> int:
         """The pages that steps in flight may still use."""
-        return int(np.count_nonzero(self._use == _LEAVING)) if self._leaving else 0
+        return self._count()[_LEAVING] if self._leaving else 0
 
     @property
     def _num_free_now(self) -> int:
-        return int(np.count_nonzero(self._use == _FREE))
+        return self._count()[_FREE]
+
+    def _count(self) -> list[int]:
+        """Return the pages of each use. Morphs ask dozens of times at one step boundary."""
+        if self._counted is None:
+            self._counted = np.bincount(self._use, minlength=2 + len(_KINDS)).tolist()
+        return self._counted
+
+    def _set_use(self, pages: PageNumbers, use: int | npt.NDArray[np.int_]) -> None:
+        self._use[pages] = use
+        self._counted = None
 
     def counts(self) -> PageCounts:
-        free, weights, kv, leaving = np.bincount(self._use, minlength=2 + len(_KINDS)).tolist()
+        free, weights, kv, leaving = self._count()
         return PageCounts(budget=self.num_pages, weights=weights, kv=kv, free=free + leaving)
 
     def pages_for(self, nbytes: int) -> int:
@@ -146,7 +159,7 @@ class PagePool:
         self._leaving.append(_Leaving(fence, given))
         for owned, first, num in given:
             owned.is_leaving[first : first + num] = True
-            self._use[owned.mapped[first : first + num]] = _LEAVING
+            self._set_use(owned.mapped[first : first + num], _LEAVING)
 
     def reclaim(self, num_pages: int = 0) -> None:
         """Unmap pages that are leaving and whose fence has passed.
@@ -181,7 +194,7 @@ class PagePool:
 
     def record(self, pages: PageNumbers, kind: RangeKind, is_mapped: npt.NDArray[np.bool_]) -> None:
         """Record which of these pages are mapped, and so serve `kind`; the others are free."""
-        self._use[pages] = np.where(is_mapped, _KINDS[kind], _FREE)
+        self._set_use(pages, np.where(is_mapped, _KINDS[kind], _FREE))
 
     def forget(self, owned: VirtualRange) -> None:
         """Remove a range that was released, once none of its pages is mapped."""
@@ -195,7 +208,7 @@ class PagePool:
             self.backend.unmap(owned.space, where.start, where.stop - where.start)
         finally:
             use = _LEAVING if is_left == "leaving" else _KINDS[is_left]
-            self._use[pages] = np.where(owned.mapped[where] != NO_PAGE, use, _FREE)
+            self._set_use(pages, np.where(owned.mapped[where] != NO_PAGE, use, _FREE))
 
 
 class VirtualRange:
@@ -216,7 +229,9 @@ class VirtualRange:
 
     @property
     def pages(self) -> PageNumbers:
-        """The pages that the range has: without those that are leaving."""
+        """The pages that the range has: without those that are leaving. To be read at once, not kept."""
+        if not self._pool.num_leaving:
+            return self.space.pages
         return np.where(self.is_leaving, NO_PAGE, self.space.pages)
 
     @property
@@ -301,7 +316,15 @@ class VirtualRange:
     def write(self, offset_bytes: int, source: torch.Tensor, then: OnWritten = write_only) -> None:
         """Copy contiguous uint8 [n] from host memory to mapped pages; return when the device has it.
 
-        then: called with the first byte and the end of each piece right after it was written.
+        As `begin_write` does.
+        """
+        self.begin_write(offset_bytes, source, then)()
+
+    def begin_write(self, offset_bytes: int, source: torch.Tensor, then: OnWritten = write_only) -> Finish:
+        """Begin to copy contiguous uint8 [n] from host memory to mapped pages, as `Backend.begin_write` does.
+
+        Return what waits until the device has it. then: called with the first byte and the end of each piece
+        right after it was written.
 
         Any thread may call this beside the engine's steps: it holds no interpreter lock while it copies and
         uses no stream or thread of the steps. Nothing may map or unmap these pages meanwhile. Raises
@@ -315,8 +338,9 @@ class VirtualRange:
                 f"{self.owner}: bytes [{offset_bytes}, {end}) of a range of {self.nbytes}"
                 " must be mapped to be written"
             )
-        if source.numel():
-            self._pool.backend.write(self.space, offset_bytes, source, then)
+        if not source.numel():
+            return finished
+        return self._pool.backend.begin_write(self.space, offset_bytes, source, then)
 
     def tensor(
         self,
@@ -357,7 +381,9 @@ class VirtualRange:
 
 def runs_of(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     """Return (first index, length) of each run where the mask is true."""
-    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+    framed = np.zeros(len(mask) + 2, dtype=np.bool_)
+    framed[1:-1] = mask
+    edges = np.flatnonzero(framed[1:] != framed[:-1])
     return [(int(a), int(b - a)) for a, b in edges.reshape(-1, 2)]
 
 

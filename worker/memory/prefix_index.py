@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from operator import attrgetter
 
+import numpy as np
+import numpy.typing as npt
+
 from bus.precisions import Precision, is_below
 from bus.prefix_keys import is_published
+from worker.memory.block_set import BlockSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ class PrefixIndex:
         self._is_open = is_open
         self._blocks: dict[bytes, int] = {}  # least recently used first
         self._contents: dict[int, IndexedBlock] = {}
+        self._marks = BlockSet()  # the blocks of `_contents`
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -55,6 +60,7 @@ class PrefixIndex:
         self._is_open = False
         self._blocks.clear()
         self._contents.clear()
+        self._marks = BlockSet()
 
     def find(self, keys: Sequence[bytes], floor: Precision) -> list[int]:
         """Return the blocks of the first keys, up to one that is missing or was made below `floor`."""
@@ -88,6 +94,7 @@ class PrefixIndex:
         self.forget(block)
         self._blocks[key] = block
         self._contents[block] = IndexedBlock(key, precision, depth)
+        self._marks.add(block)
 
     def lower(self, precision: Precision) -> None:
         """Count what all blocks hold as made in `precision` at best."""
@@ -99,10 +106,11 @@ class PrefixIndex:
         """Remove a block whose memory will hold something else."""
         if contents := self._contents.pop(block, None):
             del self._blocks[contents.key]
+            self._marks.discard(block)
 
-    def forget_where(self, is_gone: Callable[[int], bool]) -> None:
-        """Remove every block for which `is_gone` is true."""
-        for block in [block for block in self._contents if is_gone(block)]:
+    def forget_from(self, first: int) -> None:
+        """Remove every block from `first` on."""
+        for block in self._marks.numbers(first).tolist():
             self.forget(block)
 
     def rename(self, moves: Mapping[int, int]) -> None:
@@ -114,6 +122,7 @@ class PrefixIndex:
             if contents:
                 self._contents[block] = contents
                 self._blocks[contents.key] = block
+                self._marks.add(block)
 
     def recent_keys(self, most: int) -> list[bytes]:
         """Return up to `most` keys that are to be published (`bus.prefix_keys`), the last used first.
@@ -134,6 +143,10 @@ class PrefixIndex:
         """The indexed blocks."""
         return set(self._contents)
 
+    def mask(self, num_blocks: int) -> npt.NDArray[np.bool_]:
+        """Return bool [num_blocks]: which of the blocks below are indexed."""
+        return self._marks.mask(num_blocks)
+
     def among(self, blocks: Iterable[int]) -> set[int]:
         """Return those of these blocks that are indexed."""
         return self._contents.keys() & set(blocks) if self._contents else set()
@@ -141,11 +154,11 @@ class PrefixIndex:
     @property
     def highest(self) -> int:
         """The highest block indexed; -1 for none."""
-        return max(self._contents, default=-1)
+        return self._marks.highest
 
     def check_integrity(self, capacity: int) -> None:
         """Raise AssertionError unless keys and blocks are in step and all blocks exist."""
         # In C, since a GPU has tens of thousands of blocks and this is done between two steps.
         keys = map(attrgetter("key"), self._contents.values())
         assert self._blocks == dict(zip(keys, self._contents, strict=True))
-        assert min(self._contents, default=0) >= 0 and self.highest < capacity
+        assert set(self._marks) == self._contents.keys() and self.highest < capacity

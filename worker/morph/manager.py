@@ -308,7 +308,7 @@ class MorphManager:
         report = job.report(state, reason, numbers)
         del self._jobs[job.command.id]
         if target := self.targets.get(job.command.instance):
-            target.check_integrity(with_pool=not self._is_busy)
+            target.check_integrity(is_brief=self._is_busy)
         self._tell(report)
 
     def _tell(self, report: MorphReport) -> None:

@@ -190,7 +190,7 @@ class Members:
     def _plan_moves(self, used: Sequence[int], blocks: int) -> dict[int, int]:
         """Return the moves of blocks in use below `blocks`. Raises NotApplied where they do not fit."""
         try:
-            return plan_moves_below(used, blocks, self.target.instance.scheduler.blocks.index.oldest_first)
+            return plan_moves_below(used, blocks, self.target.instance.scheduler.blocks.index)
         except OutOfBlocks as error:
             raise self.in_use(len(used), blocks) from error
 

@@ -181,7 +181,7 @@ class KVResizer:
     def vacate(self, capacity: int) -> None:
         """Move live blocks below `capacity`. Raises OutOfBlocks if they do not find room."""
         blocks = self.cache.allocator
-        moves = plan_moves_below(blocks.used, capacity, blocks.index.oldest_first)
+        moves = plan_moves_below(blocks.used, capacity, blocks.index)
         if moves:
             self._led.executor.collective(MoveBlocks(moves=moves))
 

@@ -166,9 +166,9 @@ def test_a_shrink_moves_live_blocks_over_empty_ones_first_and_then_over_the_olde
     for block, key in zip((2, 0, 1, 3), keys, strict=True):
         blocks.index.add(block, key, "full")
     blocks.free([2, 0, 1, 3, 5])
-    assert plan_moves_below(blocks.used, 10, blocks.index.oldest_first) == {10: 5, 11: 2}
+    assert plan_moves_below(blocks.used, 10, blocks.index) == {10: 5, 11: 2}
     blocks.free([10])
-    blocks.relocate(plan_moves_below(blocks.used, 10, blocks.index.oldest_first))
+    blocks.relocate(plan_moves_below(blocks.used, 10, blocks.index))
     blocks.truncate(10)
     blocks.check_integrity()
     assert [blocks.index.find([key], "full") for key in keys] == [[2], [0], [1], [3]]

@@ -241,8 +241,9 @@ def test_wrong_requests_to_the_allocator_change_nothing() -> None:
     blocks.check_integrity()
 
 
-def test_integrity_notices_a_block_that_is_free_twice() -> None:
+def test_integrity_notices_a_block_that_is_free_and_in_use() -> None:
     blocks = BlockAllocator(4)
+    blocks.allocate(3)
     blocks._free.add([2])
     with pytest.raises(BrokenInvariant):
         blocks.check_integrity()
