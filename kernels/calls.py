@@ -141,7 +141,7 @@ def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return (F.gelu(gate.float(), approximate="tanh") * up.float()).to(gate.dtype)
 
 
-@kernel(lambda s: s.products(TILE, s.hidden_size), cpu="kernels.cpu.products")
+@kernel(lambda s: s.products(TILE, s.hidden_size), cpu="kernels.cpu.products", cuda="kernels.gpu.few")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N]."""
     return F.linear(x, weight, bias)
@@ -162,7 +162,7 @@ def stacked_linear(x: Tensor, weights: Tensor) -> Tensor:
     return torch.stack([F.linear(x, weight) for weight in weights], 1)
 
 
-@kernel(lambda s: s.products(s.hidden_size, TILE), cpu="kernels.cpu.products")
+@kernel(lambda s: s.products(s.hidden_size, TILE), cpu="kernels.cpu.products", cuda="kernels.gpu.few")
 def linear_t(x: Tensor, weight: Tensor) -> Tensor:
     """Return x [T, K] times weight [K, N], which is stored with its inputs outermost: [T, N]."""
     return torch.matmul(x, weight)

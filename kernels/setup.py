@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from kernels.cpu.choice import TABLE, Product, describe
+from kernels.cpu.choice import TABLE, describe
 from kernels.examples import Sizes
+from kernels.product import Product
 from kernels.registry import KERNELS, use_backend
 
 
@@ -28,13 +29,18 @@ def configure(threads: int = 0, product_kernel: str = "") -> int:
     return threads
 
 
-def choose_products(products: Iterable[Product], model: str) -> list[str]:
-    """Find the fastest kernels for these products on this machine's CPU, and put them into force.
+def choose_products(products: Iterable[Product], model: str, device: str | torch.device = "cpu") -> list[str]:
+    """Find the fastest kernels for these products on this machine's CPU or GPU, and put them into force.
 
-    The first products are measured first. model: what the choices are kept under in the user's cache folder.
-    The first time on a machine it takes 2 s at most. Returns the choices as text. Where a kernel is fixed
-    there is nothing to choose.
+    The first products are measured first. model: what the choices of a CPU are kept under in the user's cache
+    folder. The first time on a machine it takes 2 s at most, on a GPU 4 s each time. Returns the choices as
+    text. Where a kernel is fixed there is nothing to choose.
     """
+    device = torch.device(device)
+    if device.type == "cuda":
+        from kernels.gpu import few_timing  # Triton is not on every machine
+
+        return few_timing.choose(products, device)
     wanted = list(dict.fromkeys(products))
     fixed = {product: name for product in wanted if (name := TABLE.fixed(product))}
     free = [product for product in wanted if product not in fixed]

@@ -19,7 +19,7 @@ from bus.settings import RedisSettings
 from tests.support.redis_process import RedisProcess
 
 if TYPE_CHECKING:  # torch and numba are imported where they are needed
-    from kernels.cpu.choice import Product
+    from kernels.product import Product
 
 TESTS = Path(__file__).parent
 PARALLEL = (TESTS / "kernels", TESTS / "worker" / "model")  # compute with a thread for each core
@@ -67,7 +67,7 @@ def _kernels_are_not_timed() -> Iterator[None]:
 
     choose = kernels.choose_products
 
-    def choose_unmeasured(products: Iterable[Product], model: str) -> list[str]:
+    def choose_unmeasured(products: Iterable[Product], model: str, device: object = "cpu") -> list[str]:
         wanted = list(products)
         told = [] if all(map(TABLE.fixed, wanted)) else describe({product: {} for product in wanted})
         return told or choose(wanted, model)

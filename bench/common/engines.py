@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import TypeVar
 
-import kernels  # noqa: F401 before torch: it settles how torch's threads wait
+import kernels  # before torch: it settles how torch's threads wait
 
 # isort: split
 import torch
@@ -174,7 +174,10 @@ def make_instance(
     instance_id: str, model: Model, cache: KVCache, limits: Limits, *, bits: Sequence[int] = ()
 ) -> EngineCore:
     """Return an engine core with compiled kernels. bits: of the quantised variants of its layers."""
-    compile_kernels(model, limits, cache.pool.backend.device, bits=bits)
+    device = cache.pool.backend.device
+    compile_kernels(model, limits, device, bits=bits)
+    if device.type == "cuda":
+        kernels.choose_products(model.products(), instance_id, device)
     instance = instance_of(instance_id, model, cache, limits)
     if recorded := instance.local_executor.recorded:
         collections.deque(recorded.record(), maxlen=0)

@@ -33,6 +33,7 @@ PARTS = (
     Part("service", 120),
     Part("peers", 100),
     Part("products", 60),
+    Part("few", 60),
     Part("sweep", 90),
     Part("attention", 90),
     Part("transform", 150),

@@ -488,6 +488,28 @@ def check_products(backend: str, device: str, dtype: torch.dtype) -> None:
             assert_close(kernels.linear_t(x, weight.t().contiguous()), expected)
 
 
+def check_products_of_few_tokens(backend: str, device: str, dtype: torch.dtype) -> None:
+    """Check a GPU's kernels for few tokens, any of which a measurement may put into force."""
+    if backend != "cuda" or dtype == torch.float32:
+        return
+    from kernels.gpu import few  # Triton is not on every machine
+
+    few_sizes = ((1, 528, 16), (3, 272, 48))
+    large = ((1, 4096, 1024), (2, 14336, 4096), (3, 2064, 272), (4, 4096, 1024))
+    for tokens, inputs, outputs in few_sizes + (large if device == "cuda" else ()):
+        x, weight = _randn(tokens, inputs + 16, dtype=dtype)[:, :inputs], _randn(outputs, inputs, dtype=dtype)
+        bias, expected = _randn(outputs, dtype=dtype), x.double() @ weight.double().t()
+        stored_as: dict[few.Form, torch.Tensor] = {"linear": weight, "linear_t": weight.t().contiguous()}
+        for form, stored in stored_as.items():
+            assert few.can_run(x, stored)
+            for config in few.CANDIDATES[form]:
+                made = few.multiply(form, x.to(device), stored.to(device), None, config)
+                assert_close(made, expected)
+                if form == "linear":
+                    made = few.multiply(form, x.to(device), stored.to(device), bias.to(device), config)
+                    assert_close(made, expected + bias.double())
+
+
 def check_products_of_one_row(backend: str, device: str, dtype: torch.dtype) -> None:
     """Check that on a CPU up to 16 tokens get the very bits that each gets alone."""
     weight = _randn(72, 1392, dtype=dtype)
@@ -584,6 +606,7 @@ ROW_CHECKS = (
     check_filters,
     check_copy_blocks,
     check_products,
+    check_products_of_few_tokens,
     check_products_of_one_row,
     check_stacked_products,
     check_stacked_products_t,

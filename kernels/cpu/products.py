@@ -19,12 +19,13 @@ import torch
 
 from kernels import batched, calls
 from kernels.cpu.attention_call import aligned
-from kernels.cpu.choice import MOST_FEW, TABLE, Form, KernelName
+from kernels.cpu.choice import MOST_FEW, TABLE, KernelName
 from kernels.cpu.compiled import compiled
 from kernels.cpu.products_few import can_multiply, few, few_t
 from kernels.cpu.simd import KINDS, LANES, vsplat, vstore, words
 from kernels.cpu.team import Kernel, next_item
 from kernels.cpu.tile import tile, transpose
+from kernels.product import Form
 
 F32 = np.float32
 FEW = ("few", "row", "pairs")  # kernels of `kernels.cpu.products_few`

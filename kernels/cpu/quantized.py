@@ -20,7 +20,7 @@ import torch
 from kernels import calls
 from kernels.cpu import products
 from kernels.cpu.attention_call import aligned
-from kernels.cpu.choice import TABLE, Form, KernelName, Product
+from kernels.cpu.choice import TABLE, KernelName
 from kernels.cpu.codes import make_levels
 from kernels.cpu.compiled import compiled
 from kernels.cpu.products import ITEM_OUTPUTS, clear, multiply_rows, turn_back, turn_in
@@ -30,6 +30,7 @@ from kernels.cpu.quantized_tile import decode, dots
 from kernels.cpu.simd import LANES, words
 from kernels.cpu.team import Kernel, next_item
 from kernels.packing import TILE
+from kernels.product import Form, Product
 from kernels.quantized import QuantizedWeight
 
 FEW = 15  # tokens

@@ -28,22 +28,13 @@ from typing import Any, TypeAlias
 import llvmlite.binding as llvm
 import torch
 
-from kernels.cpu.choice import (
-    MOST_FEW,
-    TABLE,
-    Choices,
-    KernelName,
-    Product,
-    candidates,
-    counts,
-    decide,
-    parse_product,
-)
+from kernels.cpu.choice import MOST_FEW, TABLE, Choices, KernelName, candidates, counts, decide
 from kernels.cpu.compiled import SOURCES_DIGEST
 from kernels.cpu.program import KernelProgram
 from kernels.cpu.quantized import can_run, multiply
 from kernels.cpu.simd import LANES
 from kernels.packing import packed_size
+from kernels.product import Product, parse_product
 from kernels.quantized import QuantizedWeight
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,6 @@ from kernels.cpu.choice import (
     COUNTS,
     TABLE,
     KernelName,
-    Product,
     Table,
     built_in,
     candidates,
@@ -26,10 +25,10 @@ from kernels.cpu.choice import (
     describe,
     of_dense,
     of_quantized,
-    parse_product,
 )
 from kernels.cpu.products import can_run, multiply
 from kernels.cpu.products_few import few
+from kernels.product import Product, parse_product
 
 DENSE = Product("linear", "float32", 96, 64)
 TURNED = Product("linear_t", "float32", 64, 96)

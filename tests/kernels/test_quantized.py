@@ -20,9 +20,10 @@ from bench.kernels.checks import assert_close
 from bench.kernels.quantized_checks import quantized_checks
 from bench.kernels.quantized_weights import quantized
 from kernels.cpu import quantized as cpu_quantized
-from kernels.cpu.choice import TABLE, Product, of_quantized
+from kernels.cpu.choice import TABLE, of_quantized
 from kernels.cpu.quantized_bytes import can_multiply
 from kernels.packing import CODE_BITS
+from kernels.product import Product
 from kernels.quantized import QuantizedWeight
 
 

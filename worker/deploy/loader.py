@@ -20,7 +20,7 @@ from bus.checkpoints import BadCheckpoint, folder_digest
 from bus.messages import PARTS, Part
 from bus.morphs import Deploy
 from bus.precisions import BITS, PRECISIONS, Precision
-from kernels.cpu.choice import Product
+from kernels.product import Product
 from worker.deploy.model_host import ModelHost
 from worker.engine.build import (
     MIB,
@@ -176,8 +176,8 @@ class ModelLoader:
             plans = self.variants.ranges.plans.items()
             quantized = {key: plan for key, plan in plans if key[1] != "full"}
         compile_kernels(self.model, self.limits, device, bits=bits, quantized=quantized)
-        if self.pool.backend.device.type == "cpu":
-            self.products = kernels.choose_products(self._products(), f"{self.digest} {self.model.dtype}")
+        name = f"{self.digest} {self.model.dtype}"
+        self.products = kernels.choose_products(self._products(), name, device)
         for line in self.products:
             log.debug("%s: %s tokens", self.command.model, line)
 

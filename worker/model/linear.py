@@ -21,7 +21,7 @@ from kernels import (
     steady_linear,
     take_columns,
 )
-from kernels.cpu.choice import Form, Product
+from kernels.product import Form, Product
 
 
 class Linear:

@@ -8,7 +8,7 @@ import torch
 
 from bus.messages import LayerShape
 from kernels import AttentionPlan
-from kernels.cpu.choice import Product
+from kernels.product import Product
 from worker.memory import KVCache, PagePool
 from worker.model.config import ModelConfig
 from worker.model.layer import Attention, Layer, LayerHalf, build_layer

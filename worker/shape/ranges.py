@@ -13,7 +13,7 @@ import torch
 
 from bus.messages import PARTS, Part
 from bus.precisions import Precision
-from kernels.cpu.choice import Product
+from kernels.product import Product
 from worker.memory import PagePool, VirtualRange
 from worker.memory.backend import NO_PAGE
 from worker.memory.pool import runs_of
