@@ -38,7 +38,7 @@ def measure(device: torch.device, found: Found) -> None:
         os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
         from bench.kernels.checks import check_products_of_few_tokens
 
-        check_products_of_few_tokens("cuda", "cpu", torch.bfloat16)
+        check_products_of_few_tokens("cuda", "cpu", torch.float16)
         return
     from kernels.gpu import few, few_timing
     from kernels.gpu.compiling import compile_all, recorded

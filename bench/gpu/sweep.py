@@ -64,7 +64,7 @@ GPU = Sizes(
     shapes=((4096, 28672), (14336, 4096), (4096, 4096), (4096, 6144)),
     tokens=(1, 16, 32, 64, 128, 256, 512, 1024, 2048),
     chunks=((2048, 2048), (8192, 8192), (512, 4096)),
-    decodes=((1, 512), (1, 2048), (8, 2048), (64, 512), (64, 2048), (256, 512), (256, 2048)),
+    decodes=((1, 600), (8, 2100), (64, 600), (64, 2100), (256, 300), (256, 1000)),  # no whole tiles
     most=None,
     scratch_bytes=(32 << 20, 64 << 20, 128 << 20),
 )
@@ -255,7 +255,7 @@ def attentions(
         *((seqs, 1, context, "decode", DECODE_CANDIDATES) for seqs, context in sizes.decodes),
     ):
         cached = 2 * 2 * seqs * KV_HEADS * HEAD_DIM * context
-        copies = max(1, -(-COLD_BYTES // cached)) if device.type == "cuda" and kind == "decode" else 1
+        copies = 1 + -(-COLD_BYTES // cached) if device.type == "cuda" and kind == "decode" else 1
         plans, q, kv = attention_of(device, ((length, context),) * seqs, min(copies, 64))
         expected = attended(q, kv, plans[0], length, context)
         pairs = length * (context - (length - 1) / 2)  # of a query and a key that it sees

@@ -151,6 +151,26 @@ def check_attention(backend: str, device: str, case: AttentionCase, dtype: torch
     _compare_attention(backend, device, case, q, kv, plan)
 
 
+def check_decodes_of_every_config(backend: str, device: str, dtype: torch.dtype) -> None:
+    """Check the shapes of programs of a GPU's decodes that are no other check's, split and not."""
+    if backend != "cuda" or dtype != (torch.bfloat16 if device == "cuda" else torch.float16):
+        return  # the interpreter takes long for bfloat16
+    from kernels.gpu import attention, attention_configs  # Triton is not on every machine
+
+    configs = {replace(config, waves=2) for config in attention_configs.DECODE_CANDIDATES}
+    for lengths in (((1, 130), (1, 0), (1, 40)), ((1, 600),)):  # in one split, and in several
+        case = AttentionCase("decodes", lengths, num_heads=4, num_kv_heads=1, window=500)
+        plan, num_blocks = plan_of(case, torch.Generator().manual_seed(1))
+        kv = _randn(num_blocks, case.num_kv_heads, 2, case.block_tokens, case.head_dim, dtype=dtype)
+        q, on_device = _randn(len(lengths), case.num_heads, case.head_dim, dtype=dtype), plan_on(device, plan)
+        expected = kernels.paged_attention.reference(q, kv, plan, 0.1, None, case.window)
+        for config in configs:
+            out = torch.empty_like(q, device=device)
+            shapes = attention_configs.CHUNKS[0], config
+            attention.attend(q.to(device), kv.to(device), on_device, 0.1, out, *shapes, case.window)
+            assert_close(out, expected)
+
+
 def check_attention_to_codes(backend: str, device: str, case: AttentionCase, dtype: torch.dtype) -> None:
     """Compare attention to a cache in 8 bits, and with attention to the numbers that were stored."""
     random = torch.Generator().manual_seed(1)
@@ -490,8 +510,8 @@ def check_products(backend: str, device: str, dtype: torch.dtype) -> None:
 
 def check_products_of_few_tokens(backend: str, device: str, dtype: torch.dtype) -> None:
     """Check a GPU's kernels for few tokens, any of which a measurement may put into force."""
-    if backend != "cuda" or dtype == torch.float32:
-        return
+    if backend != "cuda" or dtype not in (torch.float16, torch.bfloat16 if device == "cuda" else None):
+        return  # the interpreter takes long for bfloat16
     from kernels.gpu import few  # Triton is not on every machine
 
     few_sizes = ((1, 528, 16), (3, 272, 48))
@@ -606,6 +626,7 @@ ROW_CHECKS = (
     check_filters,
     check_copy_blocks,
     check_products,
+    check_decodes_of_every_config,
     check_products_of_few_tokens,
     check_products_of_one_row,
     check_stacked_products,

@@ -148,6 +148,7 @@ def _attend_decodes(
         BLOCK_ROWS=max(LEAST_ROWS, triton.next_power_of_2(sizes["GROUP"])),
         BLOCK_N=config.block_n,
         IS_WHOLE=splits == 1,
+        IS_ONE_LOOP=config.is_one_loop,
         STAGES=config.num_stages,
         num_warps=config.num_warps,
     )

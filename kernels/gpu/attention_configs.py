@@ -17,6 +17,7 @@ class AttentionConfig:
     num_warps: int
     num_stages: int
     waves: int = 2  # programs of a decode for each processor, where a context is split to fill it
+    is_one_loop: bool = False  # of a decode: all tiles of keys have masks, and none waits for a second loop
 
     def shared_bytes(self, head_dim: int) -> int:
         """Return the shared memory of queries, and of keys and values under way, of 2 bytes each."""
@@ -49,11 +50,13 @@ CHUNK_CANDIDATES = (
 )
 DECODE_CANDIDATES = (
     AttentionConfig(16, 64, 4, 2, 2),
-    AttentionConfig(16, 64, 4, 2, 4),
-    AttentionConfig(16, 64, 4, 2, 1),
-    AttentionConfig(16, 64, 2, 2, 4),
-    AttentionConfig(16, 32, 2, 2, 4),
-    AttentionConfig(16, 64, 4, 3, 2),
+    AttentionConfig(16, 64, 4, 2, 2, True),
+    AttentionConfig(16, 64, 4, 2, 4, True),
+    AttentionConfig(16, 64, 4, 2, 8, True),
+    AttentionConfig(16, 64, 4, 3, 2, True),
+    AttentionConfig(16, 32, 4, 3, 2, True),
+    AttentionConfig(16, 32, 4, 4, 4, True),
+    AttentionConfig(16, 128, 8, 2, 2, True),
 )
 
 

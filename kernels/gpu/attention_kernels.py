@@ -134,6 +134,7 @@ def _attend_rows(
     BLOCK_N: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    IS_ONE_LOOP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Attend from q to keys first_key <= j < last_key, first_key a multiple of BLOCK_N.
@@ -142,23 +143,27 @@ def _attend_rows(
     first_position to last_position; kv_ptr is at the KV head; peak and divisor are those of `_first_state`.
     Products are in q's dtype. SCALE_BYTES > 0: the cache holds codes (`kernels.kv_codes`). Tiles that all
     rows see whole come first and need no masks, then those before them, which a window cuts, and those at the
-    end. Returns the weighted sum of the values [rows, columns], its divisor and the running maximum.
+    end. IS_ONE_LOOP: all in order, with masks, so that the loads of the last tile do not wait for the others.
+    Returns the weighted sum of the values [rows, columns], its divisor and the running maximum.
     """
     total = tl.zeros([q.shape[0], q.shape[1]], tl.float32)
-    first_seen = tl.maximum(first_key, (last_position - window + BLOCK_N) // BLOCK_N * BLOCK_N)
-    behind_seen = tl.minimum(first_position + 1, last_key) // BLOCK_N * BLOCK_N
-    if behind_seen < first_seen:
-        first_seen = first_key
-        behind_seen = first_key
     keys = tl.arange(0, BLOCK_N)
-    block = _blocks(table_ptr, first_seen + keys, last_key, BLOCK_TOKENS)
-    for start in tl.range(first_seen, behind_seen, BLOCK_N, num_stages=STAGES):
-        total, divisor, peak = _attend_tile(
-            *(q, positions, kv_ptr, block, start, last_key, total, divisor, peak, softcap, window),
-            *(block_stride, value_stride, token_stride),
-            *(BLOCK_TOKENS, HEAD_DIM, BLOCK_N, SCALE_BYTES, HAS_CAP, False),
-        )
-        block = _blocks(table_ptr, start + BLOCK_N + keys, last_key, BLOCK_TOKENS)
+    first_seen = first_key
+    behind_seen = first_key
+    if not IS_ONE_LOOP:
+        first_seen = tl.maximum(first_key, (last_position - window + BLOCK_N) // BLOCK_N * BLOCK_N)
+        behind_seen = tl.minimum(first_position + 1, last_key) // BLOCK_N * BLOCK_N
+        if behind_seen < first_seen:
+            first_seen = first_key
+            behind_seen = first_key
+        block = _blocks(table_ptr, first_seen + keys, last_key, BLOCK_TOKENS)
+        for start in tl.range(first_seen, behind_seen, BLOCK_N, num_stages=STAGES):
+            total, divisor, peak = _attend_tile(
+                *(q, positions, kv_ptr, block, start, last_key, total, divisor, peak, softcap, window),
+                *(block_stride, value_stride, token_stride),
+                *(BLOCK_TOKENS, HEAD_DIM, BLOCK_N, SCALE_BYTES, HAS_CAP, False),
+            )
+            block = _blocks(table_ptr, start + BLOCK_N + keys, last_key, BLOCK_TOKENS)
     skipped = behind_seen - first_seen
     start = tl.where(first_key < first_seen, first_key, first_key + skipped)
     block = _blocks(table_ptr, start + keys, last_key, BLOCK_TOKENS)
@@ -257,7 +262,7 @@ def chunk_kernel(
             tl.maximum(0, before + first_query - window + 1) // BLOCK_N * BLOCK_N,
             tl.minimum(context, before + first_query + BLOCK_Q),
             *(peak, divisor, softcap, window, block_stride, value_stride, token_stride),
-            *(BLOCK_TOKENS, HEAD_DIM, BLOCK_N, SCALE_BYTES, HAS_CAP, STAGES),
+            *(BLOCK_TOKENS, HEAD_DIM, BLOCK_N, SCALE_BYTES, HAS_CAP, False, STAGES),
         )
         target = out_ptr + tokens * out_token_stride + heads * out_head_stride
         result = (total / divisor[:, None]).to(out_ptr.dtype.element_ty)
@@ -303,6 +308,7 @@ def decode_kernel(
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_WHOLE: tl.constexpr,
+    IS_ONE_LOOP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Attend from the sequences with one new token; grid (S, Hkv, splits of a long context).
@@ -337,7 +343,7 @@ def decode_kernel(
             first_key,
             tl.minimum(context, first_key + share * BLOCK_N),
             *(peak, divisor, softcap, window, block_stride, value_stride, token_stride),
-            *(BLOCK_TOKENS, HEAD_DIM, BLOCK_N, SCALE_BYTES, HAS_CAP, STAGES),
+            *(BLOCK_TOKENS, HEAD_DIM, BLOCK_N, SCALE_BYTES, HAS_CAP, IS_ONE_LOOP, STAGES),
         )
         if IS_WHOLE:
             target = out_ptr + begin.to(tl.int64) * out_token_stride + heads * out_head_stride

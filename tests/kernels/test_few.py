@@ -113,9 +113,9 @@ def test_a_product_takes_what_is_in_force_for_its_tokens_and_sizes(monkeypatch: 
     assert taken == [(count, CANDIDATES["linear"][0]) for count in (1, 3, 4)]
 
 
-def test_kernels_of_few_tokens_agree_with_plain_torch_in_the_interpreter() -> None:
-    code = "import torch; from bench.kernels.checks import check_products_of_few_tokens as check; "
-    code += "check('cuda', 'cpu', torch.bfloat16)"
+def test_kernels_that_a_table_may_choose_agree_with_plain_torch_in_the_interpreter() -> None:
+    code = "import torch; from bench.kernels import checks; given = 'cuda', 'cpu', torch.float16; "
+    code += "checks.check_products_of_few_tokens(*given); checks.check_decodes_of_every_config(*given)"
     run = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
