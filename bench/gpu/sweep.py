@@ -4,8 +4,10 @@
 
 All configs compile first, in as many processes as there are cores. Then each is called in a CUDA graph with
 the next of several copies of what serving reads from memory, so that none is in the second-level cache. The
-tables in force are `kernels.gpu.product_configs` and `kernels.gpu.attention_configs`; the card says where
-another row takes less time. `--device cpu` runs two small products and two attentions in the interpreter.
+configs of a case are timed in turns, with the bfloat16 product among them. First come those in force, for
+every number of bits and tokens, then the candidates. The tables in force are `kernels.gpu.product_configs`
+and `kernels.gpu.attention_configs`; the card says which other row takes less time. `--device cpu` runs two
+small products and two attentions in the interpreter.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import multiprocessing
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -35,8 +37,8 @@ from kernels.gpu.attention_configs import CHUNK_CANDIDATES, DECODE_CANDIDATES, A
 from kernels.gpu.product_configs import CANDIDATES, SCRATCH_BYTES, TABLE, ProductConfig, product_config
 from kernels.packing import packed_size
 
-LIMIT_S = 75.0  # for all; what is left is not measured
-COMPILE_S = 38.0
+LIMIT_S = 60.0  # for all; what is left is not measured
+COMPILE_S = 30.0
 FEW = 5  # candidates of bits other than 4
 GROUP = 64
 COLD_BYTES = 120 << 20  # more than second-level caches hold
@@ -62,7 +64,7 @@ class Sizes:
 # Products of an 8B model: gate_up, down, o, qkv.
 GPU = Sizes(
     shapes=((4096, 28672), (14336, 4096), (4096, 4096), (4096, 6144)),
-    tokens=(1, 16, 32, 64, 128, 256, 512, 1024, 2048),
+    tokens=(1, 8, 16, 32, 64, 128, 256, 512, 2048),
     chunks=((2048, 2048), (8192, 8192), (512, 4096)),
     decodes=((1, 600), (8, 2100), (64, 600), (64, 2100), (256, 300), (256, 1000)),  # no whole tiles
     most=None,
@@ -83,10 +85,9 @@ def measure(device: torch.device, found: Found) -> None:
     found.put(bandwidth_gb_s=round(reads / 1e9))
     broken = {name for name, _ in found.values.get("compile_failures", [])}
     work = itertools.chain(
-        products(device, sizes, 4, reads, broken),
+        *(products(device, sizes, bits, reads, broken, is_in_force=True) for bits in (4, 8, 3)),
+        *(products(device, sizes, bits, reads, broken) for bits in (4, 8, 3)),
         attentions(device, sizes, reads, broken),
-        products(device, sizes, 8, reads, broken),
-        products(device, sizes, 3, reads, broken),
     )
     for rows in work:
         for row in rows:
@@ -107,10 +108,10 @@ def _passed(deadline: float) -> float:
 
 def compile_all(limit_s: float) -> list[tuple[str, str]]:
     """Compile every config in processes of their own; return the names of those that failed, and why."""
-    jobs: list[Any] = [(4, config) for config in _configs(4)]
+    jobs: list[Any] = [(bits, config) for bits in (4, 8, 3) for _, config in TABLE[bits]]
+    jobs += [(bits, config) for bits in (4, 8, 3) for config in _configs(bits)]
     jobs += [("chunk", config) for config in CHUNK_CANDIDATES]
     jobs += [("decode", config) for config in DECODE_CANDIDATES]
-    jobs += [(bits, config) for bits in (8, 3) for config in _configs(bits)]
     workers = max(1, min(14, num_cores() - 1, len(jobs)))
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
     futures = {pool.submit(_compile, kind, config): _name(kind, config) for kind, config in jobs}
@@ -131,9 +132,10 @@ def compile_all(limit_s: float) -> list[tuple[str, str]]:
 
 
 def _configs(bits: int) -> list[ProductConfig]:
+    """Return the candidates that are not in force."""
     few = None if bits == 4 else FEW
     configs = {config for some in CANDIDATES.values() for config in some[:few]}
-    return sorted(configs | {config for _, config in TABLE[bits]})
+    return sorted(configs - {config for _, config in TABLE[bits]})
 
 
 def _name(kind: object, config: object) -> str:
@@ -165,9 +167,15 @@ def _compile(kind: int | str, config: Any) -> str:
 
 
 def products(
-    device: torch.device, sizes: Sizes, bits: int, reads: float, broken: set[str]
+    device: torch.device,
+    sizes: Sizes,
+    bits: int,
+    reads: float,
+    broken: set[str],
+    *,
+    is_in_force: bool = False,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of each shape and number of tokens."""
+    """Yield the rows of each shape and number of tokens: of the config in force, or of all of them."""
     for inputs, outputs in sizes.shapes:
         nbytes = outputs * (packed_size(inputs, bits) + 3 * inputs // GROUP)
         copies = max(4, -(-COLD_BYTES // nbytes)) if device.type == "cuda" else 1
@@ -180,22 +188,26 @@ def products(
         for tokens in sizes.tokens:
             x = torch.randn(tokens, inputs, dtype=torch.bfloat16, device=device)
             expected = x.float() @ exact
-            dense = seconds(device, [partial(kernels.linear.reference, x, one) for one in full])
             common = {
                 "inputs": inputs,
                 "outputs": outputs,
                 "tokens": tokens,
                 "bits": bits,
-                "dense_us": _us(dense),
+                "is_in_force": is_in_force,
                 "floor_us": _us(nbytes / reads),
             }
-            rows = []
-            for name, product in _ways(bits, tokens, sizes):
-                if name in broken:
-                    continue
-                calls = [partial(product, x, weight) for weight in weights]
-                rows.append(common | {"config": name} | judged(device, calls, expected))
-            yield rows
+            ways = dict([_in_force(bits, tokens)] if is_in_force else _ways(bits, tokens, sizes))
+            calls = {
+                name: [partial(product, x, weight) for weight in weights]
+                for name, product in ways.items()
+                if name not in broken
+            }
+            dense = [partial(kernels.linear.reference, x, one) for one in full]
+            dense_us, found = judged_in_turns(device, calls, expected, dense)
+            yield [
+                common | {"dense_us": dense_us, "config": name} | judgement
+                for name, judgement in found.items()
+            ]
 
 
 def _ways(bits: int, tokens: int, sizes: Sizes) -> Iterator[tuple[str, Callable[..., torch.Tensor]]]:
@@ -203,14 +215,19 @@ def _ways(bits: int, tokens: int, sizes: Sizes) -> Iterator[tuple[str, Callable[
     most = next((most for most in sorted(CANDIDATES) if tokens <= most), None)
     few = sizes.most if bits == 4 or sizes.most else FEW
     configs = list(CANDIDATES[most][:few]) if most else []
-    in_force = product_config(bits, tokens)
-    if in_force and in_force not in configs:
-        configs.append(in_force)
     for config in configs:
         yield _name(bits, config), partial(_multiply_as, config)
-    if tokens >= 128 or not most:
+    if tokens >= 256 or not most:
         for nbytes in sizes.scratch_bytes:
             yield _scratch_name(nbytes), partial(_through_scratch, nbytes)
+    yield _in_force(bits, tokens)
+
+
+def _in_force(bits: int, tokens: int) -> tuple[str, Callable[..., torch.Tensor]]:
+    """Return the name and the product of what serving takes."""
+    if config := product_config(bits, tokens):
+        return _name(bits, config), partial(_multiply_as, config)
+    return _scratch_name(SCRATCH_BYTES), partial(_through_scratch, SCRATCH_BYTES)
 
 
 def _scratch_name(nbytes: int) -> str:
@@ -290,31 +307,55 @@ def _attend(
 
 def judged(device: torch.device, calls: Sequence[Call], expected: torch.Tensor) -> dict[str, Any]:
     """Return the error of the first call against what is expected, if it repeats itself, and the time."""
-    try:
-        made = calls[0]()
-        error = float((made.float() - expected).norm() / expected.norm())
-        is_steady = torch.equal(made, calls[0]())
-        return {
-            "error": round(error, 5) if error == error else 1e9,  # NaN
-            "is_steady": is_steady,
-            "us": _us(seconds(device, calls)),
-        }
-    except RuntimeError as problem:
-        if "illegal memory access" in str(problem):
-            raise
-        return {"error": 1e9, "is_steady": True, "us": 1e9, "problem": str(problem)[-200:]}
+    return judged_in_turns(device, {"": calls}, expected)[1][""]
 
 
-def seconds(device: torch.device, calls: Sequence[Call]) -> float:
-    """Return the seconds of a call, one after the other in a graph, in the best of ROUNDS replays."""
+def judged_in_turns(
+    device: torch.device,
+    ways: Mapping[str, Sequence[Call]],
+    expected: torch.Tensor,
+    dense: Sequence[Call] = (),
+) -> tuple[float, dict[str, dict[str, Any]]]:
+    """Return the microseconds of `dense`, and of each way what `judged` says; all are timed in turns."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, calls in ways.items():
+        try:
+            made = calls[0]()
+            error = float((made.float() - expected).norm() / expected.norm())
+            found[name] = {
+                "error": round(error, 5) if error == error else 1e9,  # NaN
+                "is_steady": torch.equal(made, calls[0]()),
+            }
+        except RuntimeError as problem:
+            if "illegal memory access" in str(problem):
+                raise
+            found[name] = {"error": 1e9, "is_steady": True, "us": 1e9, "problem": str(problem)[-200:]}
+    timed = [name for name in found if "us" not in found[name]]
+    first, *others = seconds_in_turns(device, [dense, *(ways[name] for name in timed)])
+    for name, took in zip(timed, others, strict=True):
+        found[name]["us"] = _us(took)
+    return _us(first), found
+
+
+def seconds_in_turns(device: torch.device, ways: Sequence[Sequence[Call]]) -> list[float]:
+    """Return the seconds of a call of each way, in the best of ROUNDS replays of a graph; none: 0."""
     if device.type != "cuda":
-        began = time.perf_counter()
-        for call in calls:
-            call()
-        return (time.perf_counter() - began) / len(calls)
-    calls = list(calls) * -(-LEAST_CALLS // len(calls))
-    graph = recorded(calls)
-    return min(replay_seconds(graph) for _ in range(ROUNDS)) / len(calls)
+        return [_seconds_on_cpu(calls) for calls in ways]
+    repeated = [list(calls) * (-(-LEAST_CALLS // len(calls)) if calls else 0) for calls in ways]
+    graphs = [recorded(calls) if calls else None for calls in repeated]
+    best = [float("inf") if graph else 0.0 for graph in graphs]
+    for _ in range(ROUNDS):
+        for place, graph in enumerate(graphs):
+            if graph:
+                best[place] = min(best[place], replay_seconds(graph) / len(repeated[place]))
+    return best
+
+
+def _seconds_on_cpu(calls: Sequence[Call]) -> float:
+    began = time.perf_counter()
+    for call in calls:
+        call()
+    return (time.perf_counter() - began) / max(1, len(calls))
 
 
 def _us(seconds: float) -> float:
@@ -330,28 +371,54 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"sweep: {name} did not compile: {why.splitlines()[-1][:150]}"
     yield f"sweep: compiled in {found.get('compiled_s')} s; {found.get('ended', 'every case was measured')}"
     rows = found.get("rows", [])
-    yield from _product_lines([row for row in rows if "bits" in row])
+    yield from _serving_lines([row for row in rows if row.get("is_in_force")])
+    yield from _product_lines([row for row in rows if "bits" in row and not row["is_in_force"]])
     yield from _attention_lines([row for row in rows if "kind" in row])
 
 
-def _product_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for all shapes together: microseconds in sum."""
+def _cases(rows: list[dict[str, Any]]) -> list[tuple[tuple[int, int], list[dict[str, Any]]]]:
     cases = defaultdict(list)
     for row in rows:
         cases[row["bits"], row["tokens"]].append(row)
-    for (bits, tokens), case in sorted(cases.items(), reverse=True):
+    return sorted(cases.items(), key=lambda case: (-case[0][0], case[0][1]))
+
+
+def _serving_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield for each number of bits and tokens how long serving takes, in times of bfloat16."""
+    for (bits, tokens), case in _cases(rows):
+        took, dense = (sum(row[name] for row in case) for name in ("us", "dense_us"))
+        each = ", ".join(
+            f"{row['inputs']} x {row['outputs']} {row['us'] / row['dense_us']:.2f}" for row in case
+        )
+        yield (
+            f"int{bits} x {tokens:4d} tokens in force: {took / dense:.2f} of bfloat16 ({took:.1f} us): "
+            f"{each}; {case[0]['config']}"
+        )
+
+
+def _product_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a line for all shapes together: microseconds in sum, and the three fastest of each shape."""
+    for (bits, tokens), case in _cases(rows):
         sums: dict[str, float] = defaultdict(float)
         for row in case:
             sums[row["config"]] += row["us"]
-        shapes = {(row["inputs"], row["outputs"]): row for row in case}.values()
-        dense, floor = (sum(row[name] for row in shapes) for name in ("dense_us", "floor_us"))
-        best = min(sums, key=lambda name: sums[name])
-        config = product_config(bits, tokens)
-        in_force = sums.get(_name(bits, config) if config else _scratch_name(SCRATCH_BYTES), float("nan"))
+        shapes = {(row["inputs"], row["outputs"]): row for row in case}
+        dense, floor = (sum(row[name] for row in shapes.values()) for name in ("dense_us", "floor_us"))
+        best = sorted(sums, key=lambda name: sums[name])[:3]
         yield (
-            f"int{bits} x {tokens:4d} tokens, {len(shapes)} shapes: best {best} {sums[best]:7.1f} us, "
-            f"in force {in_force:7.1f}, bfloat16 {dense:7.1f}, floor {floor:6.1f}"
+            f"int{bits} x {tokens:4d} tokens: bfloat16 {dense:.1f} us, floor {floor:.1f}; "
+            + ", ".join(f"{name} {sums[name]:.1f}" for name in best)
+            + f"; in force {sums[_in_force(bits, tokens)[0]]:.1f}"
         )
+        for (inputs, outputs), one in shapes.items():
+            own = sorted(
+                (row["us"], row["config"])
+                for row in case
+                if (row["inputs"], row["outputs"]) == (inputs, outputs)
+            )
+            yield f"  {inputs} x {outputs}: bfloat16 {one['dense_us']:.1f} us; " + ", ".join(
+                f"{name} {us:.1f}" for us, name in own[:3]
+            )
 
 
 def _attention_lines(rows: list[dict[str, Any]]) -> Iterator[str]:

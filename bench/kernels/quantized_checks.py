@@ -165,9 +165,9 @@ def check_experts(backend: str, device: str, assert_close: AssertClose, bits: in
 def check_tiles(
     device: str, assert_close: AssertClose, bits: int, units: int, inputs: int, group: int, split: Split
 ) -> None:
-    """Check weights whose rows lie on 16 bytes, with as many tokens as each config takes."""
+    """Check weights whose rows lie on 16 bytes, with as many tokens as each config takes, in every form."""
     from kernels.gpu import quantized as gpu
-    from kernels.gpu.product_configs import TABLE
+    from kernels.gpu.product_configs import TABLE, ProductConfig
 
     weight, _ = quantized(
         units=units,
@@ -188,12 +188,15 @@ def check_tiles(
             check_product(
                 "cuda", device, assert_close, weight, dtype, min(tokens, 70) if device == "cpu" else tokens
             )
-    config = TABLE[bits][-1][1]
-    x = torch.randn(3, weight.num_inputs, dtype=torch.bfloat16)
+    x = torch.randn(3, weight.num_inputs, dtype=torch.bfloat16).to(device)
     there = _moved(weight, device)
-    made = [gpu.multiply_tiles(x.to(device), there, None, tiles, config) for _ in range(2)]
-    assert torch.equal(*made)
-    assert_close(gpu.through_scratch(x.to(device), there, None), made[0].cpu())
+    expected = gpu.through_scratch(x, there, None).cpu()
+    # Weights in registers, scaled and not, and through shared memory.
+    forms = (TABLE[bits][-1][1], ProductConfig(8, 32, 2, 2, 2, 2), ProductConfig(64, 128, 2, 4, 2, 2, True))
+    for config in forms:
+        made = [gpu.multiply_tiles(x, there, None, tiles, config) for _ in range(2)]
+        assert torch.equal(*made)
+        assert_close(made[0], expected)
 
 
 def check_pieces(device: str, assert_close: AssertClose) -> None:

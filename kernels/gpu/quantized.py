@@ -121,7 +121,10 @@ def multiply_tiles(
         BLOCK_T=config.block_t,
         BLOCK_N=config.block_n,
         STAGES=config.num_stages,
+        SCALES_SUMS=config.scales_sums,
+        IS_WIDE=config.is_wide,
         num_warps=config.num_warps,
+        maxnreg=config.most_registers,
     )
     return out[0] if splits == 1 else _joined(out, bias, x.dtype)
 

@@ -1,9 +1,10 @@
 """Products with quantised weights of which bytes lie on 16: weights times tokens, tile by tile.
 
 Weights are the left operand of the tensor cores: decoded (`kernels.gpu.codes`) they stay in registers, and
-tokens come from shared memory. Bytes, tokens and words of scales and zeros are copied there STAGES ahead.
-Rows are outputs of a unit. Nothing that a launch passes is specialised but pointers, so a program compiled
-once serves every shape.
+tokens come from shared memory. In wide programs, for many tokens, weights go back to shared memory, since
+the registers of a warpgroup's left operand take two bytes a load. Bytes, tokens and words of scales and zeros
+are copied there STAGES ahead. Rows are outputs of a unit. Nothing that a launch passes is specialised but
+pointers, so a program compiled once serves every shape.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # Functions of the compiler carry no annotations: Triton infers their types from the call.
@@ -36,6 +37,54 @@ def _third_words(at, is_row, part: tl.constexpr):
     """Load words uint32 of the tiles at `at`: shifted by a code's place, bit 2 is its third bit."""
     words = tl.load(_words(at + (16 + part // 2 * 4)), mask=is_row, other=0)
     return words >> 14 if part % 2 else words << 2
+
+
+@triton.jit
+def _part_of(
+    pieces,
+    at,
+    is_row,
+    shifts,
+    zero,
+    scale,
+    part: tl.constexpr,
+    BITS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    HAS_ASM: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+):
+    """Decode a part [rows, bytes] of the tiles at `at`."""
+    high = pieces
+    if BITS == 3:
+        high = (_third_words(at, is_row, part) >> shifts).to(tl.uint8)
+    return weights_of(pieces, high, zero, scale, part, BITS, OPERAND, HAS_ASM, IS_SCALED)
+
+
+@triton.jit
+def _whole_tile(
+    pieces,
+    at,
+    is_row,
+    shifts,
+    zero,
+    scale,
+    BITS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    HAS_ASM: tl.constexpr,
+):
+    """Decode [rows, 64] of the tiles at `at`, their parts side by side."""
+    w = _part_of(pieces, at, is_row, shifts, zero, scale, 0, BITS, OPERAND, HAS_ASM, True)
+    if BITS != 8:
+        second = _part_of(pieces, at, is_row, shifts, zero, scale, 1, BITS, OPERAND, HAS_ASM, True)
+        w = tl.join(w, second)  # [rows, bytes, 2]
+        if BITS == 3:
+            third = _part_of(pieces, at, is_row, shifts, zero, scale, 2, BITS, OPERAND, HAS_ASM, True)
+            fourth = _part_of(pieces, at, is_row, shifts, zero, scale, 3, BITS, OPERAND, HAS_ASM, True)
+            w = tl.join(w, tl.join(third, fourth)).permute(0, 3, 2, 1)
+        else:
+            w = w.permute(0, 2, 1)
+        w = w.reshape(w.shape[0], TILE)
+    return w
 
 
 @triton.jit(
@@ -96,13 +145,17 @@ def tiles_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    SCALES_SUMS: tl.constexpr,
+    IS_WIDE: tl.constexpr,
 ):
     """Multiply x by the weight into out [splits, T, N], contiguous.
 
     Grid (out_units * row_blocks, ceil(T / BLOCK_T), splits). A step takes TILES tiles of a unit, a split an
     equal run of all steps. x_stride counts 8 elements, codes_unit and codes_row count 16 bytes. HAS_WORDS: a
     group has GROUP_TILES tiles, a power of two; else group_tiles. Scales and zeros then lie skew elements
-    behind 4 bytes, and those of a step in one word, or two of scales. lanes_ptr: int32 0..15.
+    behind 4 bytes, and those of a step in one word, or two of scales. lanes_ptr: int32 0..15. SCALES_SUMS:
+    scales multiply the sums of a tile, not its weights. IS_WIDE: weights are the right operand, a whole tile
+    at once; both operands are in shared memory.
     """
     PARTS: tl.constexpr = 1 if BITS == 8 else (2 if BITS == 4 else 4)
     WIDTH: tl.constexpr = 64 // PARTS  # bytes of a tile's widest plane
@@ -117,12 +170,12 @@ def tiles_kernel(
     if HAS_WORDS:
         scales_ptr -= scales_skew
         zeros_ptr -= zeros_skew
-    x_ptr += token.to(tl.int64) * x_stride * 8 + lane[:, None]
+    x_ptr += token.to(tl.int64) * x_stride * 8 + tl.arange(0, TILE if IS_WIDE else WIDTH)[:, None]
     unit_steps = unit_tiles // TILES
     all_steps = in_units * unit_steps
     begin = all_steps * tl.program_id(2) // splits
     end = all_steps * (tl.program_id(2) + 1) // splits
-    total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    total = tl.zeros([BLOCK_T, BLOCK_N] if IS_WIDE else [BLOCK_N, BLOCK_T], tl.float32)
     shifts = 0
     if BITS == 3:
         shifts = tl.load(lanes_ptr + tl.arange(0, 16)[None, :])
@@ -162,14 +215,27 @@ def tiles_kernel(
                 zero = tl.load(zeros_at + group, mask=is_row, other=0)
             at = codes_at + tile * (8 * BITS)
             pieces = tl.load(at + lane[None, :], mask=is_row, other=0)
-            for part in tl.static_range(PARTS):
-                high = pieces
-                if BITS == 3:
-                    high = (_third_words(at, is_row, part) >> shifts).to(tl.uint8)
-                x = tl.load(x_ptr + (index * TILES + tile) * TILE + part * WIDTH, mask=is_token, other=0.0)
-                w = weights_of(pieces, high, zero, scale, part, BITS, OPERAND, HAS_ASM)
-                total = tl.dot(w, x.to(OPERAND), total, input_precision="ieee")
+            x_at = x_ptr + (index * TILES + tile) * TILE
+            if IS_WIDE:
+                w = _whole_tile(pieces, at, is_row, shifts, zero, scale, BITS, OPERAND, HAS_ASM)
+                x = tl.load(x_at, mask=is_token, other=0.0).to(OPERAND)
+                total = tl.dot(tl.trans(x), tl.trans(w), total, input_precision="ieee")
+            if SCALES_SUMS:
+                sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+            for part in tl.static_range(0 if IS_WIDE else PARTS):
+                x = tl.load(x_at + part * WIDTH, mask=is_token, other=0.0)
+                w = _part_of(
+                    pieces, at, is_row, shifts, zero, scale, part, BITS, OPERAND, HAS_ASM, not SCALES_SUMS
+                )
+                if SCALES_SUMS:
+                    sums = tl.dot(w, x.to(OPERAND), sums, input_precision="ieee")
+                else:
+                    total = tl.dot(w, x.to(OPERAND), total, input_precision="ieee")
+            if SCALES_SUMS:
+                total += sums * scale.to(tl.float32)
     output = unit * unit_rows + row
+    if IS_WIDE:
+        total = tl.trans(total)
     if HAS_BIAS:
         total += tl.load(bias_ptr + output, mask=is_row, other=0.0).to(tl.float32)
     out_ptr += (tl.program_id(2) * tokens).to(tl.int64) * num_outputs

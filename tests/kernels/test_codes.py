@@ -58,28 +58,30 @@ def word_of(pair: torch.Tensor) -> int:
     return int(low | high << 16)
 
 
+@pytest.mark.parametrize("is_scaled", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("bits", "part"), [(8, 0), (4, 0), (4, 1), (3, 0), (3, 1), (3, 2), (3, 3)])
-def test_assembly_decodes_every_code(dtype: torch.dtype, bits: int, part: int) -> None:
-    kind = "BF16" if dtype == torch.bfloat16 else "F16"
-    name = {8: f"{kind}_8", 4: f"{kind}_4_{'HIGH' if part else 'LOW'}", 3: f"{kind}_3_{part}"}[bits]
-    assembly = getattr(codes, name).value
+def test_assembly_decodes_every_code(dtype: torch.dtype, bits: int, part: int, is_scaled: bool) -> None:
+    assembly = codes.assembly(bits, part, dtype == torch.bfloat16, is_scaled)
+    registers = codes.constraints(bits, dtype == torch.bfloat16, is_scaled)
     random = np.random.default_rng(part)
     scale = torch.tensor(0.0123).half()
     for zero in (0, 2**bits // 2 + 1, 2**bits - 1):
         every = np.arange(2**bits).repeat(1 if bits == 8 else 4)
         random.shuffle(every)
         for four in every.reshape(-1, 4).tolist():
-            words = run(assembly, operands(bits, part, dtype, four, zero, scale))
+            given = operands(bits, part, dtype, four, zero, scale if is_scaled else None)
+            assert len(given) == registers.split(",").count("r")
+            words = run(assembly, given)
             made = torch.cat([pair_of(word, dtype) for word in words])
-            exact = (torch.tensor(four) - zero).float() * scale.float()
-            if dtype == torch.bfloat16 and bits < 8:
+            exact = (torch.tensor(four) - zero).float() * (scale.float() if is_scaled else 1)
+            if dtype == torch.bfloat16 and bits < 8 and is_scaled:
                 exact = (torch.tensor(four) - zero).float() * scale.bfloat16().float()
             assert torch.equal(made, exact.to(dtype)), (four, zero)
 
 
 def operands(
-    bits: int, part: int, dtype: torch.dtype, four: list[int], zero: int, scale: torch.Tensor
+    bits: int, part: int, dtype: torch.dtype, four: list[int], zero: int, scale: torch.Tensor | None
 ) -> list[int]:
     """Return the words that `weights_of` passes for four codes of a part; other parts' bits are ones."""
     width = {8: 8, 4: 4, 3: 2}[bits]
@@ -87,14 +89,12 @@ def operands(
     pieces = bytes((code & 2**width - 1) << part * width | others for code in four)
     words = [int.from_bytes(pieces, "little")]
     if dtype == torch.bfloat16 and bits == 8:
-        negative, factor = (
-            np.float32(-8388608.0 - zero).view(np.uint32),
-            scale.float().numpy().view(np.uint32),
-        )
-        return [*words, *[int(negative)] * 4, *[int(factor)] * 4]
+        words += [int(np.float32(-8388608.0 - zero).view(np.uint32))] * 4
+        return words if scale is None else [*words, *[int(scale.float().numpy().view(np.uint32))] * 4]
     power = 128.0 if dtype == torch.bfloat16 else 1024.0
-    negative, factor = torch.tensor([-power - zero] * 2).to(dtype), scale.expand(2).contiguous().to(dtype)
-    words += [word_of(negative)] * 2 + [word_of(factor)] * 2
+    words += [word_of(torch.tensor([-power - zero] * 2).to(dtype))] * 2
+    if scale is not None:
+        words += [word_of(scale.expand(2).contiguous().to(dtype))] * 2
     if bits == 3:
         high = bytes(0xFB | (code & 4) for code in four)
         words.append(int.from_bytes(high, "little"))
