@@ -25,6 +25,9 @@ from bus.settings_sources import Layer, SettingsError
 __all__ = ["Settings", "SettingsError", "load_settings", "settings_environment"]
 
 
+MIN_KEY_CHARACTERS: Final = 8
+
+
 class Section(BaseModel):
     """A section of the file: frozen, and without unknown keys."""
 
@@ -75,8 +78,8 @@ class GatewaySettings(Section):
     port: int = _key(8000, "port to listen on; 0: a free one", ge=0, le=65535)
     published_host: str = _key("", "in a container: the host address that the port is published on")
     id: str = _key("", "unique name; empty: made from host name and process id")
-    api_keys: list[str] = _key([], "keys of /v1; empty: no key needed, loopback only", repr=False)
-    admin_keys: list[str] = _key([], "keys of /admin; empty: no key needed, loopback only", repr=False)
+    api_keys: list[str] = _key([], "keys of /v1, 8 characters or more; none: loopback only", repr=False)
+    admin_keys: list[str] = _key([], "keys of /admin, likewise; none: loopback only", repr=False)
     max_queue: int = _key(256, "requests that may wait to run; more get a 503", ge=1)
     max_inflight: int = _key(2048, "requests that may wait or run; more get a 503", ge=1)
     max_body_bytes: int = _key(4 * 1024 * 1024, "a larger body gets a 413", ge=1024)
@@ -95,6 +98,18 @@ class GatewaySettings(Section):
     metrics_compat: Literal["", "vllm"] = _key(
         "", '"vllm": also export metrics under the vllm: names that routers read'
     )
+
+    @field_validator("api_keys", "admin_keys")
+    @classmethod
+    def _keys_are_keys(cls, keys: list[str]) -> list[str]:
+        """Refuse what an unset variable or a slip leaves behind, and what is guessed soon."""
+        for number, key in enumerate(keys, 1):
+            if len(key) < MIN_KEY_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key:
+                raise ValueError(
+                    f"key {number} of {len(keys)} has {len(key)} characters; a key has {MIN_KEY_CHARACTERS} "
+                    "or more, printable ASCII without blanks: `openssl rand -hex 24` makes one"
+                )
+        return keys
 
     @property
     def loopback_only(self) -> bool:

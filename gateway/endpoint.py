@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from gateway.errors import JSON, ApiError, wrong_method
+from gateway.http.auth import check_api
 from gateway.http.body import ClientLeft, Receive, Scope, Send, read_body
 from gateway.http.connection import EXTENSION, ClientSocket
 from gateway.http.limits import Slot
@@ -43,7 +44,7 @@ class CompletionsEndpoint:
             raise wrong_method(scope["method"], scope["path"], "POST")
         trace = gateway.tracer.begin(scope, log.arrived) if gateway.tracer is not None else None
         try:
-            key = gateway.keys.check(scope["headers"])
+            key = check_api(gateway.keys, scope["headers"])
             gateway.refuse_if_closed()
             with gateway.rate.enter(key) as rate_headers:
                 slot = gateway.admission.reserve()

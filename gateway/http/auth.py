@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 from collections.abc import Iterable
+from urllib.parse import urlsplit
 
 from bus.settings import is_loopback
 from gateway.errors import ApiError, bad_key
@@ -17,6 +19,9 @@ Headers = Iterable[tuple[bytes, bytes]]
 HEADER = "Authorization: Bearer <key>"
 API_HINT = "; /v1 takes a key of gateway.api_keys, and those of /admin do not open it"
 ADMIN_HINT = "; /admin has keys of its own (gateway.admin_keys), and those of /v1 do not open it"
+
+# Nobody can register a name in these: RFC 6761, RFC 6762, ICANN's resolution of 2024 and RFC 8375.
+PRIVATE_DOMAINS = (".localhost", ".local", ".internal", ".home.arpa")
 
 
 class Keys:
@@ -54,14 +59,64 @@ def check_admin(keys: Keys, headers: Headers, host: str, *, loopback_only: bool)
         return
     if not loopback_only and not is_loopback(host.removeprefix("::ffff:")):  # IPv4 on an IPv6 socket
         raise _forbidden("answers this machine only; set a key to use it from another")
-    given = dict(headers)
-    own, origin = given.get(b"host"), given.get(b"origin")
+    own, origin = _host_and_origin(headers)
     if own is not None and not is_loopback(_name_of(own)):  # DNS rebinding: another name with our address
         raise _forbidden(
             f"is not answered under the host {own.decode('latin-1')!r}, only localhost; set a key"
         )
-    if origin is not None and (own is None or origin not in (b"http://" + own, b"https://" + own)):
+    if _is_of_another_page(own, origin):
         raise _forbidden(f"is not answered to pages of {origin.decode('latin-1')!r}; set a key")
+
+
+def check_api(keys: Keys, headers: Headers) -> str:
+    """Check a call of /v1, and return a name for its key, "" without keys. Raises ApiError 401 or 403.
+
+    Without keys, no page of a public site may call from its visitor's browser: neither under its own name,
+    which it has turned to this address (DNS rebinding), nor across sites, which a browser does unasked for
+    requests that a form could send.
+    """
+    if keys:
+        return keys.check(headers)
+    own, origin = _host_and_origin(headers)
+    if own is not None and _may_be_public(_name_of(own)):
+        raise _forbidden_api(f"under the host {own.decode('latin-1')!r}, which a page may have chosen")
+    if _is_of_another_page(own, origin) and _may_be_public(urlsplit(origin).hostname):
+        raise _forbidden_api(f"to pages of {origin.decode('latin-1')!r}")
+    return ""
+
+
+def _host_and_origin(headers: Headers) -> tuple[bytes | None, bytes]:
+    """Return the Host header and the Origin header; b"" if no page sent the request."""
+    given = dict(headers)
+    return given.get(b"host"), given.get(b"origin", b"")
+
+
+def _is_of_another_page(own: bytes | None, origin: bytes) -> bool:
+    return bool(origin) and (own is None or origin not in (b"http://" + own, b"https://" + own))
+
+
+def _may_be_public(name: str | bytes | None) -> bool:
+    """Return False for addresses and for names that nobody can register: single words and private domains.
+
+    None is the host of pages that tell none: sandboxed ones and files.
+    """
+    if not name:
+        return True
+    text = (name if isinstance(name, str) else name.decode("latin-1")).lower().strip("[].")
+    return "." in text and not _is_address(text) and not text.endswith(PRIVATE_DOMAINS)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _forbidden_api(how: str) -> ApiError:
+    message = f"gateway.api_keys is empty, so /v1 is not answered {how}; set a key"
+    return ApiError(403, message, code="api_host_refused")
 
 
 def _forbidden(why: str) -> ApiError:

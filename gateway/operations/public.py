@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.delivery.cluster import ReadyInstance
 from gateway.errors import no_such_model
+from gateway.http.auth import check_api
 from gateway.operations.answers import Here
 from gateway.operations.metrics import CONTENT_TYPE, exposition
 
@@ -37,8 +38,8 @@ ENDPOINTS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/h
 
 
 async def with_key(request: Request, gateway: Here) -> None:
-    """Raise ApiError 401 unless the caller has an API key."""
-    gateway.keys.check(request.headers.raw)
+    """Raise ApiError 401 or 403 unless the caller may use /v1."""
+    check_api(gateway.keys, request.headers.raw)
 
 
 def _read(path: Path) -> tuple[bytes, str, str]:

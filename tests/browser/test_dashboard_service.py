@@ -137,12 +137,12 @@ def test_a_worker_that_is_drained_by_hand_leaves_the_picture(service: Service, o
 
 
 def test_it_asks_for_the_key_that_is_set(open_page: OpenPage) -> None:
-    with Service(num_workers=0, settings={"GATEWAY__ADMIN_KEYS": '["let me in"]'}) as service:
+    with Service(num_workers=0, settings={"GATEWAY__ADMIN_KEYS": '["let-me-in"]'}) as service:
         wait_for("the gateway", lambda: _answers(service))
         page = open_page(service.url())
         page.wait_for_selector("#key-dialog[open]")
         assert not page.locator("#main").is_visible()
-        page.get_by_label("Key", exact=True).fill("let me in")
+        page.get_by_label("Key", exact=True).fill("let-me-in")
         page.keyboard.press("Enter")
         wait_for_text(page, "#connection", "live")
 

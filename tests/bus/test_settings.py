@@ -150,14 +150,37 @@ def test_secrets_show_in_no_message_and_no_repr() -> None:
     environ = {
         "INSTAR_CONFIG": "",
         "INSTAR_REDIS_URL": "redis://:hush@h:1",
-        "INSTAR_GATEWAY__API_KEYS": "hush",
+        "INSTAR_GATEWAY__API_KEYS": "hush-hush",
     }
     assert "hush" not in repr(load_settings(environ=environ))
     assert "hush" not in complaint(INSTAR_GATEWAY__API_KEYS='["hush"')
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ('[""]', "key 1 of 1 has 0 characters"),
+        ('["long-enough", "short"]', "key 2 of 2 has 5 characters"),
+        ('["two words"]', "without blanks"),
+        ('["schlüssel-bund"]', "printable ASCII"),
+        ('["line-\\nbreak"]', "printable ASCII"),
+    ],
+)
+def test_a_blank_or_short_key_is_refused(given: str, told: str) -> None:
+    for name in ("API_KEYS", "ADMIN_KEYS"):
+        text = complaint(**{f"INSTAR_GATEWAY__{name}": given})
+        assert told in text and f"gateway.{name.lower()}" in text and "short" not in text
+
+
+def test_an_unset_variable_sets_no_key() -> None:
+    for given in ("", ",", "[]"):
+        environ = {"INSTAR_CONFIG": "", "INSTAR_GATEWAY__API_KEYS": given}
+        assert load_settings(environ=environ).gateway.api_keys == []
+
+
 def test_a_child_finds_the_same_settings_in_its_environment(tmp_path: Path) -> None:
-    path = written(tmp_path, '[gateway]\napi_keys = ["a,b", "c"]\nreplay = false\n[worker]\nid = "w0"\n')
+    keys = '["with,a,comma", "and-without"]'
+    path = written(tmp_path, f'[gateway]\napi_keys = {keys}\nreplay = false\n[worker]\nid = "w0"\n')
     settings = load_settings(path, environ={"INSTAR_PORT": "0"})
     environ = settings_environment(settings, {"PATH": "/bin", "INSTAR_PORT": "0", "INSTAR_CONFIG": str(path)})
     assert environ["PATH"] == "/bin"

@@ -69,14 +69,14 @@ def test_settings_are_listed_with_who_set_them_and_without_secrets(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text('[gateway]\nport = 8123\napi_keys = ["hush"]\n')
+    path.write_text('[gateway]\nport = 8123\napi_keys = ["hush-hush"]\n')
     monkeypatch.setenv("INSTAR_WORKERS", "3")
     assert main(["settings", "--config", str(path)]) == 0
     out = capsys.readouterr().out
     assert f"gateway.port = 8123  [{path}]" in out
     assert "serve.workers = 3  [INSTAR_WORKERS]" in out
     assert 'gateway.api_keys = "(not shown)"' in out
-    assert "hush" not in out
+    assert "hush-hush" not in out
 
 
 def test_status_without_a_server_says_how_to_start_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from bus.settings import GatewaySettings, Settings
 from instar.client import check_answer, gateway_client
 from instar.errors import InputError, ServerError
 
-KEYS = ["hush"]
+KEYS = ["hush-hush"]
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ KEYS = ["hush"]
 def test_keys_of_the_settings_go_to_their_own_service_only(host: str, url: str | None, is_sent: bool) -> None:
     settings = Settings(gateway=GatewaySettings(host=host, port=8123, api_keys=KEYS, admin_keys=KEYS))
     with gateway_client(settings, url, None, "admin_keys") as client:
-        assert (client.headers.get("authorization") == "Bearer hush") == is_sent
+        assert (client.headers.get("authorization") == "Bearer hush-hush") == is_sent
     with gateway_client(settings, url, "given", "admin_keys") as client:
         assert client.headers["authorization"] == "Bearer given"
 

@@ -22,7 +22,7 @@ from tests.support.gateway_harness import ANSWER, Gate, running
 from tests.support.redis_process import RedisProcess
 
 KEYS: dict[str, Any] = {
-    "api_keys": ["sk-one", "sk-two"],
+    "api_keys": ["sk-first", "sk-second"],
     "admin_keys": ["sk-admin"],
     "max_body_bytes": 20_000,
     "max_n_tokens": 600,
@@ -47,7 +47,7 @@ def gate(shared: Gate) -> Gate:
     return shared
 
 
-def http(gate: Gate, key: str = "sk-two") -> httpx.AsyncClient:
+def http(gate: Gate, key: str = "sk-second") -> httpx.AsyncClient:
     return gate.http(headers={"authorization": f"Bearer {key}"} if key else {})
 
 
@@ -234,7 +234,7 @@ async def test_unknown_paths_methods_and_models_have_the_same_shape(gate: Gate) 
 
 
 async def test_the_openai_client_raises_its_own_classes(gate: Gate) -> None:
-    async with gate.client(api_key="sk-one") as client:
+    async with gate.client(api_key="sk-first") as client:
         with pytest.raises(openai.NotFoundError) as missing:
             await client.completions.create(model="gpt-4", prompt="x")
         assert missing.value.code == "model_not_found" and missing.value.request_id
@@ -286,8 +286,8 @@ async def test_keys_guard_the_api_and_other_keys_the_administration(gate: Gate) 
         ("", "/v1/models", 401),
         ("wrong", "/v1/models", 401),
         ("sk-admin", "/v1/models", 401),
-        ("sk-one", "/v1/models", 200),
-        ("sk-one", "/admin/state", 401),
+        ("sk-first", "/v1/models", 200),
+        ("sk-first", "/admin/state", 401),
         ("", "/admin/state", 401),
         ("sk-admin", "/admin/state", 200),
         ("", "/health", 200),
@@ -305,7 +305,7 @@ async def test_keys_guard_the_api_and_other_keys_the_administration(gate: Gate) 
 
 async def test_a_refused_key_learns_which_keys_are_asked_for_and_nothing_of_its_own(gate: Gate) -> None:
     own = {"/v1/models": "gateway.api_keys", "/admin/state": "gateway.admin_keys"}
-    for path, others in [("/v1/models", "sk-admin"), ("/admin/state", "sk-one")]:
+    for path, others in [("/v1/models", "sk-admin"), ("/admin/state", "sk-first")]:
         async with gate.http() as client:
             none = error_of(await client.get(path), 401)["message"]
             bearer = [{"authorization": f"Bearer {key}"} for key in (others, "sk-wrong")]

@@ -62,16 +62,16 @@ async def test_requests_in_flight_are_bounded_too(redis_settings: RedisSettings,
 async def test_a_key_over_its_rate_gets_429_with_the_headers_of_its_limit(
     redis_settings: RedisSettings, folder: Path
 ) -> None:
-    async with running(redis_settings, folder, rate_limit_rpm=2, api_keys=["a", "b"]) as gate:
-        async with gate.http(headers={"authorization": "Bearer a"}) as http:
+    async with running(redis_settings, folder, rate_limit_rpm=2, api_keys=["first-key", "other-key"]) as gate:
+        async with gate.http(headers={"authorization": "Bearer first-key"}) as http:
             answers = [await http.post("/v1/completions", json=BODY) for _ in range(3)]
         assert [answer.status_code for answer in answers] == [200, 200, 429]
         assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["1", "0", "0"]
         assert 1 <= int(answers[2].headers["retry-after"]) <= 30
         assert answers[2].json()["error"]["code"] == "rate_limit_exceeded"
-        async with gate.client(api_key="b") as client:
+        async with gate.client(api_key="other-key") as client:
             await client.completions.create(**BODY)
-        async with gate.client(api_key="a") as client:
+        async with gate.client(api_key="first-key") as client:
             with pytest.raises(openai.RateLimitError):
                 await client.completions.create(**BODY)
 

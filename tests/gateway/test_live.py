@@ -190,8 +190,8 @@ async def test_a_history_that_came_late_is_told_to_those_who_are_there(
 
 
 async def test_the_feed_shows_nothing_without_its_key(redis_settings: RedisSettings, folder: Path) -> None:
-    async with running(redis_settings, folder, admin_keys=["hush"], api_keys=["knock"]) as gate:
-        for key, status in ((None, 401), ("knock", 401), ("hush", 200)):
+    async with running(redis_settings, folder, admin_keys=["hush-hush"], api_keys=["knock-knock"]) as gate:
+        for key, status in ((None, 401), ("knock-knock", 401), ("hush-hush", 200)):
             headers = {"authorization": f"Bearer {key}"} if key else {}
             async with gate.http(headers=headers) as http, http.stream("GET", "/admin/live") as answer:
                 assert answer.status_code == status

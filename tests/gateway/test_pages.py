@@ -79,7 +79,7 @@ async def test_no_path_leads_out_of_the_folder(gate: Gate, path: str) -> None:
 async def test_the_pages_need_no_key_and_show_nothing_without_it(
     redis_settings: RedisSettings, folder: Path
 ) -> None:
-    async with running(redis_settings, folder, admin_keys=["hush"]) as gate, gate.http() as http:
+    async with running(redis_settings, folder, admin_keys=["hush-hush"]) as gate, gate.http() as http:
         assert (await http.get("/")).status_code == 200
         assert (await http.get("/dashboard/main.js")).status_code == 200
         assert (await http.get("/admin/live")).status_code == 401

@@ -13,7 +13,7 @@ from gateway.delivery.dispatch import Candidate, TooLong, choose
 from gateway.delivery.request import GenerationRequest, InstanceAddress, RequestState
 from gateway.delivery.table import RequestTable
 from gateway.errors import ApiError
-from gateway.http.auth import Keys, check_admin
+from gateway.http.auth import Keys, check_admin, check_api
 from gateway.http.limits import Admission, RateLimiter
 from tests.support.gateway_core import Ear
 
@@ -159,6 +159,42 @@ def test_without_admin_keys_no_page_of_another_site_administers(headers: list[tu
 def test_a_page_of_our_own_administers_without_keys(host: bytes) -> None:
     headers = [(b"host", host), (b"origin", b"http://" + host)]
     check_admin(Keys([]), headers, "127.0.0.1", loopback_only=True)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [(b"host", b"evil.example:8000")],
+        [(b"host", b"localhost.evil.example")],
+        [(b"host", b"localhost:8000"), (b"origin", b"https://evil.example")],
+        [(b"host", b"10.0.0.7:8000"), (b"origin", b"https://10.evil.example:8443")],
+        [(b"host", b"localhost:8000"), (b"origin", b"null")],
+        [(b"origin", b"https://evil.example")],
+        [(b"host", b"")],
+    ],
+)
+def test_without_api_keys_no_page_of_a_public_site_calls(headers: list[tuple[bytes, bytes]]) -> None:
+    with pytest.raises(ApiError, match=r"gateway\.api_keys is empty") as refusal:
+        check_api(Keys([]), headers)
+    assert (refusal.value.status, refusal.value.code) == (403, "api_host_refused")
+    assert check_api(Keys(["k"]), [*headers, (b"authorization", b"Bearer k")])
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        b"localhost:8000",
+        b"127.0.0.1",
+        b"[::1]:8000",
+        b"10.0.0.7:8000",
+        b"gateway:8000",
+        b"host.docker.internal",
+    ],
+)
+def test_without_api_keys_this_machine_and_its_neighbours_call(host: bytes) -> None:
+    for origin in ([], [(b"origin", b"http://" + host)], [(b"origin", b"http://localhost:5173")]):
+        assert check_api(Keys([]), [(b"host", host), *origin]) == ""
+    assert check_api(Keys([]), []) == ""
 
 
 def state(name: str) -> RequestState:

@@ -161,7 +161,7 @@ async def gate_events(gate: Gate) -> AsyncIterator[dict[str, Any]]:
 
 
 async def test_the_feed_asks_for_the_admin_key(redis_settings: RedisSettings, folder: Path) -> None:
-    async with running(redis_settings, folder, admin_keys=["hush"]) as gate, gate.http() as http:
+    async with running(redis_settings, folder, admin_keys=["hush-hush"]) as gate, gate.http() as http:
         assert (await http.get("/admin/requests")).status_code == 401
 
 

@@ -214,10 +214,10 @@ async def test_events_are_counted_wherever_a_read_cuts_them() -> None:
 async def test_without_its_admin_key_a_gateway_is_replayed_against_unseen(
     redis_settings: RedisSettings, folder: Path
 ) -> None:
-    async with running(redis_settings, folder, admin_keys=["hush"]) as gate:
+    async with running(redis_settings, folder, admin_keys=["hush-hush"]) as gate:
         few = Shaping(limit=2, rate=8.0, lengths=0.02)
         blind = await replayed(gate.url, shaping=few)
-        seeing = await replayed(gate.url, "--admin-key", "hush", shaping=few)
+        seeing = await replayed(gate.url, "--admin-key", "hush-hush", shaping=few)
     assert blind.about["notes"] == ["of the server: its state needs a key: --admin-key"]
     assert blind.observed == {} and seeing.observed["samples"]
 
@@ -247,8 +247,8 @@ async def test_a_server_that_refuses_everything_is_told_before_the_run() -> None
     with pytest.raises(InputError, match=r"--url http://a\.\.b:1: .*; write it as http://"):
         await replayed("http://a..b:1")
     with pytest.raises(InputError, match="--url holds a name or a password") as told:
-        await replayed("http://me:hush@127.0.0.1:1")
-    assert "hush" not in str(told.value)
+        await replayed("http://me:hush-hush@127.0.0.1:1")
+    assert "hush-hush" not in str(told.value)
     with pytest.raises(InputError, match="--url ftp://x: the URL needs http://"):
         await replayed("ftp://x")
 
@@ -362,13 +362,16 @@ async def test_keys_of_the_settings_go_to_their_own_service_only(monkeypatch: py
 
     monkeypatch.setattr(Stub, "_answer", noted)
     trace = load(str(TRACE), "auto", Shaping(limit=1, lengths=0.02))
-    keys = {"api_keys": ["mine"], "admin_keys": ["hush"]}
+    keys = {"api_keys": ["mine-mine"], "admin_keys": ["hush-hush"]}
     async with stub(lambda body: (200, events(body["max_tokens"]))) as server:
         for port, is_sent in ((server.port, True), (free_port(), False)):
             heads.clear()
             settings = Settings(gateway=GatewaySettings(port=port, **keys))
             await run_of(settings, flags("replay", str(TRACE), "--url", server.url), trace)
-            assert ("bearer mine" in "".join(heads), "bearer hush" in "".join(heads)) == (is_sent, is_sent)
+            assert ("bearer mine-mine" in "".join(heads), "bearer hush-hush" in "".join(heads)) == (
+                is_sent,
+                is_sent,
+            )
 
 
 @pytest.mark.faults
