@@ -68,6 +68,7 @@ async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # as many connections as the system permits
     Protocol.header_timeout_s = section.header_timeout_s
+    Protocol.write_timeout_s = section.write_timeout_s
     Protocol.max_connections = section.max_connections
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     try:

@@ -142,3 +142,77 @@ async def test_the_rest_of_a_stream_is_waited_for_until_the_socket_took_it_or_th
         assert await asyncio.wait_for(drained, 1) is not leaves
     link.is_paused = True  # all is written, the socket's buffer is full
     assert await stream.drained(0.01) is False
+
+
+async def test_a_head_without_an_end_is_refused(redis_settings: RedisSettings, folder: Path) -> None:
+    async with running(redis_settings, folder) as gate:
+        for begin in (b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: ", b"GET /health?", b"GET / HTTP/1.1\r\n"):
+            async with gate.connection() as (reader, writer):
+                writer.write(begin)
+                piece = b"x" * 4096 if begin[-4:] != b"1.1\r\n" else b"x: y\r\n" * 600
+                answer = asyncio.create_task(reader.read())
+                sent = 0
+                while not answer.done() and sent < 4 << 20:
+                    writer.write(piece)
+                    sent += len(piece)
+                    await asyncio.sleep(0.001)
+                assert (await answer).startswith(b"HTTP/1.1 431"), begin
+                assert sent < 1 << 20
+        async with gate.http() as http:  # a long head with an end is answered
+            assert (await http.get("/health", headers={"x-long": "x" * 40_000})).status_code == 200
+
+
+async def test_who_reads_no_answer_is_cut_off_and_who_reads_slowly_is_not(
+    redis_settings: RedisSettings, folder: Path
+) -> None:
+    many = 2000  # answers: more than the buffers of a socket hold
+    get = b"GET /dashboard/orders.js HTTP/1.1\r\nhost: localhost\r\n\r\n" * many
+    async with running(redis_settings, folder, write_timeout_s=0.5) as gate:
+        async with gate.http() as http:
+            whole = many * len((await http.get("/dashboard/orders.js")).content)
+        host, port = "127.0.0.1", gate.settings.gateway.port
+        reads_nothing, reads_slowly = (_with_small_buffer(host, port) for _ in range(2))
+        sends = [asyncio.to_thread(each.sendall, get) for each in (reads_nothing, reads_slowly)]
+        sending = asyncio.gather(*sends, return_exceptions=True)
+        received = 0
+        until = time.monotonic() + 20.0
+        while not _is_gone(reads_nothing):
+            assert time.monotonic() < until, "nobody was cut off"
+            received += len(await asyncio.to_thread(reads_slowly.recv, 1 << 15))
+            await asyncio.sleep(0.05)
+        assert await asyncio.to_thread(_rest_of, reads_nothing) < whole / 2
+        assert await asyncio.to_thread(_rest_of, reads_slowly, whole) >= whole, f"cut off after {received}"
+        reads_slowly.close()
+        reads_nothing.close()
+        await sending
+        await gate.settled()
+
+
+def _with_small_buffer(host: str, port: int) -> socket.socket:
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 17)
+    client.connect((host, port))
+    return client
+
+
+def _is_gone(server: socket.socket) -> bool:
+    """Return True if the other side of a connection takes nothing more."""
+    try:
+        server.send(b"x", socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+    return False
+
+
+def _rest_of(client: socket.socket, enough: int | None = None) -> int:
+    """Return the bytes that come until the connection ends, or until there are enough."""
+    client.settimeout(10)
+    total = 0
+    try:
+        while (enough is None or total < enough) and (piece := client.recv(1 << 20)):
+            total += len(piece)
+    except ConnectionResetError:
+        pass
+    return total
