@@ -168,7 +168,7 @@ def test_secrets_show_in_no_message_and_no_repr() -> None:
 )
 def test_a_blank_or_short_key_is_refused(given: str, told: str) -> None:
     for name in ("API_KEYS", "ADMIN_KEYS"):
-        text = complaint(**{f"INSTAR_GATEWAY__{name}": given})
+        text = complaint(None, **{f"INSTAR_GATEWAY__{name}": given})
         assert told in text and f"gateway.{name.lower()}" in text and "short" not in text
 
 
