@@ -93,7 +93,7 @@ bench-peers: $(VENV)/.dev ## beside llama.cpp and transformers, writes README's 
 gpu: ## every measurement on a GPU, in parts; PARTS=card,decode; needs a PYTHON with torch, triton and more
 	@$(PYTHON) -m bench.gpu $(if $(PARTS),--parts '$(PARTS)')
 
-gpu-kit: $(VENV)/.dev ## pack what such a machine lacks into gpu-kit/, also WITH=flashinfer; there: gpu-kit/run --parts card,decode
+gpu-kit: $(VENV)/.dev ## pack what such a machine lacks into gpu-kit/, also WITH="flashinfer humming"; there: gpu-kit/run --parts card,decode
 	@$(BIN)/python -m bench.gpu.kit $(foreach name,$(WITH),--with '$(name)')
 
 demo-model: $(VENV)/.dev ## train models/demo anew

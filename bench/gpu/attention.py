@@ -104,13 +104,18 @@ def ready_ways(device: torch.device, found: Found) -> tuple[str, ...]:
     return (*ready, *(DECODE_WAYS[1:] if "fa2" in ready else ()))  # of the same module
 
 
-def try_ways(ways: Sequence[str], limit_s: float) -> dict[str, dict[str, Any]]:
-    """Run each way once, all beside each other; return `import_s` and `first_call_s`, or the `problem`."""
+def try_ways(
+    ways: Sequence[str], limit_s: float, attempt: Callable[[str, Connection], None] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Run each way once, all beside each other; return `import_s` and `first_call_s`, or the `problem`.
+
+    attempt: runs one in its process and sends what is returned here; None: attends by FlashInfer.
+    """
     spawn = multiprocessing.get_context("spawn")
     deadline, children = time.monotonic() + limit_s, {}
     for way in ways:
         answer, told = spawn.Pipe(duplex=False)
-        child = spawn.Process(target=_try, args=(way, told))
+        child = spawn.Process(target=attempt or _try, args=(way, told))
         child.start()
         told.close()
         children[way] = child, answer

@@ -1,6 +1,6 @@
 """Pack what a machine with a GPU lacks into one folder, to carry there: `make gpu-kit`.
 
-    python -m bench.gpu.kit [--folder gpu-kit] [--with flashinfer]
+    python -m bench.gpu.kit [--folder gpu-kit] [--with flashinfer] [--with humming]
 
 For a machine without a network whose Python 3.12 has torch, triton, transformers and cuda-bindings, as images
 for GPUs do. The folder gets wheels of the pinned versions, among them a Redis server, and `run`, which
@@ -31,7 +31,10 @@ PACKAGES = (
     *("fastapi", "starlette", "annotated-doc", "opentelemetry-api", "anyio", "idna"),
     *("uvicorn", "httptools", "websockets"),
 )
-OPTIONAL = {"flashinfer": ("flashinfer-python==0.7.2.post1", "apache-tvm-ffi==0.1.15.post2")}  # by name
+OPTIONAL = {  # by name
+    "flashinfer": ("flashinfer-python==0.7.2.post1", "apache-tvm-ffi==0.1.15.post2"),
+    "humming": ("humming-kernels==0.1.19",),
+}
 MOST_BYTES = 60 << 20
 RUN = """\
 #!/bin/sh

@@ -36,6 +36,7 @@ PARTS = (
     Part("few", 60),
     Part("sweep", 90),
     Part("attention", 90),
+    Part("humming", 120),
     Part("transform", 150),
     Part("fingerprint", 150),
 )

@@ -149,7 +149,7 @@ def _compile(kind: int | str, config: Any) -> str:
         if isinstance(kind, int):
             for inputs in (64 * max(2, config.tiles), 2048):  # not split, and split
                 x = torch.zeros(1, inputs, dtype=torch.bfloat16, device=device)
-                _multiply(x, _weight(inputs, 64, kind, device), config)
+                _multiply(x, weight_of(inputs, 64, kind, device), config)
         elif kind == "chunk":
             plan, q, kv = attention_of(device, ((32, 64),), 1)
             _attend(q, kv, plan[0], config, DECODE_CANDIDATES[0])
@@ -179,7 +179,7 @@ def products(
     for inputs, outputs in sizes.shapes:
         nbytes = outputs * (packed_size(inputs, bits) + 3 * inputs // GROUP)
         copies = max(4, -(-COLD_BYTES // nbytes)) if device.type == "cuda" else 1
-        weights = [_weight(inputs, outputs, bits, device) for _ in range(copies)]
+        weights = [weight_of(inputs, outputs, bits, device) for _ in range(copies)]
         full = [
             torch.randn(outputs, inputs, dtype=torch.bfloat16, device=device)
             for _ in range(max(2, copies // 4))
@@ -252,7 +252,8 @@ def _through_scratch(nbytes: int, x: torch.Tensor, weight: QuantizedWeight) -> t
     return quantized.through_scratch(x, weight, None, nbytes)
 
 
-def _weight(inputs: int, outputs: int, bits: int, device: torch.device) -> QuantizedWeight:
+def weight_of(inputs: int, outputs: int, bits: int, device: torch.device) -> QuantizedWeight:
+    """Return a random weight of one unit."""
     shape = (1, outputs, packed_size(inputs, bits))
     codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
     scales = ((torch.rand(1, outputs, inputs // GROUP, device=device) + 0.5) / 2**bits).half()

@@ -41,7 +41,18 @@ def test_a_part_runs_on_a_cpu_and_has_a_table(name: str, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["graphs", "kernels", "engine", "memory", "swaps", "service", "sweep", "attention", "fingerprint"],
+    [
+        "graphs",
+        "kernels",
+        "engine",
+        "memory",
+        "swaps",
+        "service",
+        "sweep",
+        "attention",
+        "humming",
+        "fingerprint",
+    ],
 )
 def test_a_longer_part_runs_on_a_cpu(name: str, tmp_path: Path) -> None:
     test_a_part_runs_on_a_cpu_and_has_a_table(name, tmp_path)
