@@ -37,6 +37,7 @@ __all__ = [
     "quantized_linear",
     "rms_norm",
     "rotary",
+    "rotary_store_kv",
     "route",
     "silu_mul",
     "stacked_linear",
@@ -291,6 +292,19 @@ def store_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
     # Indices on both sides of the slice put the token axis first: [T, Hkv, D].
     kv[:, :, 0][blocks, :, offsets] = k
     kv[:, :, 1][blocks, :, offsets] = v
+
+
+@kernel(
+    lambda s: [(s.q, s.k, s.k, s.plan.positions, s.cos_sin, kv, s.plan.slot_mapping) for kv in s.caches],
+    cpu="kernels.cpu.rows",
+    cuda="kernels.gpu.rows",
+)
+def rotary_store_kv(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, kv: Tensor, slot_mapping: Tensor
+) -> None:
+    """Rotate q and k in place (`rotary`), and write the new k and v into the cache (`store_kv`)."""
+    rotary.reference(q, k, positions, cos_sin)
+    store_kv.reference(k, v, kv, slot_mapping)
 
 
 @kernel(

@@ -129,8 +129,7 @@ def decode_launches(
     yield Launch("embed", rows * s.hidden * s.dtype_bytes)
     yield Launch("norm", count=2 * layers + 1)
     yield product("qkv", s.hidden, queries + 2 * s.num_keys, of_layer, layers)
-    yield Launch("rotary", count=layers)
-    yield Launch("store_kv", rows * token_bytes, count=layers)
+    yield Launch("rotary_store_kv", rows * token_bytes, count=layers)
     yield Launch(
         "attention", rows * context * token_bytes, 4.0 * rows * context * query_rows * s.head_dim, layers
     )

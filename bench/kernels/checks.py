@@ -414,6 +414,26 @@ def check_store_kv(backend: str, device: str, dtype: torch.dtype) -> None:
         assert torch.equal(kv.cpu(), expected)
 
 
+def check_rotary_store_kv(backend: str, device: str, dtype: torch.dtype) -> None:
+    """Check queries, keys and the cache: heads that turn whole and in part, rows without a slot."""
+    for tokens, heads, head_dim, turning in ((1, 1, 32, 32), (50, 2, 64, 64), (7, 3, 80, 80), (6, 2, 96, 64)):
+        rows = _randn(tokens, 6 * heads, head_dim, dtype=dtype)
+        moved, slots = rows.to(device, copy=True), _some_slots(tokens, 20 * 8)
+        positions = torch.randint(0, 90, (tokens,), generator=torch.Generator().manual_seed(2))
+        cos_sin = torch.randn(90, turning, generator=torch.Generator().manual_seed(3))
+        expected = torch.zeros(1 + 20, heads, 2, 8, head_dim, dtype=dtype)
+        kv, parts = expected.to(device, copy=True), (4 * heads, heads, heads)
+        q, k, v = rows.split_with_sizes(parts, 1)
+        kernels.rotary_store_kv.reference(q, k, v, positions, cos_sin, expected[1:], slots)
+        with kernels.use_backend(backend):
+            q, k, v = moved.split_with_sizes(parts, 1)
+            kernels.rotary_store_kv(
+                q, k, v, positions.to(device), cos_sin.to(device), kv[1:], slots.to(device)
+            )
+        assert_close(moved, rows)
+        assert_close(kv, expected)
+
+
 def check_store_kv_in_codes(backend: str, device: str, dtype: torch.dtype) -> None:
     for tokens, heads, head_dim, block_tokens in (
         (1, 1, 32, 16),
@@ -621,6 +641,7 @@ ROW_CHECKS = (
     check_take_columns,
     check_gelu_mul,
     check_store_kv,
+    check_rotary_store_kv,
     check_store_kv_in_codes,
     check_choice,
     check_filters,

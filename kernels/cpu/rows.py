@@ -404,6 +404,19 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: t
     )
 
 
+def rotary_store_kv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    kv: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    rotary(q, k, positions, cos_sin)
+    store_kv(k, v, kv, slot_mapping)
+
+
 @compiled
 def _code_row(kind, source, codes, scale, vectors, width):
     """Write the codes of a row, and their scale as bfloat16 (`kernels.kv_codes.quantize`)."""

@@ -319,13 +319,13 @@ def decode_kernel(
     """
     seq, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     begin = tl.load(bounds_ptr + seq)
+    context = tl.load(contexts_ptr + seq)  # while the bounds are on their way
     if tl.load(bounds_ptr + seq + 1) - begin == 1:
         rows = tl.arange(0, BLOCK_ROWS)
         columns = tl.arange(0, BLOCK_DIM)
         inside = (rows < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
         heads = head * GROUP + rows
         source = q_ptr + begin.to(tl.int64) * q_token_stride + heads * q_head_stride
-        context = tl.load(contexts_ptr + seq)
         first_tile = tl.maximum(0, context - window) // BLOCK_N
         share = tl.cdiv(tl.cdiv(context, BLOCK_N) - first_tile, num_splits)
         first_key = (first_tile + split * share) * BLOCK_N

@@ -55,6 +55,7 @@ def _rms_norm_kernel(
     dtype = out_ptr.dtype.element_ty
     source = x_ptr + row // inner_rows * outer_stride + row % inner_rows * inner_stride
     x = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)  # before x is waited for
     if HAS_RESIDUAL:
         place = residual_ptr + row * residual_stride + columns
         total = (tl.load(place, mask=inside, other=0.0).to(tl.float32) + x).to(dtype)
@@ -63,7 +64,6 @@ def _rms_norm_kernel(
     if IS_CENTRED:
         x = tl.where(inside, x - tl.sum(x) / width, 0.0)
     normed = x * (1.0 / tl.sqrt(tl.sum(x * x) / width + eps))
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if IS_CENTRED:
         shift = tl.load(weight_ptr + shift_offset + columns, mask=inside, other=0.0).to(tl.float32)
         normed = normed * weight + shift
@@ -119,13 +119,19 @@ def _normed(
 
 @triton.jit
 def _rotate(base_ptr, head_stride, num_heads, heads, columns, cosine, sine, HALF: tl.constexpr):
-    """Rotate the heads [BLOCK_HEADS, 1] of one token in place; dimension i pairs with i + HALF."""
+    """Rotate the heads [BLOCK_HEADS, 1] of one token in place; dimension i pairs with i + HALF.
+
+    Returns the new halves [BLOCK_HEADS, BLOCK_HALF].
+    """
     inside = (heads < num_heads) & (columns < HALF)
     place = base_ptr + heads * head_stride + columns
     low = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
-    tl.store(place, (low * cosine - high * sine).to(base_ptr.dtype.element_ty), mask=inside)
-    tl.store(place + HALF, (high * cosine + low * sine).to(base_ptr.dtype.element_ty), mask=inside)
+    new_low = (low * cosine - high * sine).to(base_ptr.dtype.element_ty)
+    new_high = (high * cosine + low * sine).to(base_ptr.dtype.element_ty)
+    tl.store(place, new_low, mask=inside)
+    tl.store(place + HALF, new_high, mask=inside)
+    return new_low, new_high
 
 
 @triton.jit(do_not_specialize_on_alignment=("positions_ptr",))
@@ -268,6 +274,87 @@ def store_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
         BLOCK_HEADS=block_heads,
         BLOCK_DIM=block_dim,
         num_warps=_warps(block_heads * block_dim),
+    )
+
+
+@triton.jit(do_not_specialize_on_alignment=("positions_ptr", "slots_ptr"))
+def _rotary_store_kv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    positions_ptr,
+    cos_sin_ptr,
+    kv_ptr,
+    slots_ptr,
+    q_token_stride,
+    q_head_stride,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    cos_sin_stride,
+    block_stride,
+    head_stride,
+    value_stride,
+    token_stride,
+    block_tokens,
+    q_heads,
+    k_heads,
+    HALF: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_Q_HEADS: tl.constexpr,
+    BLOCK_K_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """Grid (T,): one token, as `_rotary_kernel` and `_store_kv_kernel` take it."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    half = tl.arange(0, BLOCK_HALF)[None, :]
+    angles = cos_sin_ptr + tl.load(positions_ptr + token) * cos_sin_stride + half
+    heads = tl.arange(0, BLOCK_K_HEADS)[:, None]
+    is_stored = (heads < k_heads) & (slot >= 0)
+    target = kv_ptr + slot // block_tokens * block_stride + slot % block_tokens * token_stride
+    target = target + heads * head_stride
+    k_ptr += token * k_token_stride
+    columns = tl.arange(0, BLOCK_DIM)[None, :]
+    inside = is_stored & (columns < HEAD_DIM)
+    value = tl.load(v_ptr + token * v_token_stride + heads * v_head_stride + columns, mask=inside)
+    if HEAD_DIM > 2 * HALF:  # what stays as it is
+        rest = inside & (columns >= 2 * HALF)
+        tl.store(target + columns, tl.load(k_ptr + heads * k_head_stride + columns, mask=rest), mask=rest)
+    cosine = tl.load(angles, mask=half < HALF, other=0.0)
+    sine = tl.load(angles + HALF, mask=half < HALF, other=0.0)
+    low, high = _rotate(k_ptr, k_head_stride, k_heads, heads, half, cosine, sine, HALF)
+    tl.store(target + half, low, mask=is_stored & (half < HALF))
+    tl.store(target + half + HALF, high, mask=is_stored & (half < HALF))
+    tl.store(target + value_stride + columns, value, mask=inside)
+    heads = tl.arange(0, BLOCK_Q_HEADS)[:, None]
+    _rotate(q_ptr + token * q_token_stride, q_head_stride, q_heads, heads, half, cosine, sine, HALF)
+
+
+def rotary_store_kv(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, kv: Tensor, slot_mapping: Tensor
+) -> None:
+    if is_codes(kv):
+        rotary(q, k, positions, cos_sin)
+        _store_codes(k, v, kv, slot_mapping)
+        return
+    half, block_heads = cos_sin.shape[1] // 2, triton.next_power_of_2(q.shape[1])
+    block_dim = triton.next_power_of_2(k.shape[2])
+    _launch(
+        _rotary_store_kv_kernel,
+        (q.shape[0],),
+        *(q, k, v, positions, cos_sin, kv, slot_mapping),
+        *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos_sin.stride(0), *kv.stride()[:4]),
+        *(kv.shape[3], q.shape[1], k.shape[1]),
+        HALF=half,
+        HEAD_DIM=k.shape[2],
+        BLOCK_Q_HEADS=block_heads,
+        BLOCK_K_HEADS=triton.next_power_of_2(k.shape[1]),
+        BLOCK_HALF=triton.next_power_of_2(half),
+        BLOCK_DIM=block_dim,
+        num_warps=_warps(block_heads * block_dim // 2),
     )
 
 

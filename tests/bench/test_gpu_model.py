@@ -37,8 +37,7 @@ IDEAL = DevicePeaks(
 LAUNCHES = {
     **dict.fromkeys(("linear", "linear_t"), "products"),
     **dict.fromkeys(("rms_norm", "add_rms_norm"), "norm"),
-    "rotary": "rotary",
-    "store_kv": "store_kv",
+    "rotary_store_kv": "rotary_store_kv",
     "paged_attention": "attention",
     "silu_mul": "mix",
 }

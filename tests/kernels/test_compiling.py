@@ -196,7 +196,7 @@ def test_what_another_process_compiles_is_waited_for_and_not_compiled_again(
     [
         ("llama-3-8b", GPUS[1], ["chunk_kernel", "tiles_kernel", "rows_kernel", "columns_kernel"]),
         ("qwen2.5-7b", GPUS[0], ["decode_kernel", "_rms_norm_kernel", "columns_kernel", "sum_kernel"]),
-        ("qwen3-30b-a3b", GPUS[2], ["_group_kernel", "_rotary_kernel", "rows_kernel"]),
+        ("qwen3-30b-a3b", GPUS[2], ["_group_kernel", "_rotary_store_kv_kernel", "rows_kernel"]),
     ],
     ids=lambda each: each.name if isinstance(each, Gpu) else None,
 )

@@ -21,9 +21,8 @@ from kernels import (
     gelu_mul,
     paged_attention,
     rms_norm,
-    rotary,
+    rotary_store_kv,
     silu_mul,
-    store_kv,
 )
 from kernels.quantized import Split
 from worker.model.config import Activation, Mixture, ModelConfig
@@ -99,8 +98,7 @@ class Attention:
         q, k, v = self._project(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
-        rotary(q, k, plan.positions, cos_sin)
-        store_kv(k, v, cache, plan.slot_mapping)
+        rotary_store_kv(q, k, v, plan.positions, cos_sin, cache, plan.slot_mapping)
         window = self.sliding_window
         mixed = paged_attention(q, cache, plan, self.scale, None, window, self.softcap, self.sinks)
         mixed = mixed.view(mixed.shape[0], -1)
