@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 
 import torch
 
@@ -40,7 +41,7 @@ def _graph(calls: Sequence[Call], device: torch.device) -> torch.cuda.CUDAGraph:
     graph, was_enabled = torch.cuda.CUDAGraph(), gc.isenabled()
     gc.disable()  # what it frees of a device ends a capture
     try:
-        stream = torch.cuda.Stream(device)
+        stream = _stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):  # torch.cuda.graph() would give back all cached memory
             graph.capture_begin(capture_error_mode="thread_local")
@@ -56,3 +57,9 @@ def _graph(calls: Sequence[Call], device: torch.device) -> torch.cuda.CUDAGraph:
         if was_enabled:
             gc.enable()
     return graph
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all captures: torch keeps 32 MiB for cuBLAS on each one that multiplied."""
+    return torch.cuda.Stream(device)
