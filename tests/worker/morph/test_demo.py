@@ -26,6 +26,7 @@ from worker.engine.build import make_cache, make_pool, useful_blocks
 from worker.engine.engine import Engine
 from worker.engine.sequence import Limits
 from worker.memory import VirtualRange
+from worker.memory.backend import Finish
 from worker.morph.manager import MorphManager
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
@@ -245,14 +246,15 @@ def test_memory_shrinks_by_the_ratio_and_becomes_blocks(morphing: Morphing) -> N
 def test_weights_that_were_damaged_on_the_way_are_found_and_never_serve(
     morphing: Morphing, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = VirtualRange.write
+    real = VirtualRange.begin_write
 
-    def all_but_a_byte(target: VirtualRange, offset: int, source: torch.Tensor, then: Any) -> None:
-        real(target, offset, source)
+    def all_but_a_byte(target: VirtualRange, offset: int, source: torch.Tensor, then: Any) -> Finish:
+        finish = real(target, offset, source)
         target.tensor(torch.uint8, [1], offset_bytes=offset + 12345)[:] += 1
         then(offset, offset + len(source))
+        return finish
 
-    monkeypatch.setattr(VirtualRange, "write", all_but_a_byte)
+    monkeypatch.setattr(VirtualRange, "begin_write", all_but_a_byte)
     morphing.submit("0", PROMPTS[0])
     morphing.steps(3)
     name = morphing.swap("int4", count=2)

@@ -20,6 +20,7 @@ from tests.support.families import EVERY_FAMILY
 from tests.support.model_folders import Runner
 from tests.support.variant_models import Morphing, write_sets
 from worker.memory import OutOfPages, VirtualRange
+from worker.memory.backend import Finish
 from worker.model import ModelConfig, ModelError, Shard, read_config
 from worker.model.layer import build_attention, build_feed_forward
 from worker.model.layout import plan_model
@@ -380,7 +381,7 @@ def test_a_page_that_was_not_copied_is_found(morphing: Morphing, part: Part, pre
 def test_a_single_bit_that_was_lost_is_found(
     morphing: Morphing, monkeypatch: pytest.MonkeyPatch, part: Part, precision: Precision
 ) -> None:
-    variants, real, bits = morphing.variants, VirtualRange.write, random.Random(0)
+    variants, real, bits = morphing.variants, VirtualRange.begin_write, random.Random(0)
     if precision == "full":
         morphing.swap(1, part, "int8")
     variants.map(1, part, precision)
@@ -390,12 +391,13 @@ def test_a_single_bit_that_was_lost_is_found(
 
         def write(
             target: VirtualRange, offset: int, source: torch.Tensor, then: Any, at: int = at, bit: int = bit
-        ) -> None:
-            real(target, offset, source)
+        ) -> Finish:
+            finish = real(target, offset, source)
             target.tensor(torch.uint8, [1], offset_bytes=at)[:] ^= bit
             then(offset, offset + len(source))
+            return finish
 
-        monkeypatch.setattr(VirtualRange, "write", write)
+        monkeypatch.setattr(VirtualRange, "begin_write", write)
         with pytest.raises(
             WrongVariant,
             match=f"{part} of layer 1 in {precision}: 1 of .* the first at byte {at // 4096 * 4096};",
