@@ -81,13 +81,13 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     if not found.get("beside"):
         yield "measured: nothing yet (python -m bench.gpu decode)"
         return
-    yield f"{'ms a step':38}{'measured':>9}{'eager':>8}{'graphs':>8}{'of eager':>9}{'of graphs':>10}"
+    yield f"{'ms a step':46}{'measured':>9}{'eager':>8}{'graphs':>8}{'of eager':>9}{'of graphs':>10}"
     for row in found["beside"]:
-        way = {True: "graphs", False: "eager"}.get(row["measured"].get("graphs"), "")
+        way = row["measured"].get("way", "")
         case = f"{row['device']} {row['num_seqs']} x {row['context']:.0f} {row['precision']} {way}"
         measured_s = row["measured"]["step_ms"] / 1e3
         yield (
-            f"{case:38}{measured_s * 1e3:9.2f}{_ms(row, 'eager_s')}{_ms(row, 'graphs_s')}"
+            f"{case:46}{measured_s * 1e3:9.2f}{_ms(row, 'eager_s')}{_ms(row, 'graphs_s')}"
             f"{measured_s / row['eager_s']:9.2f}{measured_s / row['graphs_s']:10.2f}"
         )
 

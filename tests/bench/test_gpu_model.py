@@ -126,7 +126,7 @@ def test_measured_steps_are_held_against_the_peaks_of_their_run() -> None:
         "peak_tflop_s": 800.0,
         "decode": [row],
     }
-    graphs = {"part": "graphs", "decode": [row | {"step_ms": 8.0, "graphs": True}]}
+    graphs = {"part": "graphs", "decode": [row | {"step_ms": 8.0, "way": "graphs"}]}
     parts = {"decode": {"found": [part]}, "graphs": {"found": [graphs, {"part": "graphs"}]}}
     whole: dict[str, Any] = {"device": "NVIDIA H100", "parts": parts}
     results = [
