@@ -86,7 +86,7 @@ class GatewaySettings(Section):
     max_connections: int = _key(4096, "open connections; above that, silent ones are closed", ge=1)
     header_timeout_s: float = _key(10.0, "a connection that sends no request for this long is closed", gt=0)
     write_timeout_s: float = _key(30.0, "a client that takes nothing of an answer so long is cut off", gt=0)
-    max_n_tokens: int = _key(131072, "most n (or prompts) times max_tokens in one call", ge=1)
+    max_n_tokens: int = _key(131072, "most tokens of an answer: prompts times n times max_tokens", ge=1)
     default_max_tokens: int = _key(16, "default of /v1/completions, as OpenAI's; chat: the context", ge=1)
     rate_limit_rpm: int = _key(0, "requests per minute and key; more get a 429; 0: no limit", ge=0)
     rate_limit_concurrent: int = _key(0, "requests at once per key; more get a 429; 0: no limit", ge=0)

@@ -29,7 +29,7 @@ Prompt = str | list[int]
 
 
 class RequestBuilder:
-    """Reads the context limit from the ready instances; `max_n_tokens` bounds the output of one call."""
+    """Reads the context limit from the ready instances; `max_n_tokens` bounds the tokens of one answer."""
 
     def __init__(self, cluster: Cluster, max_n_tokens: int, default_max_tokens: int) -> None:
         self._cluster = cluster
@@ -63,14 +63,8 @@ class RequestBuilder:
         for prompt in token_ids:  # the narrower limit, so the one to name first
             if len(prompt) + max_tokens > context:
                 raise too_long(len(prompt), context, max_tokens)
-        num_tokens = len(token_ids) * body.n * max_tokens
-        if num_tokens > self._max_n_tokens:
-            raise invalid(
-                f"{len(token_ids)} prompts times n={body.n} times max_tokens={max_tokens} is "
-                f"{num_tokens} tokens; one call may ask for {self._max_n_tokens} (gateway.max_n_tokens)",
-                "max_tokens",
-            )
         sampling = _sampling(body, max_tokens, () if body.ignore_eos else tokenizer.stop_token_ids)
+        self._check_total(token_ids, sampling, max_tokens)
         best_kv = self._cluster.best_kv(card.model, time.monotonic())
         floor = floor_of(body.min_precision, body.max_loss, card, best_kv)
         return [
@@ -93,6 +87,25 @@ class RequestBuilder:
             for i in range(len(given))
             for choice in range(body.n)
         ]
+
+    def _check_total(self, prompts: list[list[int]], choices: list[SamplingParams], max_tokens: int) -> None:
+        """Raise ApiError 400 if a call asks for too many tokens, or for too many scores of prompt tokens."""
+        n = len(choices)
+        num_tokens = len(prompts) * n * max_tokens
+        if num_tokens > self._max_n_tokens:
+            raise invalid(
+                f"{len(prompts)} prompts times n={n} times max_tokens={max_tokens} is "
+                f"{num_tokens} tokens; one call may ask for {self._max_n_tokens} (gateway.max_n_tokens)",
+                "max_tokens",
+            )
+        num_scored = sum(map(len, prompts)) * n
+        if choices[0].prompt_logprobs is not None and num_scored + num_tokens > self._max_n_tokens:
+            raise invalid(
+                f"echo with logprobs of {num_scored // n} prompt tokens times n={n}, and {num_tokens} new ones, "
+                f"is {num_scored + num_tokens} log-probabilities; one call may ask for {self._max_n_tokens} "
+                "(gateway.max_n_tokens)",
+                "logprobs",
+            )
 
     def _max_tokens(self, body: CallBody, num_prompt: int, context: int, card: InstanceCard) -> int:
         """Return what the client asked for, else a default that needs no group beside the prompt."""

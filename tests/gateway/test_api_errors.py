@@ -104,6 +104,11 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [[1000]]}, "prompt", "prompt[0][0]: token id 1000"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
     ({"n": 100, "max_tokens": 7}, "max_tokens", "700 tokens; one call may ask for 600"),
+    (
+        {"prompt": [1] * 100, "n": 7, "max_tokens": 0, "echo": True, "logprobs": 1},
+        "logprobs",
+        "100 prompt tokens times n=7, and 0 new ones, is 700 log-probabilities; one call may ask for 600",
+    ),
     ({"best_of": 2}, "best_of", "leave it out or send 1"),
     ({"suffix": "end"}, "suffix", "not supported"),
     ({"messages": []}, "messages", "/v1/chat/completions"),
