@@ -15,14 +15,19 @@ log = logging.getLogger("gateway")
 
 
 class Models:
-    """Tokenizers by folder. One that failed to load is tried again at the next request."""
+    """Tokenizers by folder, while a card names it. One that failed to load is tried again by a request."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._loads: dict[str, asyncio.Task[Tokenizer]] = {}
 
     def preload(self) -> None:
-        """Start to load what the cards name, so that the first request does not wait."""
+        """Start to load what the cards name, so that the first request does not wait, and forget the rest.
+
+        A folder that is served again later may have other files by then.
+        """
+        for path in self._loads.keys() - {card.model_path for card in self._cluster.cards.values()}:
+            del self._loads[path]  # calls that wait for it still get it
         for card in self._cluster.cards.values():
             if card.model_path not in self._loads:
                 self._start(card)
@@ -65,7 +70,8 @@ class Models:
     def _loaded(self, card: InstanceCard, task: asyncio.Task[Tokenizer]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("no tokenizer for %s: %s", card.model, error)
-            self._loads.pop(card.model_path, None)
+            if self._loads.get(card.model_path) is task:
+                del self._loads[card.model_path]
 
     def close(self) -> None:
         for load in self._loads.values():

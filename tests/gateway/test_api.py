@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -359,3 +361,31 @@ async def test_long_prompts_are_tokenised_as_short_ones_are(gate: Gate) -> None:
             pass
         await client.completions.create(model=MODEL, prompt=prompt, max_tokens=1)
     assert gate.worker.submits[0].prompt_token_ids[1:] == gate.ids(prompt)
+
+
+async def test_a_folder_that_changed_while_nobody_served_it_is_read_again(
+    redis_settings: RedisSettings, folder: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "model"
+    shutil.copytree(folder, own)
+    whole = (own / "tokenizer.json").read_text()
+    body = {"model": MODEL, "prompt": "fox", "max_tokens": 8}
+    async with running(redis_settings, own) as gate, gate.http() as http:
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+        for text, status in (("{}", 503), (whole, 200)):
+            last = gate.workers[-1]
+            epoch = last.epoch
+            await last.leave()
+            await gate.bus.event("worker_left", last.id, "test", epoch=epoch)
+            async with asyncio.timeout(8):
+                while (await gate.state())["instances"]:
+                    await asyncio.sleep(0.02)
+            (own / "tokenizer.json").write_text(text)
+            await gate.add_worker(f"w{len(gate.workers)}")
+            async with asyncio.timeout(8):
+                while not (await gate.state())["instances"]:
+                    await asyncio.sleep(0.02)
+            answer = await http.post("/v1/completions", json=body)
+            assert answer.status_code == status, answer.text
+            if status == 503:
+                assert answer.json()["error"]["code"] == "no_tokenizer"
