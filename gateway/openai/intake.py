@@ -102,8 +102,8 @@ class RequestBuilder:
         if choices[0].prompt_logprobs is not None and num_scored + num_tokens > self._max_n_tokens:
             raise invalid(
                 f"echo with logprobs of {num_scored // n} prompt tokens times n={n}, and {num_tokens} new "
-                f"ones, is {num_scored + num_tokens} log-probabilities; one call may ask for {self._max_n_tokens} "
-                "(gateway.max_n_tokens)",
+                f"ones, is {num_scored + num_tokens} log-probabilities; one call may ask for "
+                f"{self._max_n_tokens} (gateway.max_n_tokens)",
                 "logprobs",
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 import uuid
@@ -41,6 +42,27 @@ def meet(
     )
 
 
+def open_store(host: str, timeout_s: float) -> TCPStore:
+    """Return a store in which ranks can meet, that listens at this address alone. Raises OSError.
+
+    A TCPStore that binds by itself listens on every address of the machine (pytorch#173909).
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind) as listener:
+        listener.bind(address)
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.fileno(),
+        )
+        listener.detach()  # it is the store's now
+    return store
+
+
 class CommunicatorPool:
     """Makes communicators and keeps one for each set of members. The engine's thread makes the calls.
 
@@ -57,8 +79,7 @@ class CommunicatorPool:
     def store(self) -> str:
         """The host:port where groups that this worker coordinates meet; listens from the first call on."""
         if self._store is None:
-            timeout = timedelta(seconds=self._timeout_s)
-            self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+            self._store = open_store(self._host, self._timeout_s)
         return f"{self._host}:{self._store.port}"
 
     def start(self, rendezvous: str, store: str, rank: int, size: int) -> None:

@@ -10,16 +10,14 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from queue import Empty, SimpleQueue
 
 import torch
-from torch.distributed import TCPStore
 
 from bus.deployments import LinkKind, LinkSample, ProbePeer
 from worker.distributed.communicator import Communicator, PeerLost
 from worker.distributed.messages import Echo, MeasureAllReduce, Message, ProbeFailed, ProbeMessage
-from worker.distributed.rendezvous import meet
+from worker.distributed.rendezvous import meet, open_store
 from worker.distributed.transport import Link, Payload, Transport, connect, to_host
 
 log = logging.getLogger(__name__)
@@ -96,7 +94,7 @@ def _hops(line: _Line, tensors: Sequence[torch.Tensor]) -> Iterator[int]:
 
 def _sums(line: _Line, tensors: Sequence[torch.Tensor], host: str) -> Iterator[int]:
     """Sum tensors with the peer. Raises NoAnswer, PeerLost, RuntimeError."""
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE_S))
+    store = open_store(host, PATIENCE_S)
     at, rounds = f"{host}:{store.port}", WARM_UP + ROUNDS
     dtype, device, sizes = tensors[0].dtype, tensors[0].device, [tensor.numel() for tensor in tensors]
     line.link.send(MeasureAllReduce(store=at, dtype=str(dtype), sizes=sizes, rounds=rounds))
