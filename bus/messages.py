@@ -91,7 +91,9 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = _between(0, 20, None)  # alternatives of an output token; 0: only the chosen one
     prompt_logprobs: int | None = _between(0, 20, None)  # the same of each prompt token
-    stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids; empty if the client set ignore_eos
+    stop_token_ids: tuple[
+        int, ...
+    ] = ()  # end-of-sequence ids, unless ignore_eos is set, and the client's own
 
 
 SAMPLING_RANGES: Final[dict[str, tuple[float, float]]] = {

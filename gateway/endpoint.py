@@ -106,8 +106,11 @@ class CompletionsEndpoint:
         build = gateway.request_builder.build
         requests = await build(body, given, context, card, tokenizer, call_id, log)
         gateway.stats.models[body.model].request_params_n.observe(body.n)
-        has_usage = body.stream_options.include_usage
-        envelope = AnswerHead(form, call_id, int(time.time()), body.model, has_usage)
+        if isinstance(body, ChatBody):
+            gateway.stats.ignored_message_fields += sum(message.num_ignored for message in body.messages)
+        options = body.stream_options
+        is_running = options.include_usage and options.continuous_usage_stats
+        envelope = AnswerHead(form, call_id, int(time.time()), body.model, options.include_usage, is_running)
         needs = envelope, requests, tokenizer.vocabulary, gateway.delivery, slot
         call: Completion
         if body.stream:

@@ -145,7 +145,8 @@ class StreamedCompletion(Completion):
     def __init__(self, stream: EventStream, *args: Any) -> None:
         super().__init__(*args)
         self.stream = stream
-        self._writers = [ChunkWriter(self.envelope, index) for index in range(len(self.choices))]
+        usage = self.usage if self.envelope.has_running_usage else None
+        self._writers = [ChunkWriter(self.envelope, index, usage) for index in range(len(self.choices))]
         self._is_open = False
 
     def submit(self) -> None:

@@ -65,6 +65,7 @@ class AnswerHead:
     created: int
     model: str
     has_usage: bool  # chunks then carry "usage": null, and the last one the numbers
+    has_running_usage: bool = False  # chunks carry the numbers so far
 
     def _fields(self, kind: str, fingerprint: str) -> dict[str, Any]:
         fields = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -84,12 +85,18 @@ class AnswerHead:
 class ChunkWriter:
     """Writes the events of one choice."""
 
-    def __init__(self, envelope: AnswerHead, index: int) -> None:
-        self._envelope, self._index = envelope, index
+    def __init__(
+        self, envelope: AnswerHead, index: int, usage: Callable[[], dict[str, Any]] | None = None
+    ) -> None:
+        """usage: the numbers so far, which every event then has."""
+        self._envelope, self._index, self._usage = envelope, index, usage
         self._event_end = b'}],"usage":null}\n\n' if envelope.has_usage else b"}]}\n\n"
         self._after = envelope.format.chunk_after
-        self._plain_end = self._after + b',"logprobs":null,"finish_reason":null' + self._event_end
+        self._plain = self._after + b',"logprobs":null,"finish_reason":null'
         self.use(fingerprint="")
+
+    def _end(self) -> bytes:
+        return b'}],"usage":' + to_json(self._usage()) + b"}\n\n" if self._usage else self._event_end
 
     def use(self, fingerprint: str) -> None:
         """Name this shape in the chunks from now on."""
@@ -97,12 +104,12 @@ class ChunkWriter:
         self._before = self._start + self._envelope.format.chunk_before
 
     def text(self, text: str) -> bytes:
-        return self._before + to_json(text) + self._plain_end
+        return self._before + to_json(text) + self._plain + self._end()
 
     def opening(self) -> bytes | None:
         """Return a chat's first event, with the role; None for completions."""
         opening = self._envelope.format.opening
-        return opening and self._start + opening + b',"logprobs":null,"finish_reason":null' + self._event_end
+        return opening and self._start + opening + b',"logprobs":null,"finish_reason":null' + self._end()
 
     def rich(
         self,
@@ -118,4 +125,4 @@ class ChunkWriter:
         rest = b',"logprobs":' + to_json(logprobs) + b',"finish_reason":' + to_json(finish_reason)
         if precision is not None:
             rest += b',"precision":' + to_json(precision)
-        return body + rest + self._event_end
+        return body + rest + self._end()

@@ -23,7 +23,10 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the seeds of n choi
 _ROUNDING: Final = 1e-9  # of sums of losses
 
 # Parameters that a worker gets as the client sent them. Each choice has a seed of its own.
-_PASSED_ON: Final = {one.name for one in fields(SamplingParams)} & SamplingBody.model_fields.keys() - {"seed"}
+_PASSED_ON: Final = {one.name for one in fields(SamplingParams)} & SamplingBody.model_fields.keys() - {
+    "seed",
+    "stop_token_ids",
+}
 
 Prompt = str | list[int]
 
@@ -63,7 +66,9 @@ class RequestBuilder:
         for prompt in token_ids:  # the narrower limit, so the one to name first
             if len(prompt) + max_tokens > context:
                 raise too_long(len(prompt), context, max_tokens)
-        sampling = _sampling(body, max_tokens, () if body.ignore_eos else tokenizer.stop_token_ids)
+        _check_ids(body.stop_token_ids, card, "stop_token_ids")
+        own = () if body.ignore_eos else tokenizer.stop_token_ids
+        sampling = _sampling(body, max_tokens, tuple(sorted({*own, *body.stop_token_ids})))
         self._check_total(token_ids, sampling, max_tokens)
         best_kv = self._cluster.best_kv(card.model, time.monotonic())
         floor = floor_of(body.min_precision, body.max_loss, card, best_kv)

@@ -8,7 +8,15 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from bus.fields import MAX_COUNT
@@ -16,6 +24,7 @@ from bus.messages import SAMPLING_RANGES
 from bus.precisions import Precision
 
 MAX_STOPS = 4
+MAX_STOP_TOKENS = 128
 MAX_STOP_CHARS = 512  # each is searched in every token's text
 MAX_N = 128
 MAX_LOGIT_BIAS = 1024
@@ -90,6 +99,8 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: with include_usage, every chunk has the numbers so far
+    include_obfuscation: Literal[False] = False
 
 
 class SamplingBody(Body):
@@ -105,6 +116,7 @@ class SamplingBody(Body):
     logit_bias: LogitBias = {}
     seed: Annotated[int, between(-(2**63), 2**63 - 1)] | None = None
     stop: Stops = []
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] = []  # beside the model's own
     n: Annotated[int, between(1, MAX_N)] = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -132,10 +144,41 @@ class TextPart(Body):
     text: str
 
 
+def _unless_empty(value: Any) -> Any:
+    if value:
+        raise PydanticCustomError("extra_forbidden", "it is not supported here")
+    return value
+
+
+_Unsupported = Annotated[Any, AfterValidator(_unless_empty)]
+
+
 class Message(Body):
+    """A message. Fields that other programs add to one are ignored, as OpenAI and vLLM do."""
+
+    model_config = ConfigDict(extra="allow")
+
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
     name: str | None = None
+    # They change what a message says, so they are refused unless they are empty.
+    tool_calls: _Unsupported = None
+    tool_call_id: _Unsupported = None
+    function_call: _Unsupported = None
+    audio: _Unsupported = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _says_nothing(cls, value: Any) -> Any:
+        """Take an assistant's message without content, which its API returns as null, for an empty one."""
+        if isinstance(value, dict) and value.get("role") == "assistant" and "content" not in value:
+            return value | {"content": ""}
+        return value
+
+    @property
+    def num_ignored(self) -> int:
+        """The fields of it that have no effect here."""
+        return len(self.model_extra or ())
 
     def for_template(self) -> dict[str, str]:
         """Return what chat templates take: plain text; `developer` is OpenAI's new name of `system`."""
@@ -159,14 +202,24 @@ HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
     "best_of": (1,),
     "function_call": ("none",),
     "functions": ([],),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1.0, 1),
+    "min_tokens": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),  # without tools
+    "priority": (0,),
+    "repetition_penalty": (1.0, 1),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),  # without tools
     "tools": ([],),
+    "use_beam_search": (False,),
 }
 # Parameters of OpenAI or vLLM, for a better message than "unknown".
 UNSUPPORTED: Final = frozenset(
@@ -176,7 +229,7 @@ UNSUPPORTED: Final = frozenset(
     safety_identifier add_generation_prompt allowed_token_ids bad_words chat_template
     chat_template_kwargs continue_final_message documents guided_choice guided_grammar guided_json
     guided_regex include_stop_str_in_output length_penalty min_tokens priority
-    prompt_logprobs repetition_penalty skip_special_tokens stop_token_ids structured_outputs
+    prompt_logprobs repetition_penalty skip_special_tokens spaces_between_special_tokens structured_outputs
     truncate_prompt_tokens use_beam_search
     """.split()  # noqa: SIM905
 )

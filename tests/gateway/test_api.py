@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 
@@ -106,6 +107,20 @@ async def test_without_include_usage_no_chunk_has_usage(gate: Gate) -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == ANSWER
 
 
+async def test_with_continuous_usage_stats_every_chunk_has_the_numbers_so_far(gate: Gate) -> None:
+    gate.worker.tokens_per_step = 1
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for body in ({"prompt": "fox", "max_tokens": 100}, {"messages": USER}):
+        events = await streamed(gate, **body, stream_options=options)
+        chunks = [event for event in events if isinstance(event, dict)]
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts) and counts[-1] == len(gate.ids(ANSWER)) + 1
+        assert len(set(counts)) > 3 and counts[0] <= 1
+        assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {chunks[-1]["usage"]["prompt_tokens"]}
+        alone = await streamed(gate, **body, stream_options={"continuous_usage_stats": True})
+        assert not any("usage" in event for event in alone if isinstance(event, dict))
+
+
 async def test_the_openai_client_reads_streams_to_their_end(gate: Gate) -> None:
     async with gate.client() as client:
         stream = await client.completions.create(model=MODEL, prompt="fox", max_tokens=100, stream=True)
@@ -157,6 +172,76 @@ async def test_end_tokens_are_sent_and_a_seed_is_drawn(gate: Gate) -> None:
     first, second = (submit.sampling for submit in gate.worker.submits)
     assert first.stop_token_ids == gate.tokenizer.stop_token_ids
     assert first.seed != second.seed
+
+
+async def test_a_clients_own_end_tokens_end_an_answer_and_have_no_text(gate: Gate) -> None:
+    gate.worker.tokens_per_step = 1
+    ids = gate.ids(ANSWER)
+    last = next(token for token in ids[2:] if token not in ids[:2])
+    for ignore_eos in (False, True):
+        body = {"stop_token_ids": [last], "ignore_eos": ignore_eos}
+        async with gate.client() as client:
+            answer = await client.completions.create(
+                model=MODEL, prompt="fox", max_tokens=100, extra_body=body
+            )
+        choice = answer.choices[0]
+        assert choice.finish_reason == "stop"
+        assert choice.text == gate.tokenizer.vocabulary.text_of(ids[: ids.index(last)])
+        own = () if ignore_eos else gate.tokenizer.stop_token_ids
+        assert gate.worker.submits[-1].sampling.stop_token_ids == tuple(sorted({last, *own}))
+
+
+async def test_values_that_say_the_default_are_taken(gate: Gate) -> None:
+    both = {
+        "repetition_penalty": 1.0,
+        "min_tokens": 0,
+        "stop_token_ids": [],
+        "skip_special_tokens": True,
+        "spaces_between_special_tokens": True,
+        "priority": 0,
+        "length_penalty": 1.0,
+        "use_beam_search": False,
+        "include_stop_str_in_output": False,
+        "service_tier": "auto",
+    }
+    chat = both | {
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "parallel_tool_calls": True,
+    }
+    async with gate.http() as http:
+        for path, body in (
+            ("/v1/completions", {"prompt": "fox", "suffix": ""} | both),
+            ("/v1/chat/completions", {"messages": USER} | chat),
+        ):
+            answer = await http.post(path, json={"model": MODEL} | body)
+            assert answer.status_code == 200, answer.text
+        options = {"include_obfuscation": False}
+        body = {"model": MODEL, "prompt": "fox", "stream": True, "stream_options": options}
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+
+
+async def test_what_other_programs_add_to_messages_is_ignored_and_counted(gate: Gate) -> None:
+    async def ignored(http: httpx.AsyncClient) -> float:
+        lines = (await http.get("/metrics")).text.splitlines()
+        name = "instar_ignored_message_fields_total"
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+    turn = {"role": "assistant", "content": "yes", "annotations": [], "refusal": None, "tool_calls": []}
+    messages = [
+        USER[0],
+        turn | {"provider_specific_fields": {"refusal": None}, "reasoning_content": "so"},
+        USER[0],
+        {"role": "assistant", "content": None, "id": "msg_1"},
+        USER[0],
+    ]
+    async with gate.http() as http:
+        before = await ignored(http)
+        answer = await http.post("/v1/chat/completions", json={"model": MODEL, "messages": messages})
+        assert answer.status_code == 200, answer.text
+        assert await ignored(http) - before == 4  # null is no value
+    said = gate.tokenizer._rust.decode(gate.worker.submits[-1].prompt_token_ids, skip_special_tokens=False)
+    assert "[assistant]yes" in said and "so" not in said and "msg_1" not in said
 
 
 # --------------------------------------------------------------------------- several choices and prompts

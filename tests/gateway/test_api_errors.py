@@ -103,6 +103,10 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [[5], [7, 8, 4000, 5000]]}, "prompt", "prompt[1][2]: token id 4000"),
     ({"prompt": [[1000]]}, "prompt", "prompt[0][0]: token id 1000"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
+    ({"stop_token_ids": [1000]}, "stop_token_ids", "0 to 999"),
+    ({"stop_token_ids": 7}, "stop_token_ids", "array"),
+    ({"stop_token_ids": [1] * 129}, "stop_token_ids", "at most 128"),
+    ({"min_tokens": 2}, "min_tokens", "leave it out or send 0"),
     ({"n": 100, "max_tokens": 7}, "max_tokens", "700 tokens; one call may ask for 600"),
     (
         {"prompt": [1] * 100, "n": 7, "max_tokens": 0, "echo": True, "logprobs": 1},
@@ -129,6 +133,11 @@ BAD_CHAT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
         "'text'",
     ),
     ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", "the user begins"),
+    (
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]},
+        "messages[0].tool_calls",
+        "not supported here",
+    ),
     ({"max_completion_tokens": 10**30}, "max_completion_tokens", "2147483647"),
     ({"mesages": []}, "mesages", "did you mean 'messages'?"),
     ({"tools": [{"type": "function"}]}, "tools", "not supported"),
