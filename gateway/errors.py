@@ -53,6 +53,7 @@ class ApiError(Exception):
 # Cases that differ in their message only.
 bad_json = partial(ApiError, 400, code="invalid_json")
 bad_key = partial(ApiError, 401, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+malformed = partial(ApiError, 400, code="malformed_http")
 large_head = partial(ApiError, 431, code="head_too_large")
 wrong_media = partial(ApiError, 415, code="unsupported_media_type")
 engine_error = partial(ApiError, 500, code="engine_error", headers={"x-should-retry": "false"})

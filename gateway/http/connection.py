@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from gateway.errors import bad_json, large_head, overloaded
+from gateway.errors import large_head, malformed, overloaded
 
 EXTENSION = "instar.link"
 
@@ -124,7 +124,7 @@ class Protocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP."""
-        self._refuse(b"400 Bad Request", bad_json(msg).body())
+        self._refuse(b"400 Bad Request", malformed(msg).body())
 
     def _expect_reader(self) -> None:
         """Give the client up if it takes nothing of what waits for it within `write_timeout_s`."""

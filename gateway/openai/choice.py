@@ -120,6 +120,8 @@ class ChoiceText:
         at = 0
         for position, token_id in enumerate(self._request.prompt_token_ids):
             piece = stream.feed(token_id)
+            if not piece and echo.startswith(label := self._vocabulary.label(token_id), at):
+                piece = label  # a special token, which the client wrote out
             if at == 0 and self._vocabulary.is_sentencepiece and not echo.startswith(" "):
                 piece = piece.removeprefix(" ")  # SentencePiece puts a space before the first word
             end = min(at + len(piece), len(echo))

@@ -381,6 +381,20 @@ async def test_echo_with_logprobs_scores_the_prompt_and_needs_no_output(gate: Ga
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (num_prompt, 0)
 
 
+async def test_special_tokens_that_a_prompt_spells_out_have_their_offsets(gate: Gate) -> None:
+    prompt = f"lazy{tiny_model.END}{tiny_model.BOS}dog"
+    async with gate.client() as client:
+        answer = await client.completions.create(
+            model=MODEL, prompt=prompt, echo=True, max_tokens=0, logprobs=0
+        )
+    choice: Any = answer.choices[0]
+    assert choice.text == prompt
+    tokens, offsets = choice.logprobs.tokens, choice.logprobs.text_offset
+    assert tiny_model.END in tokens and tokens[0] == tiny_model.BOS and offsets[:2] == [0, 0]
+    for token, offset in list(zip(tokens, offsets, strict=True))[1:]:
+        assert prompt[offset:].startswith(token), (token, offset)
+
+
 # --------------------------------------------------------------------------- around it
 
 
