@@ -88,6 +88,8 @@ class SamplingParams:
     min_p: float = _between(0, 1, 0.0)
     presence_penalty: float = _between(-2, 2, 0.0)
     frequency_penalty: float = _between(-2, 2, 0.0)
+    repetition_penalty: float = _between(0.01, 10, 1.0)  # of tokens in the prompt or the output
+    min_tokens: int = _between(0, MAX_COUNT, 0)  # output tokens before one of stop_token_ids may come
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = _between(0, 20, None)  # alternatives of an output token; 0: only the chosen one
     prompt_logprobs: int | None = _between(0, 20, None)  # the same of each prompt token

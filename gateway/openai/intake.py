@@ -66,6 +66,8 @@ class RequestBuilder:
         for prompt in token_ids:  # the narrower limit, so the one to name first
             if len(prompt) + max_tokens > context:
                 raise too_long(len(prompt), context, max_tokens)
+        if body.min_tokens > max_tokens:
+            raise invalid(f"min_tokens is {body.min_tokens} and max_tokens {max_tokens}", "min_tokens")
         _check_ids(body.stop_token_ids, card, "stop_token_ids")
         own = () if body.ignore_eos else tokenizer.stop_token_ids
         sampling = _sampling(body, max_tokens, tuple(sorted({*own, *body.stop_token_ids})))

@@ -113,6 +113,8 @@ class SamplingBody(Body):
     min_p: Annotated[float, sampling("min_p")] = 0.0
     presence_penalty: Annotated[float, sampling("presence_penalty")] = 0.0
     frequency_penalty: Annotated[float, sampling("frequency_penalty")] = 0.0
+    repetition_penalty: Annotated[float, sampling("repetition_penalty")] = 1.0
+    min_tokens: Annotated[int, between(0, MAX_COUNT)] = 0  # before an end token may come
     logit_bias: LogitBias = {}
     seed: Annotated[int, between(-(2**63), 2**63 - 1)] | None = None
     stop: Stops = []
@@ -206,11 +208,9 @@ HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
     "continue_final_message": (False,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1.0, 1),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),  # without tools
     "priority": (0,),
-    "repetition_penalty": (1.0, 1),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
@@ -228,8 +228,8 @@ UNSUPPORTED: Final = frozenset(
     service_tier store suffix tool_choice tools verbosity web_search_options prompt_cache_key
     safety_identifier add_generation_prompt allowed_token_ids bad_words chat_template
     chat_template_kwargs continue_final_message documents guided_choice guided_grammar guided_json
-    guided_regex include_stop_str_in_output length_penalty min_tokens priority
-    prompt_logprobs repetition_penalty skip_special_tokens spaces_between_special_tokens structured_outputs
+    guided_regex include_stop_str_in_output length_penalty priority
+    prompt_logprobs skip_special_tokens spaces_between_special_tokens structured_outputs
     truncate_prompt_tokens use_beam_search
     """.split()  # noqa: SIM905
 )

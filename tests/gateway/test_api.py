@@ -157,11 +157,18 @@ async def test_every_sampling_parameter_reaches_the_worker(gate: Gate) -> None:
             frequency_penalty=-0.5,
             logit_bias={"17": -100},
             user="someone",
-            extra_body={"top_k": 4, "min_p": 0.1, "ignore_eos": True},
+            extra_body={
+                "top_k": 4,
+                "min_p": 0.1,
+                "ignore_eos": True,
+                "repetition_penalty": 1.2,
+                "min_tokens": 3,
+            },
         )
     sampling = gate.worker.submits[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 4, 0.1)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.seed) == (0.25, -0.5, 7)
+    assert (sampling.repetition_penalty, sampling.min_tokens) == (1.2, 3)
     assert sampling.logit_bias == {17: -100.0} and sampling.stop_token_ids == ()
 
 

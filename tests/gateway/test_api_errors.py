@@ -106,7 +106,8 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"stop_token_ids": [1000]}, "stop_token_ids", "0 to 999"),
     ({"stop_token_ids": 7}, "stop_token_ids", "array"),
     ({"stop_token_ids": [1] * 129}, "stop_token_ids", "at most 128"),
-    ({"min_tokens": 2}, "min_tokens", "leave it out or send 0"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "min_tokens is 9 and max_tokens 8"),
+    ({"skip_special_tokens": False}, "skip_special_tokens", "leave it out or send true"),
     ({"n": 100, "max_tokens": 7}, "max_tokens", "700 tokens; one call may ask for 600"),
     (
         {"prompt": [1] * 100, "n": 7, "max_tokens": 0, "echo": True, "logprobs": 1},
@@ -116,7 +117,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"best_of": 2}, "best_of", "leave it out or send 1"),
     ({"suffix": "end"}, "suffix", "not supported"),
     ({"messages": []}, "messages", "/v1/chat/completions"),
-    ({"repetition_penalty": 1.1}, "repetition_penalty", "not supported"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "0.01 to 10"),
     ({"temprature": 1}, "temprature", "unknown parameter 'temprature'; did you mean 'temperature'?"),
     ({"maxTokens": 1}, "maxTokens", "did you mean 'max_tokens'?"),
     ({"zzz": 1}, "zzz", "unknown parameter 'zzz'"),

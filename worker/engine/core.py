@@ -430,7 +430,8 @@ class EngineCore:
             self._outputs.append(self._end(seq, "error", error, RejectReason.KV_CAPACITY))
         for seq in scheduled.admitted:
             row = self.batch.admit(seq)
-            self.sampler.set_row(row, seq.request.sampling, seq.token_ids[seq.num_prompt :])
+            prompt, output = seq.token_ids[: seq.num_prompt], seq.token_ids[seq.num_prompt :]
+            self.sampler.set_row(row, seq.request.sampling, output, prompt)
 
     def launch_choice(
         self, batch: ScheduledBatch, logits: torch.Tensor, out: torch.Tensor

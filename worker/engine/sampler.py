@@ -1,12 +1,15 @@
 """Choose the next token of every sequence of a step at once; no loop over sequences.
 
 Order: logit bias and penalties on the logits, temperature, top_k, top_p, min_p, draw. Temperature 0 takes the
-likeliest after bias and penalties. Penalties count output tokens only (OpenAI's formula: frequency times
-count, plus presence if the count is not 0).
+likeliest after bias and penalties. The repetition penalty p makes a logit x of a token in the prompt or the
+output x / p, or p * x if it is negative (CTRL, arXiv:1909.05858, section 4.1, as transformers has it). Then
+presence and frequency count output tokens only (OpenAI's formula: frequency times count, plus presence if the
+count is not 0). Before `min_tokens` tokens no end token can come.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -56,35 +59,49 @@ class Sampler:
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size, self.device = vocab_size, device
         self._seed = np.zeros(num_rows, np.uint64)
-        self._temperature, self._top_p, self._min_p, self._presence, self._frequency = np.zeros(
-            (5, num_rows), np.float32
+        self._temperature, self._top_p, self._min_p, self._presence, self._frequency, self._repetition = (
+            np.zeros((6, num_rows), np.float32)
         )
-        self._top_k = np.zeros(num_rows, np.int64)
+        self._top_k, self._min_tokens = np.zeros((2, num_rows), np.int64)
+        self._stop_ids: list[tuple[int, ...]] = [()] * num_rows
         self._num_logprobs = np.full(num_rows, -1, np.int64)
         self._is_filtered, self._is_penalised, self._is_biased = np.zeros((3, num_rows), bool)
         self._counts: torch.Tensor | None = None  # int32 [num_rows, V]
+        self._in_prompt: torch.Tensor | None = None  # bool [num_rows, V]
         self._bias_ids = torch.zeros(num_rows, 0, dtype=torch.int64, device=device)
         self._bias = torch.zeros(num_rows, 0, device=device)  # padded with 0.0 on token 0: adds nothing
 
-    def set_row(self, row: int, params: SamplingParams, output_token_ids: list[int]) -> None:
+    def set_row(
+        self,
+        row: int,
+        params: SamplingParams,
+        output_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] = (),
+    ) -> None:
         """Give `row` to a sequence that has generated `output_token_ids` (before a replay or preemption)."""
         self._seed[row] = params.seed & 0xFFFF_FFFF_FFFF_FFFF
         temperature = params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0
         self._temperature[row], self._top_k[row] = temperature, params.top_k
         self._top_p[row], self._min_p[row] = params.top_p, params.min_p
         self._presence[row], self._frequency[row] = params.presence_penalty, params.frequency_penalty
+        self._repetition[row] = params.repetition_penalty
+        self._min_tokens[row] = params.min_tokens
+        self._stop_ids[row] = tuple(one for one in params.stop_token_ids if one < self.vocab_size)
         self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self._is_filtered[row] = params.top_k > 0 or params.top_p < 1
-        self._is_penalised[row] = bool(params.presence_penalty or params.frequency_penalty)
+        repeats = params.repetition_penalty != 1
+        self._is_penalised[row] = bool(params.presence_penalty or params.frequency_penalty or repeats)
         self._is_biased[row] = bool(params.logit_bias)
         if self._is_penalised[row]:
             self._count_outputs(row, output_token_ids)
+        if repeats:
+            self._note_prompt(row, prompt_token_ids)
         if params.logit_bias:
             self._set_bias(row, params.logit_bias)
 
     def sample(self, logits: torch.Tensor, rows: Rows, positions: Rows) -> Sampled:
         """Choose tokens by logits float32 [R, V], left unchanged, of `rows` [R] at output `positions` [R]."""
-        tokens = self._choose(self._adjusted(logits, rows), rows, positions)
+        tokens = self._choose(self._adjusted(logits, rows, positions), rows, positions)
         self._count(rows, tokens)
         token_ids = tokens.cpu().numpy()
         return Sampled(token_ids, self._logprobs(logits, rows, token_ids))
@@ -98,15 +115,16 @@ class Sampler:
         """
         if (self._num_logprobs[rows] >= 0).any():
             return None
-        tokens = self._choose(self._adjusted(logits, rows), rows, positions, out)
+        tokens = self._choose(self._adjusted(logits, rows, positions), rows, positions, out)
         if tokens is not out:
             out.copy_(tokens)
         self._count(rows, tokens)
         return ChosenTokens(out)
 
-    def _adjusted(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def _adjusted(self, logits: torch.Tensor, rows: Rows, positions: Rows) -> torch.Tensor:
         biased, penalised = np.flatnonzero(self._is_biased[rows]), np.flatnonzero(self._is_penalised[rows])
-        if not len(biased) and not len(penalised):
+        unended = np.flatnonzero(self._min_tokens[rows] > positions)
+        if not len(biased) and not len(penalised) and not len(unended):
             return logits
         scores = logits.clone()
         if len(biased):
@@ -116,10 +134,30 @@ class Sampler:
             assert self._counts is not None
             at, which = self._tensor(penalised), self._tensor(rows[penalised])
             counts = self._counts[which]
+            repetition = self._repetition[rows[penalised]]
+            if (repetition != 1).any():
+                scores[at] = self._less_repetitive(scores[at], counts, which, repetition)
             frequency = self._tensor(self._frequency[rows[penalised]]).unsqueeze(1)
             presence = self._tensor(self._presence[rows[penalised]]).unsqueeze(1)
             scores[at] -= frequency * counts + presence * (counts > 0)
+        if len(unended):
+            ends = [self._stop_ids[row] for row in rows[unended]]
+            at = np.repeat(unended, [len(each) for each in ends])
+            scores[self._tensor(at), self._tensor(np.array(sum(ends, ()), np.int64))] = -torch.inf
         return scores
+
+    def _less_repetitive(
+        self,
+        scores: torch.Tensor,
+        counts: torch.Tensor,
+        which: torch.Tensor,
+        repetition: npt.NDArray[np.float32],
+    ) -> torch.Tensor:
+        """Return scores [R, V] of the rows `which` with repetition penalties [R]; counts: of outputs."""
+        assert self._in_prompt is not None
+        penalty = self._tensor(repetition).unsqueeze(1)
+        known = (counts > 0) | self._in_prompt[which]
+        return torch.where(known, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
 
     def _choose(
         self, scores: torch.Tensor, rows: Rows, positions: Rows, out: torch.Tensor | None = None
@@ -184,12 +222,20 @@ class Sampler:
             assert self._counts is not None
             self._counts[self._tensor(rows[penalised]), tokens[self._tensor(penalised)]] += 1
 
-    def _count_outputs(self, row: int, output_token_ids: list[int]) -> None:
+    def _count_outputs(self, row: int, output_token_ids: Sequence[int]) -> None:
         if self._counts is None:
             shape = (len(self._seed), self.vocab_size)
             self._counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
         counts = np.bincount(np.asarray(output_token_ids, np.int64), minlength=self.vocab_size)
         self._counts[row] = torch.from_numpy(counts.astype(np.int32)).to(self.device)
+
+    def _note_prompt(self, row: int, prompt_token_ids: Sequence[int]) -> None:
+        if self._in_prompt is None:
+            shape = (len(self._seed), self.vocab_size)
+            self._in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        known = np.zeros(self.vocab_size, bool)
+        known[np.asarray(prompt_token_ids, np.int64)] = True
+        self._in_prompt[row] = torch.from_numpy(known).to(self.device)
 
     def _set_bias(self, row: int, bias: dict[int, float]) -> None:
         if missing := max(0, len(bias) - self._bias.shape[1]):

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from bus.messages import SamplingParams
 from kernels import least_remaining
@@ -206,6 +207,46 @@ def test_penalties_count_outputs_and_survive_a_continuation() -> None:
     assert continued.sample(logits[:1], ids(1), ids(2)).token_ids.tolist() == [9]
     continued.set_row(1, strong, [])
     assert continued.sample(logits[:1], ids(1), ids(0)).token_ids.tolist() == [7]
+
+
+def test_the_repetition_penalty_is_that_of_transformers_and_survives_a_continuation() -> None:
+    prompt, output, penalty = [3, 5, 5, 60], [7, 9, 3], 1.7
+    logits = logits_of(4)
+    histories = torch.tensor([prompt + output])
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(histories, logits[1:2].clone())[0]
+    mine = params(temperature=0, repetition_penalty=penalty)
+    sampler = make(*[params(temperature=0)] * 4)
+    sampler.set_row(1, mine, output, prompt)
+    sampler.set_row(3, params(temperature=0, frequency_penalty=0.3), output, prompt)
+    adjusted = sampler._adjusted(logits, np.arange(4), ids(0, 3, 0, 3))
+    torch.testing.assert_close(adjusted[1], expected)
+    assert not torch.equal(adjusted[1], logits[1])
+    counts = torch.bincount(torch.tensor(output), minlength=VOCAB)
+    torch.testing.assert_close(adjusted[3], logits[3] - 0.3 * counts)
+    assert torch.equal(adjusted[[0, 2]], logits[[0, 2]])
+
+    stepwise = make(params(temperature=0), mine)
+    stepwise.set_row(1, mine, [], prompt)
+    for position, token in enumerate(output):  # each is likelier than all others, and chosen
+        sure = torch.full((1, VOCAB), -1.0)
+        sure[0, token] = 1e6
+        assert stepwise.sample(sure, ids(1), ids(position)).token_ids.tolist() == [token]
+    torch.testing.assert_close(stepwise._adjusted(logits[1:2], ids(1), ids(3))[0], expected)
+    stepwise.set_row(1, params(temperature=0), [], [])
+    assert torch.equal(stepwise._adjusted(logits[1:2], ids(1), ids(0)), logits[1:2])
+
+
+def test_no_end_token_comes_before_min_tokens() -> None:
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 7], logits[:, 8], logits[:, 9] = 3.0, 2.0, 1.0
+    rows = (
+        params(temperature=0, min_tokens=2, stop_token_ids=(7, 8)),
+        params(temperature=0, stop_token_ids=(7, 8)),
+        params(temperature=0.01, top_k=5, min_tokens=3, stop_token_ids=(7, VOCAB + 5)),
+    )
+    sampler = make(*rows)
+    chosen = [sampler.sample(logits, np.arange(3), ids(at, at, at)).token_ids.tolist() for at in range(4)]
+    assert chosen == [[9, 7, 8], [9, 7, 8], [7, 7, 8], [7, 7, 7]]
 
 
 def test_logit_bias_moves_only_its_own_row_and_is_forgotten_with_it() -> None:
