@@ -22,6 +22,7 @@ from tests.support.group_models import Ranks
 from tests.support.model_folders import Runner
 from tests.support.variant_models import Morphing
 from worker.memory import MappingFailed, OutOfPages
+from worker.memory.backend import Finish
 from worker.model import Shard, read_config
 from worker.model.layout import RangePlan, degrees, plan_model
 from worker.model.linear import DenseLinear, TransposedLinear
@@ -465,16 +466,16 @@ def test_a_page_that_does_not_hold_what_was_copied_stops_the_fill(
     weights, memory = resharding.weights, resharding.weights._ranges.memory((1, "ffn", "full"))
     weights.narrow(1, Shard(0, 2))
     weights.map(1, Shard())
-    real = memory.write
+    real = memory.begin_write
 
-    def damage(offset_bytes: int, source: torch.Tensor, then: Callable[[int, int], object]) -> None:
+    def damage(offset_bytes: int, source: torch.Tensor, then: Callable[[int, int], object]) -> Finish:
         def spoil(first: int, end: int) -> None:
             memory.tensor(torch.uint8, (1,), offset_bytes=first).add_(1)
             then(first, end)
 
-        real(offset_bytes, source, spoil)
+        return real(offset_bytes, source, spoil)
 
-    monkeypatch.setattr(memory, "write", damage)
+    monkeypatch.setattr(memory, "begin_write", damage)
     with pytest.raises(WrongVariant, match="ffn of layer 1 in full: 1 of"):
         weights.fill(1, Shard())(lambda: True)
     weights.unmap_extra(1)
