@@ -15,19 +15,24 @@ log = logging.getLogger("gateway")
 
 
 class Models:
-    """Tokenizers by folder, while a card names it. One that failed to load is tried again by a request."""
+    """Tokenizers by folder. One that failed to load is tried again at the next request."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._loads: dict[str, asyncio.Task[Tokenizer]] = {}
+        self._served: set[str] = set()  # folders
 
     def preload(self) -> None:
-        """Start to load what the cards name, so that the first request does not wait, and forget the rest.
+        """Start to load what the cards name, so that the first request does not wait.
 
-        A folder that is served again later may have other files by then.
+        A folder that nobody serves may get other files: it is read again when nobody serves it any more, and
+        when somebody does again.
         """
-        for path in self._loads.keys() - {card.model_path for card in self._cluster.cards.values()}:
-            del self._loads[path]  # calls that wait for it still get it
+        workers = self._cluster.workers.values()
+        served = {card.model_path for worker in workers for card in worker.instances}
+        for path in self._served ^ served:
+            self._loads.pop(path, None)  # calls that wait for it still get it
+        self._served = served
         for card in self._cluster.cards.values():
             if card.model_path not in self._loads:
                 self._start(card)

@@ -234,7 +234,13 @@ async def test_what_other_programs_add_to_messages_is_ignored_and_counted(gate: 
         name = "instar_ignored_message_fields_total"
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
-    turn = {"role": "assistant", "content": "yes", "annotations": [], "refusal": None, "tool_calls": []}
+    turn: dict[str, Any] = {
+        "role": "assistant",
+        "content": "yes",
+        "annotations": [],
+        "refusal": None,
+        "tool_calls": [],
+    }
     messages = [
         USER[0],
         turn | {"provider_specific_fields": {"refusal": None}, "reasoning_content": "so"},
