@@ -30,7 +30,7 @@ from gateway.openai.formats import CHAT, COMPLETION
 from gateway.openai.params import ChatBody, CompletionBody
 from gateway.openai.problems import sentence
 from gateway.openai.request_log import RequestLog
-from gateway.operations import admin, deployments, public
+from gateway.operations import admin, deployments, public, tokens
 from gateway.operations.live import Feeds
 from gateway.operations.sequences import Sequences
 from gateway.state import Gateway
@@ -39,7 +39,7 @@ log = logging.getLogger("gateway")
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-ROUTERS: Final = (public.router, admin.router, deployments.router)
+ROUTERS: Final = (public.router, tokens.router, admin.router, deployments.router)
 # What a 404 under /admin names, in the order of the routes.
 _ADMIN_ROUTES: Final = [*admin.router.routes, *deployments.router.routes]
 _ADMIN_PATHS: Final = [one.path.replace(":path", "") for one in _ADMIN_ROUTES if isinstance(one, Route)]

@@ -62,13 +62,13 @@ class RequestBuilder:
         else:
             token_ids = [await _tokenize_chat(body, context, tokenizer)]
         max_tokens = self._max_tokens(body, max(map(len, token_ids)), context, card)
-        _check_ids(list(body.logit_bias), card, "logit_bias")
+        check_ids(list(body.logit_bias), card, "logit_bias")
         for prompt in token_ids:  # the narrower limit, so the one to name first
             if len(prompt) + max_tokens > context:
                 raise too_long(len(prompt), context, max_tokens)
         if body.min_tokens > max_tokens:
             raise invalid(f"min_tokens is {body.min_tokens} and max_tokens {max_tokens}", "min_tokens")
-        _check_ids(body.stop_token_ids, card, "stop_token_ids")
+        check_ids(body.stop_token_ids, card, "stop_token_ids")
         own = () if body.ignore_eos else tokenizer.stop_token_ids
         sampling = _sampling(body, max_tokens, tuple(sorted({*own, *body.stop_token_ids})))
         self._check_total(token_ids, sampling, max_tokens)
@@ -201,9 +201,9 @@ def _echo(body: CallBody, given: Prompt, token_ids: list[int], tokenizer: Tokeni
 
 async def _tokenize_chat(body: ChatBody, context: int, tokenizer: Tokenizer) -> list[int]:
     messages = [message.for_template() for message in body.messages]
-    _refuse_if_long(sum(len(message["content"]) for message in messages), context, tokenizer)
+    refuse_if_long(sum(len(message["content"]) for message in messages), context, tokenizer)
     text = await tokenizer.chat_text(messages)
-    _refuse_if_long(len(text), context, tokenizer)
+    refuse_if_long(len(text), context, tokenizer)
     token_ids = await tokenizer.encode(text, special_tokens=False)  # the template wrote them
     _check_length(len(token_ids), context)
     return token_ids
@@ -213,16 +213,17 @@ async def _tokenize(
     given: Prompt, where: str, context: int, card: InstanceCard, tokenizer: Tokenizer
 ) -> list[int]:
     if isinstance(given, str):
-        _refuse_if_long(len(given), context, tokenizer)
+        refuse_if_long(len(given), context, tokenizer)
         token_ids = await tokenizer.encode(given)
     else:
         token_ids = given
-        _check_ids(token_ids, card, where)
+        check_ids(token_ids, card, where)
     _check_length(len(token_ids), context)
     return token_ids
 
 
-def _refuse_if_long(num_chars: int, context: int, tokenizer: Tokenizer) -> None:
+def refuse_if_long(num_chars: int, context: int, tokenizer: Tokenizer) -> None:
+    """Raise ApiError 400 for a text of so many characters that it has more tokens than the context."""
     if (fewest := tokenizer.fewest_tokens(num_chars)) > context:
         raise too_long(fewest, context, at_least=True)
 
@@ -234,7 +235,7 @@ def _check_length(num_tokens: int, context: int) -> None:
         raise too_long(num_tokens, context)
 
 
-def _check_ids(token_ids: Sequence[int], card: InstanceCard, where: str) -> None:
+def check_ids(token_ids: Sequence[int], card: InstanceCard, where: str) -> None:
     """Refuse ids outside the vocabulary. `where`: their place in the body, as prompt[2]."""
     if max(token_ids, default=0) < card.vocab_size:  # fast; the search for the culprit is not
         return

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
+from bus.version import program_version
 from gateway.delivery.cluster import ReadyInstance
 from gateway.errors import no_such_model
 from gateway.http.auth import check_api
@@ -34,7 +35,11 @@ HEADERS: Final = {
     "cache-control": "no-cache",
 }
 
-ENDPOINTS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/ready", "/metrics")
+READ: Final = ["GET", "HEAD"]
+ENDPOINTS: Final = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize"),
+    *("/version", "/health", "/ready", "/metrics"),
+)
 
 
 async def with_key(request: Request, gateway: Here) -> None:
@@ -55,13 +60,13 @@ router = APIRouter()
 Keyed = Annotated[None, Depends(with_key)]
 
 
-@router.get("/v1/models")
+@router.api_route("/v1/models", methods=READ)
 async def models(gateway: Here, _: Keyed) -> dict[str, Any]:
     ready = gateway.cluster.ready_models()
     return {"object": "list", "data": [_model(name, one) for name, one in ready.items()]}
 
 
-@router.get("/v1/models/{model:path}")
+@router.api_route("/v1/models/{model:path}", methods=READ)
 async def model(model: str, gateway: Here, _: Keyed) -> dict[str, Any]:
     ready = gateway.cluster.ready_models()
     if model not in ready:
@@ -69,13 +74,18 @@ async def model(model: str, gateway: Here, _: Keyed) -> dict[str, Any]:
     return _model(model, ready[model])
 
 
-@router.get("/health")
+@router.api_route("/version", methods=READ)
+async def version() -> dict[str, str]:
+    return {"version": program_version()}
+
+
+@router.api_route("/health", methods=READ)
 async def health() -> dict[str, str]:
     """Answer if the process is alive."""
     return {"status": "ok"}
 
 
-@router.get("/ready")
+@router.api_route("/ready", methods=READ)
 async def ready(gateway: Here) -> JSONResponse:
     """Answer 200 if Redis answers and a worker serves with its tokenizer loaded; else 503 and why."""
     if gateway.is_ready:
@@ -84,18 +94,18 @@ async def ready(gateway: Here) -> JSONResponse:
     return JSONResponse({"status": "not ready", "reason": why}, 503, headers={"retry-after": "1"})
 
 
-@router.get("/metrics")
+@router.api_route("/metrics", methods=READ)
 async def metrics(gateway: Here) -> Response:
     return Response(exposition(gateway), media_type=CONTENT_TYPE)
 
 
-@router.api_route("/", methods=["GET", "HEAD"])
+@router.api_route("/", methods=READ)
 async def root(request: Request) -> Response:
     """Return the dashboard. It needs no key: what it shows comes from /admin, which asks for one."""
     return _page(request, "index.html")
 
 
-@router.api_route("/dashboard/{name:path}", methods=["GET", "HEAD"])
+@router.api_route("/dashboard/{name:path}", methods=READ)
 async def dashboard(request: Request, name: str) -> Response:
     return _page(request, name)
 
