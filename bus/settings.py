@@ -80,6 +80,7 @@ class GatewaySettings(Section):
     id: str = _key("", "unique name; empty: made from host name and process id")
     api_keys: list[str] = _key([], "keys of /v1, 8 characters or more; none: loopback only", repr=False)
     admin_keys: list[str] = _key([], "keys of /admin, likewise; none: loopback only", repr=False)
+    cors_origins: list[str] = _key([], "origins whose pages may call /v1; *: any, which takes a key")
     max_queue: int = _key(256, "requests that may wait to run; more get a 503", ge=1)
     max_inflight: int = _key(2048, "requests that may wait or run; more get a 503", ge=1)
     max_body_bytes: int = _key(4 * 1024 * 1024, "a larger body gets a 413", ge=1024)
@@ -111,6 +112,29 @@ class GatewaySettings(Section):
                     "or more, printable ASCII without blanks: `openssl rand -hex 24` makes one"
                 )
         return keys
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins_are_origins(cls, origins: list[str]) -> list[str]:
+        for origin in origins:
+            parts = urlsplit(origin)
+            whole = f"{parts.scheme}://{parts.netloc}"
+            if origin != "*" and (
+                parts.scheme not in ("http", "https") or not parts.netloc or whole != origin
+            ):
+                raise ValueError(
+                    f"{origin!r} is no origin: https://host, with a port or without, and no path"
+                )
+        return origins
+
+    @model_validator(mode="after")
+    def _not_for_everyone(self) -> Self:
+        if "*" in self.cors_origins and not self.api_keys:
+            raise ValueError(
+                'cors_origins = ["*"] without api_keys would let every page that a user of this machine '
+                "visits call /v1: set a key, or name the origins"
+            )
+        return self
 
     @property
     def loopback_only(self) -> bool:

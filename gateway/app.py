@@ -18,6 +18,7 @@ from typing import Any, Final
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.responses import Response
 from starlette.routing import Match, Route
@@ -52,7 +53,7 @@ _TRACEPARENT: Final = re.compile(
 )
 
 
-def create_app(gateway: Gateway, feeds: Feeds, on_death: Callable[[], None]) -> Front:
+def create_app(gateway: Gateway, feeds: Feeds, on_death: Callable[[], None]) -> App:
     """Return the app. It calls `on_death` when a background task failed: the process should end."""
 
     @contextlib.asynccontextmanager
@@ -83,7 +84,16 @@ def create_app(gateway: Gateway, feeds: Feeds, on_death: Callable[[], None]) -> 
         "/v1/completions": guarded(CompletionsEndpoint(gateway, COMPLETION, CompletionBody)),
         "/v1/chat/completions": guarded(CompletionsEndpoint(gateway, CHAT, ChatBody)),
     }
-    return Front(app, calls)
+    front = Front(app, calls)
+    if origins := gateway.settings.gateway.cors_origins:
+        return CORSMiddleware(
+            front,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return front
 
 
 def _report_death(task: asyncio.Task[None], on_death: Callable[[], None]) -> None:

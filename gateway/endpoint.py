@@ -44,7 +44,7 @@ class CompletionsEndpoint:
             raise wrong_method(scope["method"], scope["path"], "POST")
         trace = gateway.tracer.begin(scope, log.arrived) if gateway.tracer is not None else None
         try:
-            key = check_api(gateway.keys, scope["headers"])
+            key = check_api(gateway.keys, scope["headers"], gateway.settings.gateway.cors_origins)
             gateway.refuse_if_closed()
             with gateway.rate.enter(key) as rate_headers:
                 slot = gateway.admission.reserve()

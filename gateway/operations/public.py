@@ -44,7 +44,7 @@ ENDPOINTS: Final = (
 
 async def with_key(request: Request, gateway: Here) -> None:
     """Raise ApiError 401 or 403 unless the caller may use /v1."""
-    check_api(gateway.keys, request.headers.raw)
+    check_api(gateway.keys, request.headers.raw, gateway.settings.gateway.cors_origins)
 
 
 def _read(path: Path) -> tuple[bytes, str, str]:

@@ -172,6 +172,19 @@ def test_a_blank_or_short_key_is_refused(given: str, told: str) -> None:
         assert told in text and f"gateway.{name.lower()}" in text and "short" not in text
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("https://chat.example/", "'https://chat.example/' is no origin"),
+        ("chat.example", "is no origin"),
+        ("ftp://chat.example", "is no origin"),
+        ("*", "set a key, or name the origins"),
+    ],
+)
+def test_origins_are_checked(given: str, told: str) -> None:
+    assert told in complaint(None, INSTAR_GATEWAY__CORS_ORIGINS=given)
+
+
 def test_an_unset_variable_sets_no_key() -> None:
     for given in ("", ",", "[]"):
         environ = {"INSTAR_CONFIG": "", "INSTAR_GATEWAY__API_KEYS": given}

@@ -197,6 +197,17 @@ def test_without_api_keys_this_machine_and_its_neighbours_call(host: bytes) -> N
     assert check_api(Keys([]), []) == ""
 
 
+def test_a_page_that_the_settings_trust_calls_without_keys() -> None:
+    headers = [(b"host", b"localhost:8000"), (b"origin", b"https://chat.example")]
+    assert check_api(Keys([]), headers, ["https://chat.example"]) == ""
+    for trusted in ([], ["https://chat.example:8443"], ["http://chat.example"]):
+        with pytest.raises(ApiError):
+            check_api(Keys([]), headers, trusted)
+    rebound = [(b"host", b"evil.example"), (b"origin", b"https://chat.example")]
+    with pytest.raises(ApiError):
+        check_api(Keys([]), rebound, ["https://chat.example"])
+
+
 def state(name: str) -> RequestState:
     request = GenerationRequest(
         id=name,

@@ -65,6 +65,27 @@ async def test_tokens_need_a_key_where_completions_do(redis_settings: RedisSetti
         assert (await http.post("/tokenize", json=body, headers=own)).status_code == 200
 
 
+async def test_pages_of_named_origins_may_call_and_others_not(
+    redis_settings: RedisSettings, folder: Path
+) -> None:
+    page = "https://chat.example"
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    async with running(redis_settings, folder, cors_origins=[page]) as gate, gate.http() as http:
+        for origin, status in ((page, 200), ("https://evil.example", 400)):
+            answer = await http.options("/v1/chat/completions", headers=asked | {"origin": origin})
+            assert answer.status_code == status
+            assert (answer.headers.get("access-control-allow-origin") == origin) == (status == 200)
+        for stream in (False, True):
+            answer = await http.post(
+                "/v1/completions", json=BODY | {"stream": stream}, headers={"origin": page}
+            )
+            assert answer.status_code == 200
+            assert answer.headers["access-control-allow-origin"] == page
+            assert "x-request-id" in answer.headers["access-control-expose-headers"]
+        refused = await http.post("/v1/completions", json=BODY, headers={"origin": "https://evil.example"})
+        assert refused.status_code == 403
+
+
 @pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/metrics", "/v1/models"])
 async def test_head_answers_as_get_does_without_a_body(
     redis_settings: RedisSettings, folder: Path, path: str
