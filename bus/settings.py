@@ -77,7 +77,7 @@ class GatewaySettings(Section):
     host: str = _key("127.0.0.1", "address to listen on; other than loopback needs api_keys")
     port: int = _key(8000, "port to listen on; 0: a free one", ge=0, le=65535)
     published_host: str = _key("", "in a container: the host address that the port is published on")
-    id: str = _key("", "unique name; empty: made from host name and process id")
+    id: str = _key("", "unique name; empty: made from host name, process id and chance")
     api_keys: list[str] = _key([], "keys of /v1, 8 characters or more; none: loopback only", repr=False)
     admin_keys: list[str] = _key([], "keys of /admin, likewise; none: loopback only", repr=False)
     cors_origins: list[str] = _key([], "origins whose pages may call /v1; *: any, which takes a key")

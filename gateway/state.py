@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import socket
 import time
 
@@ -40,7 +41,8 @@ class Gateway:
     def __init__(self, settings: Settings, bus: Bus) -> None:
         section = settings.gateway
         self.settings, self.bus = settings, bus
-        self.id = section.id or f"{socket.gethostname()}-{os.getpid()}"
+        # Containers that share their host's network have its name, and each a process of the same number.
+        self.id = section.id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.keys = Keys(section.api_keys, API_HINT)
         self.admin_keys = Keys(section.admin_keys, ADMIN_HINT)
         self.admission = Admission(section.max_queue, section.max_inflight)
