@@ -91,6 +91,12 @@ def test_no_container_runs_as_root_or_can_change_its_files(service: Composed) ->
         assert read_only == "true", name
 
 
+def test_keys_are_the_gateways_alone(service: Composed) -> None:
+    for name in ("worker", "monitor", "controller"):
+        given = set(json.loads(service.inspect(name, "{{json .Config.Env}}")))
+        assert {"INSTAR_GATEWAY__API_KEYS=", "INSTAR_GATEWAY__ADMIN_KEYS="} <= given, name
+
+
 def test_redis_asks_for_its_password(service: Composed) -> None:
     answer = service.compose("exec", "-T", "redis", "env", "-u", "REDISCLI_AUTH", "redis-cli", "ping")
     assert "NOAUTH" in answer
