@@ -10,10 +10,6 @@ from pathlib import Path
 from bus.families import architecture_of, option_of
 
 WEIGHTS = "*.safetensors"
-TEXT_FILES = (  # what turns text to tokens and back
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"),
-    *("added_tokens.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja"),
-)
 
 
 class BadCheckpoint(ValueError):
@@ -22,7 +18,7 @@ class BadCheckpoint(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The facts of one checkpoint. The digest changes with its config, weights and tokenizer."""
+    """The facts of one checkpoint. The digest changes with its config and its weights."""
 
     num_layers: int
     digest: str
@@ -59,14 +55,14 @@ def folder_digest(folder: Path) -> str:
 
 
 def _digest(folder: Path, config: bytes) -> str:
-    """Digest the config's bytes and the names, sizes and times of weights and of the tokenizer's files."""
+    """Digest the config's bytes and the names, sizes and times of the weights, no other file."""
     digest = hashlib.sha256(config)
     try:
-        for path in sorted(one for pattern in (WEIGHTS, *TEXT_FILES) for one in folder.glob(pattern)):
+        for path in sorted(folder.glob(WEIGHTS)):
             facts = path.stat()
             digest.update(f"{path.name} {facts.st_size} {facts.st_mtime_ns}\n".encode())
     except OSError as error:
-        raise BadCheckpoint(f"the files in {folder} cannot be read: {error}") from None
+        raise BadCheckpoint(f"the weights in {folder} cannot be read: {error}") from None
     return digest.hexdigest()[:32]
 
 

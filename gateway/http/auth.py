@@ -20,8 +20,9 @@ HEADER = "Authorization: Bearer <key>"
 API_HINT = "; /v1 takes a key of gateway.api_keys, and those of /admin do not open it"
 ADMIN_HINT = "; /admin has keys of its own (gateway.admin_keys), and those of /v1 do not open it"
 
-# Nobody can register a name in these: RFC 6761, RFC 6762, ICANN's resolution of 2024 and RFC 8375.
-PRIVATE_DOMAINS = (".localhost", ".local", ".internal", ".home.arpa")
+# Nobody can register a name in these: RFC 6761, RFC 6762, ICANN's resolution of 2024, RFC 8375, and svc of
+# Kubernetes.
+PRIVATE_DOMAINS = (".localhost", ".local", ".internal", ".home.arpa", ".svc")
 
 
 class Keys:
@@ -73,7 +74,7 @@ def check_api(keys: Keys, headers: Headers, trusted_origins: Collection[str] = (
 
     Without keys, no page of a public site may call from its visitor's browser: neither under its own name,
     which it has turned to this address (DNS rebinding), nor across sites, which a browser does unasked for
-    requests that a form could send.
+    requests that a form could send. `trusted_origins` may.
     """
     if keys:
         return keys.check(headers)
@@ -82,7 +83,7 @@ def check_api(keys: Keys, headers: Headers, trusted_origins: Collection[str] = (
         raise _forbidden_api(f"under the host {own.decode('latin-1')!r}, which a page may have chosen")
     if origin.decode("latin-1") in trusted_origins:
         return ""
-    if _is_of_another_page(own, origin) and _may_be_public(urlsplit(origin).hostname):
+    if _is_of_another_page(own, origin) and _is_of_the_web(origin):
         raise _forbidden_api(f"to pages of {origin.decode('latin-1')!r}")
     return ""
 
@@ -97,23 +98,37 @@ def _is_of_another_page(own: bytes | None, origin: bytes) -> bool:
     return bool(origin) and (own is None or origin not in (b"http://" + own, b"https://" + own))
 
 
-def _may_be_public(name: str | bytes | None) -> bool:
-    """Return False for addresses and for names that nobody can register: single words and private domains.
+def _may_be_public(name: str) -> bool:
+    """Return False for addresses and for names that nobody can register: single words and private domains."""
+    text = name.lower().strip("[].")
+    return _address(text) is None and not _is_private(text)
 
-    None is the host of pages that tell none: sandboxed ones and files.
+
+def _is_of_the_web(origin: bytes) -> bool:
+    """Return False for pages of this machine and of private networks, and for schemes of other programs.
+
+    "null" stands for any page that tells none, as one in a sandbox.
     """
-    if not name:
-        return True
-    text = (name if isinstance(name, str) else name.decode("latin-1")).lower().strip("[].")
-    return "." in text and not _is_address(text) and not text.endswith(PRIVATE_DOMAINS)
-
-
-def _is_address(text: str) -> bool:
     try:
-        ipaddress.ip_address(text)
+        parts = urlsplit(origin.decode("ascii"))
+        host = (parts.hostname or "").rstrip(".")
     except ValueError:
+        return True
+    if parts.scheme and parts.scheme not in ("http", "https"):
         return False
-    return True
+    address = _address(host)
+    return address.is_global if address else not _is_private(host)
+
+
+def _is_private(name: str) -> bool:
+    return bool(name) and ("." not in name or name.endswith(PRIVATE_DOMAINS))
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
 
 
 def _forbidden_api(how: str) -> ApiError:

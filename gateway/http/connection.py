@@ -75,7 +75,8 @@ class Protocol(HttpToolsProtocol):
             error = overloaded(f"{self.max_connections} connections are open (gateway.max_connections)")
             self._refuse(b"503 Service Unavailable", error.body(), b"retry-after: 1\r\n")
             return
-        self._expect_head()
+        self._head_bytes = 0
+        self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_arrived()
@@ -95,8 +96,14 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._head_bytes = 0
         if self._head_timer is None:  # a further request on this connection
-            self._expect_head()
+            self._start_timer()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a field of the head, and none of what may follow a body: nobody here reads trailers."""
+        if self._head_bytes is not None:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._head_arrived()
@@ -118,7 +125,7 @@ class Protocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_write_timer()
+        self._expect_reader()  # of what is left, too: asyncio resumes before all is gone
         self.socket.is_paused = False
         self.socket.on_writable()
 
@@ -144,10 +151,6 @@ class Protocol(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
-
-    def _expect_head(self) -> None:
-        self._head_bytes = 0
-        self._start_timer()
 
     def _start_timer(self) -> None:
         self.silent[self] = None

@@ -34,6 +34,7 @@ class Completion:
         self.choices = [ChoiceText(request, vocabulary) for request in requests]
         self.states = [delivery.new_state(request, self) for request in requests]
         self.num_prompt_tokens = 0
+        self.num_output_tokens = 0
         self.fingerprint = ""
         self.error: ApiError | None = None
         self.is_abandoned = False
@@ -82,17 +83,16 @@ class Completion:
 
     def usage(self) -> dict[str, Any]:
         """Return the tokens of the call; a prompt counts once, however many choices it has."""
-        output = sum(choice.num_tokens for choice in self.choices)
         cached: dict[int, int] = {}
         for state in self.states:
             prompt = id(state.request.prompt_token_ids)
             cached[prompt] = min(cached.get(prompt, state.cached_tokens), state.cached_tokens)
-        return {
-            "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": output,
-            "total_tokens": self.num_prompt_tokens + output,
-            "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
-        }
+        return self.usage_so_far() | {"prompt_tokens_details": {"cached_tokens": sum(cached.values())}}
+
+    def usage_so_far(self) -> dict[str, Any]:
+        """Return the numbers that every event of a stream can have."""
+        prompt, output = self.num_prompt_tokens, self.num_output_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
     def _cancel(self) -> None:
         for state in self.states:
@@ -110,7 +110,10 @@ class Completion:
         if step is not None and step.fingerprint not in ("", self.fingerprint):
             self.fingerprint = step.fingerprint
             self._on_fingerprint(step.fingerprint)
-        made = self.choices[request.index].decode(delta, skip, step)
+        choice = self.choices[request.index]
+        before = choice.num_tokens
+        made = choice.decode(delta, skip, step)
+        self.num_output_tokens += choice.num_tokens - before
         if made:
             self._emit(request.index, made)
         return isinstance(made, ChoicePiece) and made.is_cut
@@ -145,7 +148,7 @@ class StreamedCompletion(Completion):
     def __init__(self, stream: EventStream, *args: Any) -> None:
         super().__init__(*args)
         self.stream = stream
-        usage = self.usage if self.envelope.has_running_usage else None
+        usage = self.usage_so_far if self.envelope.has_running_usage else None
         self._writers = [ChunkWriter(self.envelope, index, usage) for index in range(len(self.choices))]
         self._is_open = False
 

@@ -92,7 +92,7 @@ class ChoiceText:
                 value = values[position] if position < len(values) else None
                 self._scores.add(token_id, value, self._num_chars, self._num_chars + len(piece))
             self._num_chars += len(piece)
-            if self._matcher is not None and piece:
+            if self._matcher is not None and piece and self.num_tokens > self._request.sampling.min_tokens:
                 piece, is_cut = self._matcher.feed(piece)
                 if is_cut:
                     return "".join([*pieces, piece]), True

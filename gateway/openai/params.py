@@ -114,7 +114,7 @@ class SamplingBody(Body):
     presence_penalty: Annotated[float, sampling("presence_penalty")] = 0.0
     frequency_penalty: Annotated[float, sampling("frequency_penalty")] = 0.0
     repetition_penalty: Annotated[float, sampling("repetition_penalty")] = 1.0
-    min_tokens: Annotated[int, between(0, MAX_COUNT)] = 0  # before an end token may come
+    min_tokens: Annotated[int, between(0, MAX_COUNT)] = 0  # before an end token or a stop string counts
     logit_bias: LogitBias = {}
     seed: Annotated[int, between(-(2**63), 2**63 - 1)] | None = None
     stop: Stops = []
@@ -156,7 +156,7 @@ _Unsupported = Annotated[Any, AfterValidator(_unless_empty)]
 
 
 class Message(Body):
-    """A message. Fields that other programs add to one are ignored, as OpenAI and vLLM do."""
+    """A message. Fields that other programs add to one are ignored, as vLLM does."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -41,7 +41,7 @@ def choose(
 ) -> list[str]:
     """Measure the kernels of these products, the first ones first, and return the choices as text.
 
-    It takes MOST_SECONDS at most. Products known already are not measured again.
+    It takes MOST_SECONDS at most.
     """
     end, told = clock() + MOST_SECONDS, list[str]()
     wanted = [each for each in dict.fromkeys(products) if each.form != "quantized"]
@@ -69,6 +69,8 @@ def _adopt(product: Product, tokens: int, found: Mapping[FewConfig | None, float
     key = Key(_form(product), getattr(torch, product.dtype), product.outputs, product.inputs, tokens)
     if best and found[best] < MARGIN * usual:
         IN_FORCE[key] = best
+    else:
+        IN_FORCE.pop(key, None)
     name = IN_FORCE.get(key, "torch")
     return f"{product} x {tokens}: {name}; best {1e6 * found[best]:.1f} us, torch {1e6 * usual:.1f}"
 

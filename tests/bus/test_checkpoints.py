@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_digest_changes_with_each_file_that_a_served_model_depends_on(folder: Path, name: str) -> None:
+def test_the_digest_changes_with_the_config_and_the_weights(folder: Path, name: str) -> None:
     before = folder_digest(folder)
     assert folder_digest(folder) == before
     path = folder / name
@@ -44,7 +44,8 @@ def test_the_digest_changes_with_each_file_that_a_served_model_depends_on(folder
 
 def test_other_files_leave_the_digest(folder: Path) -> None:
     before = folder_digest(folder)
-    (folder / "README.md").write_text("about it")
+    for name in ("README.md", "tokenizer.json", "chat_template.jinja"):
+        (folder / name).write_text("about it")
     (folder / "instar").mkdir()
     (folder / "instar" / "fingerprint.json").write_text("{}")
     assert folder_digest(folder) == before

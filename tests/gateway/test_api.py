@@ -321,6 +321,19 @@ async def test_a_stop_string_ends_the_work_and_the_count(gate: Gate) -> None:
     assert answer.usage.completion_tokens == next(i for i, text in enumerate(texts) if "quick" in text)
 
 
+async def test_no_stop_string_counts_before_min_tokens(gate: Gate) -> None:
+    gate.worker.tokens_per_step = 1
+    ids = gate.ids(ANSWER)
+    texts = [gate.tokenizer.vocabulary.text_of(ids[:count]) for count in range(len(ids) + 1)]
+    first = next(count for count, text in enumerate(texts) if "q" in text)
+    async with gate.client() as client:
+        for least, text in ((first - 1, ANSWER[: ANSWER.find("q")]), (first, ANSWER)):
+            answer = await client.completions.create(
+                model=MODEL, prompt="fox", max_tokens=100, stop=["q"], extra_body={"min_tokens": least}
+            )
+            assert (answer.choices[0].text, answer.choices[0].finish_reason) == (text, "stop"), least
+
+
 async def test_text_held_back_for_a_stop_string_comes_out_at_the_end(gate: Gate) -> None:
     async with gate.client() as client:
         answer = await client.completions.create(model=MODEL, prompt="fox", max_tokens=100, stop=["too.!"])

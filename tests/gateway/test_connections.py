@@ -10,8 +10,10 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from unittest.mock import Mock
 
+import pytest
+
 from bus.settings import RedisSettings
-from gateway.http.connection import ClientSocket
+from gateway.http.connection import ClientSocket, Protocol
 from gateway.http.sse import EventStream
 from tests.support.gateway_harness import ANSWER, BODY, running
 
@@ -160,6 +162,55 @@ async def test_a_head_without_an_end_is_refused(redis_settings: RedisSettings, f
                 assert sent < 1 << 20
         async with gate.http() as http:  # a long head with an end is answered
             assert (await http.get("/health", headers={"x-long": "x" * 40_000})).status_code == 200
+
+
+async def test_a_head_behind_a_refused_body_has_its_limit_too(
+    redis_settings: RedisSettings, folder: Path
+) -> None:
+    async with (
+        running(redis_settings, folder, api_keys=["first-key"]) as gate,
+        gate.connection() as (reader, writer),
+    ):
+        writer.write(head_of_post(100) + b"{" * 50)
+        answer = await asyncio.wait_for(reader.readuntil(b"}}"), 5)
+        assert answer.startswith(b"HTTP/1.1 401")
+        writer.write(b"{" * 50)
+        await asyncio.sleep(0.1)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: ")
+        rest = asyncio.create_task(reader.read())
+        sent = 0
+        while not rest.done() and sent < 4 << 20:
+            writer.write(b"x" * 4096)
+            sent += 4096
+            await asyncio.sleep(0.001)
+        assert b"HTTP/1.1 431" in await rest and sent < 1 << 20
+
+
+async def test_trailers_are_dropped(redis_settings: RedisSettings, folder: Path) -> None:
+    async with running(redis_settings, folder) as gate, gate.connection() as (reader, writer):
+        body = json.dumps(BODY).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        trailers = b"".join(b"x-%d: %b\r\n" % (i, b"y" * 1000) for i in range(100))
+        writer.write(head + b"%x\r\n%b\r\n0\r\n" % (len(body), body) + trailers + b"\r\n")
+        assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 200")
+        assert ANSWER.encode() in await asyncio.wait_for(reader.readuntil(b'"usage"'), 5)
+
+
+async def test_who_stops_reading_when_little_is_left_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Protocol, "write_timeout_s", 0.05)
+    transport = Mock()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        transport.get_extra_info.return_value = ours
+        one = Protocol.__new__(Protocol)  # of uvicorn's state these methods need nothing else
+        one.loop, one.flow, one.transport = asyncio.get_running_loop(), Mock(), transport
+        one.socket, one._write_timer = ClientSocket(transport), None
+        transport.get_write_buffer_size.return_value = 100_000
+        one.pause_writing()
+        transport.get_write_buffer_size.return_value = 10_000  # asyncio resumes before all is gone
+        one.resume_writing()
+        await asyncio.sleep(0.3)
+        assert transport.abort.called
 
 
 async def test_who_reads_no_answer_is_cut_off_and_who_reads_slowly_is_not(

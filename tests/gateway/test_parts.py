@@ -170,6 +170,10 @@ def test_a_page_of_our_own_administers_without_keys(host: bytes) -> None:
         [(b"host", b"10.0.0.7:8000"), (b"origin", b"https://10.evil.example:8443")],
         [(b"host", b"localhost:8000"), (b"origin", b"null")],
         [(b"origin", b"https://evil.example")],
+        [(b"host", b"localhost:8000"), (b"origin", b"http://8.8.8.8")],
+        [(b"host", b"localhost:8000"), (b"origin", b"http://[2001:4860:4860::8888]:80")],
+        [(b"host", b"localhost:8000"), (b"origin", b"http://[")],
+        [(b"host", b"localhost:8000"), (b"origin", b"https://\xe9vil.example")],
         [(b"host", b"")],
     ],
 )
@@ -189,11 +193,14 @@ def test_without_api_keys_no_page_of_a_public_site_calls(headers: list[tuple[byt
         b"10.0.0.7:8000",
         b"gateway:8000",
         b"host.docker.internal",
+        b"instar.default.svc",
     ],
 )
 def test_without_api_keys_this_machine_and_its_neighbours_call(host: bytes) -> None:
-    for origin in ([], [(b"origin", b"http://" + host)], [(b"origin", b"http://localhost:5173")]):
-        assert check_api(Keys([]), [(b"host", host), *origin]) == ""
+    own = b"http://" + host
+    others = (b"http://localhost:5173", b"http://192.168.1.7", b"app://obsidian.md")
+    for headers in ([], *([(b"origin", origin)] for origin in (own, *others))):
+        assert check_api(Keys([]), [(b"host", host), *headers]) == ""
     assert check_api(Keys([]), []) == ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -43,24 +44,22 @@ def meet(
 
 
 def open_store(host: str, timeout_s: float) -> TCPStore:
-    """Return a store in which ranks can meet, that listens at this address alone. Raises OSError.
+    """Return a store in which ranks can meet, that listens at this address alone.
 
-    A TCPStore that binds by itself listens on every address of the machine (pytorch#173909).
+    A TCPStore that binds by itself listens on every address of the machine (pytorch#173909). Raises OSError,
+    and RuntimeError of torch.
     """
     family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind) as listener:
         listener.bind(address)
-        port = listener.getsockname()[1]
-        store = TCPStore(
+        return TCPStore(
             host,
-            port,
+            listener.getsockname()[1],
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=listener.fileno(),
+            master_listen_fd=os.dup(listener.fileno()),  # the store's, which closes it also if it fails
         )
-        listener.detach()  # it is the store's now
-    return store
 
 
 class CommunicatorPool:

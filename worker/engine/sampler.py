@@ -63,7 +63,7 @@ class Sampler:
             np.zeros((6, num_rows), np.float32)
         )
         self._top_k, self._min_tokens = np.zeros((2, num_rows), np.int64)
-        self._stop_ids: list[tuple[int, ...]] = [()] * num_rows
+        self._stop_ids = [np.zeros(0, np.int64)] * num_rows
         self._num_logprobs = np.full(num_rows, -1, np.int64)
         self._is_filtered, self._is_penalised, self._is_biased = np.zeros((3, num_rows), bool)
         self._counts: torch.Tensor | None = None  # int32 [num_rows, V]
@@ -85,8 +85,9 @@ class Sampler:
         self._top_p[row], self._min_p[row] = params.top_p, params.min_p
         self._presence[row], self._frequency[row] = params.presence_penalty, params.frequency_penalty
         self._repetition[row] = params.repetition_penalty
-        self._min_tokens[row] = params.min_tokens
-        self._stop_ids[row] = tuple(one for one in params.stop_token_ids if one < self.vocab_size)
+        ends = [one for one in params.stop_token_ids if one < self.vocab_size]
+        self._stop_ids[row] = np.array(ends, np.int64)
+        self._min_tokens[row] = params.min_tokens if ends else 0
         self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self._is_filtered[row] = params.top_k > 0 or params.top_p < 1
         repeats = params.repetition_penalty != 1
@@ -143,7 +144,7 @@ class Sampler:
         if len(unended):
             ends = [self._stop_ids[row] for row in rows[unended]]
             at = np.repeat(unended, [len(each) for each in ends])
-            scores[self._tensor(at), self._tensor(np.array(sum(ends, ()), np.int64))] = -torch.inf
+            scores[self._tensor(at), self._tensor(np.concatenate(ends))] = -torch.inf
         return scores
 
     def _less_repetitive(

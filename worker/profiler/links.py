@@ -55,7 +55,7 @@ def measure_links(
         found += _timed("hop", _hops(line, tensors), per_turn=2)
         if "all_reduce" in kinds_with(peer):
             found += _timed("all_reduce", _sums(line, tensors, host))
-    except (NoAnswer, PeerLost, RuntimeError) as error:
+    except (NoAnswer, PeerLost, RuntimeError, OSError) as error:
         log.warning("%s: the link is measured in part or not at all: %s", peer.worker, error)
     finally:
         line.link.close()
@@ -93,7 +93,7 @@ def _hops(line: _Line, tensors: Sequence[torch.Tensor]) -> Iterator[int]:
 
 
 def _sums(line: _Line, tensors: Sequence[torch.Tensor], host: str) -> Iterator[int]:
-    """Sum tensors with the peer. Raises NoAnswer, PeerLost, RuntimeError."""
+    """Sum tensors with the peer. Raises NoAnswer, PeerLost, RuntimeError, OSError."""
     store = open_store(host, PATIENCE_S)
     at, rounds = f"{host}:{store.port}", WARM_UP + ROUNDS
     dtype, device, sizes = tensors[0].dtype, tensors[0].device, [tensor.numel() for tensor in tensors]
