@@ -27,7 +27,7 @@ class TokenizeBody(Body):
 
     model: Name
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = True  # of a prompt; a chat's template writes its own
     add_generation_prompt: Literal[True] = True
     return_token_strs: bool = False

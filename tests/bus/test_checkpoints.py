@@ -10,13 +10,7 @@ import pytest
 
 from bus.checkpoints import folder_digest
 
-FILES = (
-    "config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
+FILES = ("config.json", "model.safetensors")
 
 
 @pytest.fixture
