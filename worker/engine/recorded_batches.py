@@ -229,7 +229,7 @@ class RecordedBatches:
                 step.calls[i] = self._parts.first(size, step.parts[i])
                 self._look_at_memory()
                 yield
-        if self.may_join and step.num_steady % self.steady_steps == 0:  # now the device is busy
+        if step.num_steady == self.steady_steps and self.may_join:  # now the device is busy
             self._join(step)
 
     def _join(self, step: _Recorded) -> None:
