@@ -221,7 +221,7 @@ async def test_what_is_not_there_is_refused_with_what_is(gate: Gate) -> None:
             ("GET", "/admin/everything", 404, "GET /admin/everything; there are: /admin/state, "),
             ("GET", "/v1/completions", 405, "GET /v1/completions: this path takes POST only"),
             ("PUT", "/admin/deployments", 405, "PUT /admin/deployments: this path takes GET and POST only"),
-            ("DELETE", "/v1/models", 405, "DELETE /v1/models: this path takes GET only"),
+            ("DELETE", "/v1/models", 405, "DELETE /v1/models: this path takes GET and HEAD only"),
         ]:
             error = error_of(await client.request(method, path), status)
             assert text in error["message"], error
