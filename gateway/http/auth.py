@@ -65,7 +65,7 @@ def check_admin(keys: Keys, headers: Headers, host: str, *, loopback_only: bool)
         raise _forbidden(
             f"is not answered under the host {own.decode('latin-1')!r}, only localhost; set a key"
         )
-    if _is_of_another_page(own, origin):
+    if origin is not None and _is_of_another_page(own, origin):
         raise _forbidden(f"is not answered to pages of {origin.decode('latin-1')!r}; set a key")
 
 
@@ -81,21 +81,21 @@ def check_api(keys: Keys, headers: Headers, trusted_origins: Collection[str] = (
     own, origin = _host_and_origin(headers)
     if own is not None and _may_be_public(_name_of(own)):
         raise _forbidden_api(f"under the host {own.decode('latin-1')!r}, which a page may have chosen")
-    if origin.decode("latin-1") in trusted_origins:
+    if origin is None or origin.decode("latin-1") in trusted_origins:
         return ""
     if _is_of_another_page(own, origin) and _is_of_the_web(origin):
         raise _forbidden_api(f"to pages of {origin.decode('latin-1')!r}")
     return ""
 
 
-def _host_and_origin(headers: Headers) -> tuple[bytes | None, bytes]:
-    """Return the Host header and the Origin header; b"" if no page sent the request."""
+def _host_and_origin(headers: Headers) -> tuple[bytes | None, bytes | None]:
+    """Return the Host header, and the Origin header, which a page's requests have."""
     given = dict(headers)
-    return given.get(b"host"), given.get(b"origin", b"")
+    return given.get(b"host"), given.get(b"origin")
 
 
 def _is_of_another_page(own: bytes | None, origin: bytes) -> bool:
-    return bool(origin) and (own is None or origin not in (b"http://" + own, b"https://" + own))
+    return own is None or origin not in (b"http://" + own, b"https://" + own)
 
 
 def _may_be_public(name: str) -> bool:

@@ -145,6 +145,7 @@ def test_without_admin_keys_only_this_machine_administers() -> None:
         [(b"host", b"localhost:8000"), (b"origin", b"https://evil.example")],
         [(b"host", b"localhost:8000"), (b"origin", b"http://localhost:3000")],
         [(b"host", b"localhost:8000"), (b"origin", b"null")],
+        [(b"host", b"localhost:8000"), (b"origin", b"")],
     ],
 )
 def test_without_admin_keys_no_page_of_another_site_administers(headers: list[tuple[bytes, bytes]]) -> None:
@@ -169,6 +170,7 @@ def test_a_page_of_our_own_administers_without_keys(host: bytes) -> None:
         [(b"host", b"localhost:8000"), (b"origin", b"https://evil.example")],
         [(b"host", b"10.0.0.7:8000"), (b"origin", b"https://10.evil.example:8443")],
         [(b"host", b"localhost:8000"), (b"origin", b"null")],
+        [(b"host", b"localhost:8000"), (b"origin", b"")],
         [(b"origin", b"https://evil.example")],
         [(b"host", b"localhost:8000"), (b"origin", b"http://8.8.8.8")],
         [(b"host", b"localhost:8000"), (b"origin", b"http://[2001:4860:4860::8888]:80")],

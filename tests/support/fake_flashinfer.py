@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Planned:
-    """What `plan` was told; `run` reads nothing else of the sequences."""
+    """The arguments of `plan`; `run` reads nothing else of the sequences."""
 
     qo_indptr: list[int]
     indptr: list[int]
