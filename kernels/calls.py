@@ -407,7 +407,7 @@ def least_remaining(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
     """Return the least score that filters leave of each row (`kernels.filters.ranked`), float32 [R].
 
     scores float32 [R, V]; top_k int64 [R], top_p and min_p float32 [R]. Rows that is_known, bool [R], marks
-    cost nothing and get any number. Of equal scores at the edge all remain.
+    cost nothing and get -inf. Of equal scores at the edge all remain.
     """
     out = torch.full_like(top_p, -torch.inf)
     rows = (~is_known).nonzero()[:, 0]

@@ -135,7 +135,9 @@ def _least_kernel(
     scores float32 [R, vocab] by their row stride; top_k int64, top_p, min_p, out float32, known int8 [R].
     """
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(known_ptr + row) == 0:
+    if tl.load(known_ptr + row) != 0:
+        tl.store(out_ptr + row, float("-inf"))
+    else:
         scores_ptr += row * row_stride
         peak = tl.full([], float("-inf"), tl.float32)
         for start in range(0, vocab, PART):
