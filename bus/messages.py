@@ -121,6 +121,8 @@ class Submit:
     trace_id: str = ""
     min_precision: Precision | Literal[""] = ""  # no layer may be below it while this runs; "": no floor
     cache_salt: str = ""  # requests with unlike salts share no KV blocks
+    key: str = ""  # id of the API key: between keys the queue is fair by tokens
+    weight: float = 1.0  # the key's share beside that of others, above 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from bus.api_keys import ApiKey
 from gateway.errors import JSON, ApiError, wrong_method
 from gateway.http.auth import check_api
 from gateway.http.body import ClientLeft, Receive, Scope, Send, read_body
@@ -46,10 +47,10 @@ class CompletionsEndpoint:
         try:
             key = check_api(gateway.keys, scope["headers"], gateway.settings.gateway.cors_origins)
             gateway.refuse_if_closed()
-            with gateway.rate.enter(key) as rate_headers:
-                slot = gateway.admission.reserve()
+            with gateway.rate.enter(key.id) as rate_headers:
+                slot = gateway.admission.reserve(key.id)
                 try:
-                    await self._serve(scope, receive, send, slot, rate_headers, trace)
+                    await self._serve(scope, receive, send, slot, key, rate_headers, trace)
                 finally:
                     slot.release()
         except ClientLeft:
@@ -71,13 +72,14 @@ class CompletionsEndpoint:
         receive: Receive,
         send: Send,
         slot: Slot,
+        key: ApiKey,
         extra: dict[str, str],
         trace: CallTrace | None,
     ) -> None:
         log = scope["state"]["log"]
         data = await read_body(scope["headers"], receive, self._gateway.settings.gateway)
         socket: ClientSocket = scope["extensions"][EXTENSION]
-        call = log.call = await self._call(data, slot, socket, log)
+        call = log.call = await self._call(data, slot, key, socket, log)
         if trace is not None:
             trace.follow(call.states)
         headers = [(name.encode(), value.encode()) for name, value in extra.items()]
@@ -94,7 +96,9 @@ class CompletionsEndpoint:
             socket.release()
             call.abandon()
 
-    async def _call(self, data: bytes, slot: Slot, socket: ClientSocket, log: RequestLog) -> Completion:
+    async def _call(
+        self, data: bytes, slot: Slot, key: ApiKey, socket: ClientSocket, log: RequestLog
+    ) -> Completion:
         gateway, form = self._gateway, self._format
         body: CallBody = parse(self._body, data)
         card = gateway.models.card(body.model)
@@ -104,7 +108,7 @@ class CompletionsEndpoint:
         tokenizer = await gateway.models.tokenizer(card)
         call_id = form.id_prefix + secrets.token_hex(12)
         build = gateway.request_builder.build
-        requests = await build(body, given, context, card, tokenizer, call_id, log)
+        requests = await build(body, given, context, card, tokenizer, call_id, log, key)
         gateway.stats.models[body.model].request_params_n.observe(body.n)
         if isinstance(body, ChatBody):
             gateway.stats.ignored_message_fields += sum(message.num_ignored for message in body.messages)

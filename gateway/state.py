@@ -45,7 +45,7 @@ class Gateway:
         self.id = section.id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.keys = Keys(section.api_keys, API_HINT)
         self.admin_keys = Keys(section.admin_keys, ADMIN_HINT)
-        self.admission = Admission(section.max_queue, section.max_inflight)
+        self.admission = Admission(section.max_queue, section.max_inflight, lambda: len(self.keys) > 1)
         self.rate = RateLimiter(section.rate_limit_rpm, section.rate_limit_concurrent)
         self.stats = GatewayStats()
         self.streams = Streams(section.keepalive_s)

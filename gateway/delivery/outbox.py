@@ -80,6 +80,8 @@ class RequestOutbox:
             trace_id=request.trace_id,
             min_precision=request.min_precision,
             cache_salt=request.cache_salt,
+            key=request.key,
+            weight=request.weight,
         )
         self._put(_Write(self._bus.names.requests(target.instance), submit, state))
 

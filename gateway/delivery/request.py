@@ -57,6 +57,8 @@ class GenerationRequest:
     min_precision: Floor = ""  # no layer may be below it in any step of this request
     waits_for_precision: bool = True  # until the deadline; False: refuse it instead
     cache_salt: str = ""  # requests with unlike salts share no KV blocks
+    key: str = ""  # id of the API key: between keys a worker's queue is fair by tokens
+    weight: float = 1.0  # the key's share beside others
     # What becomes of its tokens: the worker does not get these.
     index: int = 0  # index of its choice in the answer
     stop: tuple[str, ...] = ()

@@ -5,12 +5,12 @@ Every key is compared, in constant time, so that the time of an answer shows not
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import ipaddress
 from collections.abc import Collection, Iterable
 from urllib.parse import urlsplit
 
+from bus.api_keys import ANONYMOUS, ApiKey, digest_of, plain_key
 from bus.settings import is_loopback
 from gateway.errors import ApiError, bad_key
 
@@ -30,23 +30,26 @@ class Keys:
 
     def __init__(self, keys: Iterable[str], hint: str = "") -> None:
         self._hint = hint
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._keys = [plain_key(key, "inference") for key in keys]
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        return bool(self._keys)
 
-    def check(self, headers: Headers) -> str:
-        """Return a name for the caller's key; "" if no keys are configured. Raises ApiError 401."""
-        if not self._digests:
-            return ""
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def check(self, headers: Headers) -> ApiKey:
+        """Return the caller's key; ANONYMOUS if no keys are configured. Raises ApiError 401."""
+        if not self._keys:
+            return ANONYMOUS
         given = _bearer(headers)
         if given is None:
             raise bad_key(f"no API key: send the header `{HEADER}`{self._hint}")
-        digest = _digest(given)
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if not any(matches):
+        digest = digest_of(given)
+        matches = [key for key in self._keys if hmac.compare_digest(digest, key.digest)]
+        if not matches:
             raise bad_key(f"the API key in the header `{HEADER}` is not known here{self._hint}")
-        return digest.hex()[:16]
+        return matches[0]
 
 
 def check_admin(keys: Keys, headers: Headers, host: str, *, loopback_only: bool) -> None:
@@ -69,8 +72,8 @@ def check_admin(keys: Keys, headers: Headers, host: str, *, loopback_only: bool)
         raise _forbidden(f"is not answered to pages of {origin.decode('latin-1')!r}; set a key")
 
 
-def check_api(keys: Keys, headers: Headers, trusted_origins: Collection[str] = ()) -> str:
-    """Check a call of /v1, and return a name for its key, "" without keys. Raises ApiError 401 or 403.
+def check_api(keys: Keys, headers: Headers, trusted_origins: Collection[str] = ()) -> ApiKey:
+    """Check a call of /v1, and return its key, ANONYMOUS without keys. Raises ApiError 401 or 403.
 
     Without keys, no page of a public site may call from its visitor's browser: neither under its own name,
     which it has turned to this address (DNS rebinding), nor across sites, which a browser does unasked for
@@ -82,10 +85,10 @@ def check_api(keys: Keys, headers: Headers, trusted_origins: Collection[str] = (
     if own is not None and _may_be_public(_name_of(own)):
         raise _forbidden_api(f"under the host {own.decode('latin-1')!r}, which a page may have chosen")
     if origin is None or origin.decode("latin-1") in trusted_origins:
-        return ""
+        return ANONYMOUS
     if _is_of_another_page(own, origin) and _is_of_the_web(origin):
         raise _forbidden_api(f"to pages of {origin.decode('latin-1')!r}")
-    return ""
+    return ANONYMOUS
 
 
 def _host_and_origin(headers: Headers) -> tuple[bytes | None, bytes | None]:
@@ -153,7 +156,3 @@ def _bearer(headers: Headers) -> bytes | None:
             scheme, _, token = value.partition(b" ")
             return token.strip() if scheme.lower() == b"bearer" else None
     return None
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

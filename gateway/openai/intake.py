@@ -9,6 +9,7 @@ from dataclasses import fields
 from math import inf
 from typing import Final, Literal
 
+from bus.api_keys import ANONYMOUS, ApiKey
 from bus.messages import InstanceCard, SamplingParams
 from bus.precisions import KVPrecision, Precision, is_below, lowest
 from gateway.delivery.cluster import Cluster
@@ -51,6 +52,7 @@ class RequestBuilder:
         tokenizer: Tokenizer,
         call_id: str,
         log: RequestLog,
+        caller: ApiKey = ANONYMOUS,
     ) -> list[GenerationRequest]:
         """Return each prompt of a call `n` times, numbered as OpenAI does. Raises ApiError 400."""
         if isinstance(body, CompletionBody):
@@ -86,6 +88,8 @@ class RequestBuilder:
                 min_precision=floor,
                 waits_for_precision=body.min_precision_wait,
                 cache_salt=body.cache_salt,
+                key=caller.id,
+                weight=caller.weight,
                 stop=tuple(body.stop),
                 echo=_echo(body, given[i], token_ids[i], tokenizer),
                 has_output=max_tokens > 0,

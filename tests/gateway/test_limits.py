@@ -76,6 +76,27 @@ async def test_a_key_over_its_rate_gets_429_with_the_headers_of_its_limit(
                 await client.completions.create(**BODY)
 
 
+async def test_a_key_that_fills_its_share_of_the_queue_leaves_room_for_another(
+    redis_settings: RedisSettings, folder: Path
+) -> None:
+    keys = ["heavy-key", "light-key"]
+    async with running(redis_settings, folder, max_queue=8, api_keys=keys) as gate:
+        gate.worker.gate.clear()
+        heavy, light = ({"authorization": f"Bearer {key}"} for key in keys)
+        async with gate.http(limits=httpx.Limits(max_connections=100)) as http:
+            asked = [
+                asyncio.create_task(http.post("/v1/completions", json=BODY, headers=heavy)) for _ in range(40)
+            ]
+            await gate.until("the refusals", lambda: sum(task.done() for task in asked) == 36)
+            asked.append(asyncio.create_task(http.post("/v1/completions", json=BODY, headers=light)))
+            await gate.until("the accepted ones", lambda: gate.worker.num_running == 5)
+            gate.worker.gate.set()
+            answers = await asyncio.gather(*asked)
+        assert answers.pop().status_code == 200
+        assert sorted(answer.status_code for answer in answers) == [200] * 4 + [503] * 36
+        await gate.settled()
+
+
 async def test_a_deadline_that_passes_in_the_queue_is_504_and_cancels(
     redis_settings: RedisSettings, folder: Path
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bus.api_keys import ANONYMOUS
 from bus.messages import SamplingParams
 from gateway.delivery.dispatch import Candidate, TooLong, choose
 from gateway.delivery.request import GenerationRequest, InstanceAddress, RequestState
@@ -88,6 +89,37 @@ def test_a_call_that_could_never_fit_the_queue_is_refused_for_good() -> None:
         slot.grow(5)
     assert refusal.value.status == 400
     slot.grow(4)
+
+
+def test_one_key_leaves_room_for_the_next_where_several_share_the_queue() -> None:
+    admission = Admission(max_queue=16, max_inflight=64, is_shared=lambda: True)
+
+    def most_of(key: str) -> int:
+        slots = []
+        with pytest.raises(ApiError, match=r"requests of this key wait.*max_queue is 16") as refusal:
+            while True:
+                slots.append(admission.reserve(key))
+                admission.check_integrity()
+        assert (refusal.value.status, refusal.value.code) == (503, "server_overloaded")
+        return len(slots)
+
+    assert [most_of(key) for key in ("heavy", "next", "third")] == [8, 4, 2]
+    last = admission.reserve("last")
+    with pytest.raises(ApiError, match="this call has 9 sequences"):
+        last.grow(9)
+    last.release()
+    admission.check_integrity()
+    alone = Admission(max_queue=16, max_inflight=16)
+    assert len([alone.reserve("heavy") for _ in range(16)]) == 16, "a key that shares with none has it all"
+
+
+def test_one_key_cannot_run_all_that_may_run() -> None:
+    admission = Admission(max_queue=64, max_inflight=8, is_shared=lambda: True)
+    for _ in range(4):
+        admission.reserve("heavy").start_one()
+    with pytest.raises(ApiError, match=r"4 requests of this key wait or run.*max_inflight is 8"):
+        admission.reserve("heavy")
+    admission.reserve("light")
 
 
 def test_requests_per_minute_refill_evenly() -> None:
@@ -202,13 +234,13 @@ def test_without_api_keys_this_machine_and_its_neighbours_call(host: bytes) -> N
     own = b"http://" + host
     others = (b"http://localhost:5173", b"http://192.168.1.7", b"app://obsidian.md")
     for headers in ([], *([(b"origin", origin)] for origin in (own, *others))):
-        assert check_api(Keys([]), [(b"host", host), *headers]) == ""
-    assert check_api(Keys([]), []) == ""
+        assert check_api(Keys([]), [(b"host", host), *headers]) is ANONYMOUS
+    assert check_api(Keys([]), []) is ANONYMOUS
 
 
 def test_a_page_that_the_settings_trust_calls_without_keys() -> None:
     headers = [(b"host", b"localhost:8000"), (b"origin", b"https://chat.example")]
-    assert check_api(Keys([]), headers, ["https://chat.example"]) == ""
+    assert check_api(Keys([]), headers, ["https://chat.example"]) is ANONYMOUS
     for trusted in ([], ["https://chat.example:8443"], ["http://chat.example"]):
         with pytest.raises(ApiError):
             check_api(Keys([]), headers, trusted)

@@ -380,7 +380,7 @@ class EngineCore:
     def oldest_wait_seconds(self) -> float:
         """Return how long the head of the queue has been here; 0.0 without a queue."""
         waiting = self.scheduler.waiting
-        return self._clock() - waiting[0].arrived if waiting else 0.0
+        return self._clock() - waiting.head.arrived if waiting else 0.0
 
     def wanting_seconds(self) -> float:
         """Return how long the oldest sequence that misses KV blocks has been here; 0.0 for none."""

@@ -6,11 +6,12 @@ Sarathi-Serve (OSDI '24, decodes first, prefills fill the rest of the token budg
 1.  A sequence that decodes runs in every step. Where there are more of them than this batch may hold (a group
     shares a step's tokens among its members; a pipeline has several batches in flight) they take turns.
 2.  Prefills share what is left of the token budget, oldest first.
-3.  Admission is first come, first served: when the head does not fit, nothing passes it. A sequence is
-    admitted when there are blocks for all its known tokens and one spare block for each running sequence,
-    and when the blocks suffice for the peak of what is expected to grow (`worker.engine.growth`). Without
-    this the next tokens of the running sequences would preempt it again. Where nothing runs, a sequence is
-    admitted whatever is expected of it.
+3.  Admission is fair by tokens between API keys, and first come, first served within one
+    (`worker.engine.fair_queue`). When the head does not fit, nothing passes it. A sequence is admitted when
+    there are blocks for all its known tokens and one spare block for each running sequence, and when the
+    blocks suffice for the peak of what is expected to grow (`worker.engine.growth`). Without this the next
+    tokens of the running sequences would preempt it again. Where nothing runs, a sequence is admitted
+    whatever is expected of it.
     With the prefix cache its first full blocks are those that an earlier sequence with the same beginning has
     computed, at no lower precision than it would get now, nor than its floor. The last known token is always
     computed, for its logits.
@@ -25,7 +26,7 @@ Sarathi-Serve (OSDI '24, decodes first, prefills fill the rest of the token budg
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from itertools import chain, islice, takewhile
 import numpy as np
 
 from bus.precisions import Precision, is_below, lowest
+from worker.engine.fair_queue import FairQueue
 from worker.engine.growth import OutputLengths, peak_blocks
 from worker.engine.sequence import Limits, Sequence
 from worker.memory import BlockAllocator
@@ -94,7 +96,7 @@ class Scheduler:
         self.num_prefix_hits = 0  # prompt tokens found there
         self._holders: Counter[int] = Counter()  # running sequences by block
         self.blocks = blocks
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = FairQueue()
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
         self.num_blocks_aside = 0  # blocks in use by no sequence here
@@ -113,7 +115,7 @@ class Scheduler:
         """Append `seq` to the queue."""
         self._needed_at = -1
         self._choose_rope(seq)
-        self.waiting.append(seq)
+        self.waiting.add(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Forget a finished or cancelled sequence and free its blocks. Raises ValueError for a stranger."""
@@ -154,6 +156,8 @@ class Scheduler:
         block_tokens = self.limits.block_tokens
         self._turn += times * len(chunks)
         for chunk in chunks:
+            if chunk.samples:
+                self.waiting.charge(chunk.seq, times)  # the prompt's tokens were charged at its admission
             chunk.seq.advance(times * chunk.num_tokens, block_tokens)
             if self.limits.prefix_cache:
                 self._index_blocks(chunk.seq)
@@ -182,7 +186,7 @@ class Scheduler:
         lost, self.running = self.running, []
         for seq in reversed(lost):
             self._forget_kv(seq)
-            self.waiting.appendleft(seq)
+            self.waiting.put_back(seq)
         self._holders.clear()
         self.blocks, self.num_blocks_aside, self._needed_at = blocks, 0, -1
         return lost
@@ -197,7 +201,7 @@ class Scheduler:
         """True if the next step would admit the head of the queue, or send it away."""
         if not self.may_admit:
             return False
-        head = self.waiting[0]
+        head = self.waiting.head
         is_too_long = head.num_blocks_needed(self.limits.block_tokens) > self.blocks.capacity
         return is_too_long or self._num_missing(head, self._cached(head)) <= 0
 
@@ -206,7 +210,7 @@ class Scheduler:
         """Blocks that are missing to admit the head of the queue beside the growth that is expected."""
         missing = len(self.running) - self.blocks.num_free
         if self.may_admit:
-            head = self.waiting[0]
+            head = self.waiting.head
             missing = max(missing, self._num_missing(head, self._cached(head)))
         return max(0, missing)
 
@@ -272,7 +276,7 @@ class Scheduler:
         """The oldest sequence that misses blocks, as counted by `num_blocks_wanted`."""
         if self.blocks.num_free < len(self.running):
             return self.running[0]
-        return self.waiting[0] if self.waiting else None
+        return self.waiting.head if self.waiting else None
 
     def arrivals_per_s(self, now: float) -> float:
         """Return the rate of the requests that came lately and are still here; 0.0 for fewer than two."""
@@ -337,7 +341,7 @@ class Scheduler:
 
     def _admit(self, output: SchedulerOutput, max_tokens: int) -> None:
         while self.may_admit:
-            seq = self.waiting[0]
+            seq = self.waiting.head
             budget = output.room_for(seq, max_tokens)
             needed = seq.num_blocks_needed(self.limits.block_tokens)
             if needed > self.blocks.capacity:
@@ -350,7 +354,10 @@ class Scheduler:
             if self._num_missing(seq, cached) > 0:
                 return
             self._pop_head()
+            num_lost_tokens = seq.num_lost_tokens
             self._start_from(seq, cached)
+            # What is computed again, after others had its blocks, is not charged twice.
+            self.waiting.charge(seq, len(seq.token_ids) - max(seq.num_computed_tokens, num_lost_tokens))
             self._hold(seq, self.blocks.allocate(needed - len(cached)))
             self.running.append(seq)
             output.admitted.append(seq)
@@ -360,7 +367,7 @@ class Scheduler:
 
     def _pop_head(self) -> None:
         self._needed_at = -1
-        self.waiting.popleft()
+        self.waiting.pop()
 
     def _preempt_youngest(self, output: SchedulerOutput) -> None:
         self._needed_at = -1
@@ -369,7 +376,7 @@ class Scheduler:
 
     def _return_to_queue(self, seq: Sequence, output: SchedulerOutput) -> None:
         self._free(seq)
-        self.waiting.appendleft(seq)
+        self.waiting.put_back(seq)
         output.preempted.append(seq)
 
     def _free(self, seq: Sequence) -> None:
@@ -463,6 +470,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the running sequences hold exactly the blocks handed out."""
+        self.waiting.check_integrity()
         held = Counter(block for seq in self.running for block in seq.block_ids)
         assert held == self._holders, "blocks are counted for other sequences than hold them"
         contents: dict[int, bytes] = {}

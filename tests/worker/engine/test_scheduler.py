@@ -224,7 +224,7 @@ def test_the_blocks_that_are_wanted_admit_the_head_and_one_less_does_not(
         scheduler.schedule()
         if not scheduler.waiting:
             return 0, False
-        wanted, head = scheduler.num_blocks_wanted, scheduler.waiting[0]
+        wanted, head = scheduler.num_blocks_wanted, scheduler.waiting.head
         assert wanted > 0
         grow(scheduler, more)
         return wanted, head in scheduler.schedule().admitted

@@ -1,0 +1,125 @@
+"""The queue of an instance: whose request is the next, fair by tokens between API keys. Pure.
+
+The method is the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024,
+algorithm 2), with weights. Every key has a counter of the tokens of prompts and outputs that were computed
+for it, divided by its weight; the key with the lowest is the next. A key that comes back is lifted to the
+lowest of those that wait, so it saves up nothing while it is away. Within a key the order is first come,
+first served.
+
+While two keys wait, their counters differ by no more than the tokens of what is served at once, whatever the
+number of their requests. So the wait of a key does not depend on how long the queue of another is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from heapq import merge
+from itertools import chain
+from typing import Final
+
+from worker.engine.sequence import Sequence
+
+MOST_IDLE_KEYS: Final = 1024  # of more, those that wait for nothing are forgotten
+
+
+@dataclass(slots=True)
+class _KeyQueue:
+    """The waiting sequences of one key, the first come first."""
+
+    seqs: deque[Sequence] = field(default_factory=deque)
+    served: float = 0.0  # tokens by weight
+    turn: int = 0  # the last time that it was the next; among equals the longest ago goes first
+
+
+class FairQueue:
+    """The waiting sequences of one instance. `head` is the next; it changes only with a call."""
+
+    def __init__(self) -> None:
+        self._returned: deque[Sequence] = deque()  # they ran before, and go before all others
+        self._lines: dict[str, _KeyQueue] = {}
+        self._num_lined = 0
+        self._turn = 0
+        self._floor = 0.0  # the counter of the key that was the next last
+
+    def __len__(self) -> int:
+        return len(self._returned) + self._num_lined
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Yield those that ran before, then the others in order of arrival."""
+        return chain(self._returned, merge(*(line.seqs for line in self._lines.values()), key=_arrival))
+
+    def __reversed__(self) -> Iterator[Sequence]:
+        """Yield the latest first."""
+        return reversed(list(self)) if len(self._lines) > 1 else self._reversed_of_one()
+
+    def _reversed_of_one(self) -> Iterator[Sequence]:
+        lines = (reversed(line.seqs) for line in self._lines.values())
+        return chain(*lines, reversed(self._returned))
+
+    @property
+    def head(self) -> Sequence:
+        """The next sequence. Raises IndexError if the queue is empty."""
+        if self._returned:
+            return self._returned[0]
+        return self._next().seqs[0]
+
+    def add(self, seq: Sequence) -> None:
+        """Append a sequence to those of its key."""
+        line = self._lines.setdefault(seq.request.key, _KeyQueue())
+        if not line.seqs:
+            waiting = (each.served for each in self._lines.values() if each.seqs)
+            line.served = max(line.served, min(waiting, default=self._floor))
+        line.seqs.append(seq)
+        self._num_lined += 1
+
+    def put_back(self, seq: Sequence) -> None:
+        """Let a sequence that has run be the next."""
+        self._returned.appendleft(seq)
+
+    def pop(self) -> Sequence:
+        """Take the head. Raises IndexError if the queue is empty."""
+        if self._returned:
+            return self._returned.popleft()
+        line = self._next()
+        self._turn += 1
+        self._floor, line.turn = line.served, self._turn
+        self._num_lined -= 1
+        seq = line.seqs.popleft()
+        self._forget_idle()
+        return seq
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a sequence out, wherever it is. Raises ValueError for a stranger."""
+        line = self._lines.get(seq.request.key)
+        if line is not None and seq in line.seqs:
+            line.seqs.remove(seq)
+            self._num_lined -= 1
+        else:
+            self._returned.remove(seq)
+
+    def charge(self, seq: Sequence, num_tokens: int) -> None:
+        """Count tokens that are computed for the key of `seq`."""
+        line = self._lines.get(seq.request.key)
+        if line is not None:
+            line.served += num_tokens / seq.request.weight
+
+    def _next(self) -> _KeyQueue:
+        waiting = (line for line in self._lines.values() if line.seqs)
+        found = min(waiting, key=lambda line: (line.served, line.turn), default=None)
+        if found is None:
+            raise IndexError("the queue is empty")
+        return found
+
+    def _forget_idle(self) -> None:
+        if len(self._lines) > MOST_IDLE_KEYS:
+            self._lines = {key: line for key, line in self._lines.items() if line.seqs}
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the count of the waiting sequences is wrong."""
+        assert self._num_lined == sum(len(line.seqs) for line in self._lines.values())
+
+
+def _arrival(seq: Sequence) -> float:
+    return seq.arrived
