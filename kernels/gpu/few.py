@@ -88,8 +88,9 @@ def can_run(x: Tensor, weight: Tensor) -> bool:
     """Return True for products that these kernels are compiled for."""
     if x.dim() != 2 or not 0 < x.shape[0] <= MOST_TOKENS or x.dtype != weight.dtype:
         return False
-    sizes = (*weight.shape, weight.stride(0), x.stride(0))
-    return x.dtype in SHORT and not any(size % ALIGNED for size in sizes)
+    if x.dtype not in SHORT or weight.stride(1) != 1 or x.stride(1) != 1:  # the kernels read neighbours
+        return False
+    return not any(size % ALIGNED for size in (*weight.shape, weight.stride(0), x.stride(0)))
 
 
 def _launch_all(form: Form, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -110,6 +110,8 @@ def test_a_product_takes_what_is_in_force_for_its_tokens_and_sizes(monkeypatch: 
             assert kernels.linear(torch.ones(tokens, 64).bfloat16(), weight).shape == (tokens, 48)
         kernels.linear(torch.ones(1, 64).bfloat16(), other)
         kernels.linear(torch.ones(1, 65).bfloat16()[:, 1:], weight)  # not aligned as it was compiled for
+        kernels.linear(torch.ones(1, 128).bfloat16()[:, ::2], weight)  # a row with gaps
+        kernels.linear(torch.ones(1, 64).bfloat16(), torch.ones(64, 48).bfloat16().t())  # a column is one
     assert taken == [(count, CANDIDATES["linear"][0]) for count in (1, 3, 4)]
 
 
