@@ -685,6 +685,13 @@ FILTERED: list[dict[str, Any]] = [
     {},
 ]
 SHORT: list[dict[str, Any]] = [{"max_tokens": n} for n in (1, 2, 3, 1, 30)]
+PENALISED: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.4},
+    {},
+    {"repetition_penalty": 1.2, "temperature": 0.9},
+    {"min_tokens": 12, "stop_token_ids": list(range(1, 211, 2))},
+    {"min_tokens": 6, "stop_token_ids": list(range(1, 211, 2)), "repetition_penalty": 1.1},
+]
 
 
 @pytest.mark.parametrize(
@@ -696,6 +703,8 @@ SHORT: list[dict[str, Any]] = [{"max_tokens": n} for n in (1, 2, 3, 1, 30)]
         (RANDOM, {}),
         (FILTERED, {}),
         (SHORT, {}),
+        (PENALISED, {}),
+        (PENALISED, {"num_blocks": 30}),
     ],
 )
 def test_steps_that_follow_before_the_tokens_are_known_give_the_same_tokens(
@@ -714,7 +723,7 @@ def test_steps_that_follow_before_the_tokens_are_known_give_the_same_tokens(
 
 
 @pytest.mark.usefixtures("chunks_too")
-@pytest.mark.parametrize("sampling", [PLAIN, RANDOM, FILTERED, SHORT])
+@pytest.mark.parametrize("sampling", [PLAIN, RANDOM, FILTERED, SHORT, PENALISED])
 def test_decodes_follow_recorded_steps_with_prompts_too(folder: Path, sampling: list[dict[str, Any]]) -> None:
     found = []
     for is_ahead in (True, False):
@@ -737,6 +746,19 @@ def test_a_sequence_that_ends_leaves_the_step_that_follows_without_a_trace(folde
     assert case.instance.stats.generation_tokens == sum(map(len, expected.values()))
     for each in (case, plain):
         each.close()
+
+
+def test_penalties_and_least_lengths_hold_in_steps_that_follow(folder: Path) -> None:
+    case = Case(folder, is_ahead=True)
+    plain, tokens = serve_in_turns(case, PLAIN), serve_in_turns(case, PENALISED)
+    assert case.num_followed > 5
+    assert tokens["0"] != plain["0"] and tokens["1"] == plain["1"]
+    for name, options in (("3", PENALISED[3]), ("4", PENALISED[4])):
+        ends, least = options["stop_token_ids"], options["min_tokens"]
+        assert any(token in ends for token in plain[name][:least]), "it would end early"
+        at = [i for i, token in enumerate(tokens[name]) if token in ends]
+        assert at == [len(tokens[name]) - 1] and at[0] >= least
+    case.close()
 
 
 def test_a_request_cancelled_in_flight_frees_its_blocks_and_touches_no_other(folder: Path) -> None:

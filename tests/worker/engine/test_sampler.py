@@ -249,6 +249,34 @@ def test_no_end_token_comes_before_min_tokens() -> None:
     assert chosen == [[9, 7, 8], [9, 7, 8], [7, 7, 8], [7, 7, 7]]
 
 
+def test_tokens_that_are_launched_without_a_wait_are_those_of_a_sample() -> None:
+    rows = (
+        params(temperature=0),
+        params(temperature=0, repetition_penalty=8.0),
+        params(temperature=0, min_tokens=3, stop_token_ids=(7, 9)),
+        params(temperature=0.8, repetition_penalty=1.5, presence_penalty=0.5),
+        params(temperature=0, frequency_penalty=2.5, logit_bias={9: 0.5}),
+    )
+    logits = torch.zeros(len(rows), VOCAB)
+    logits[:, 7], logits[:, 9], logits[:, 11] = 4.0, 3.0, 2.0
+    waited, launched = make(*rows), make(*rows)
+    for sampler in (waited, launched):
+        sampler.set_row(1, rows[1], [], [7])
+    found = []
+    for position in range(5):
+        given = np.arange(len(rows)), np.full(len(rows), position)
+        out = torch.zeros(len(rows), dtype=torch.int64)
+        chosen = launched.launch(logits, *given, out)
+        assert chosen is not None
+        assert chosen.wait().tolist() == out.tolist() == waited.sample(logits, *given).token_ids.tolist()
+        found.append(out.tolist())
+    by_row = list(zip(*found, strict=True))
+    assert by_row[0] == (7, 7, 7, 7, 7)
+    assert by_row[1] == (9, 11, 7, 7, 7)  # the prompt had 7, the output then 9 and 11: 7 is likeliest again
+    assert by_row[2] == (11, 11, 11, 7, 7)
+    assert by_row[4] == (7, 9, 11, 7, 9)
+
+
 def test_logit_bias_moves_only_its_own_row_and_is_forgotten_with_it() -> None:
     logits = logits_of(3)
     greedy = logits.argmax(-1).tolist()
