@@ -12,6 +12,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any, Final
 
@@ -27,11 +28,12 @@ from gateway.endpoint import CompletionsEndpoint
 from gateway.errors import ApiError, internal, invalid, no_such_path, wrong_method
 from gateway.http.body import Message, Receive, Scope, Send
 from gateway.loops import Loops
+from gateway.openai.answer_types import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
 from gateway.openai.formats import CHAT, COMPLETION
 from gateway.openai.params import ChatBody, CompletionBody
 from gateway.openai.problems import sentence
 from gateway.openai.request_log import RequestLog
-from gateway.operations import admin, deployments, public, tokens
+from gateway.operations import admin, deployments, public, schema, tokens
 from gateway.operations.live import Feeds
 from gateway.operations.sequences import Sequences
 from gateway.state import Gateway
@@ -40,7 +42,12 @@ log = logging.getLogger("gateway")
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-ROUTERS: Final = (public.router, tokens.router, admin.router, deployments.router)
+ROUTERS: Final = (public.router, schema.router, tokens.router, admin.router, deployments.router)
+# The calls that carry the load: body, answer, and event of a stream.
+CALLS: Final[schema.Calls] = {
+    "/v1/completions": (CompletionBody, CompletionAnswer, CompletionChunk),
+    "/v1/chat/completions": (ChatBody, ChatAnswer, ChatChunk),
+}
 # What a 404 under /admin names, in the order of the routes.
 _ADMIN_ROUTES: Final = [*admin.router.routes, *deployments.router.routes]
 _ADMIN_PATHS: Final = [one.path.replace(":path", "") for one in _ADMIN_ROUTES if isinstance(one, Route)]
@@ -74,6 +81,8 @@ def create_app(gateway: Gateway, feeds: Feeds, on_death: Callable[[], None]) -> 
     app.state.gateway = gateway
     app.state.feeds = feeds
     app.state.sequences = sequences = Sequences(gateway)
+    app.state.document = None
+    app.state.describe = partial(describe, gateway)
     for router in ROUTERS:
         app.include_router(router)
     app.add_exception_handler(ApiError, _api_error)
@@ -94,6 +103,12 @@ def create_app(gateway: Gateway, feeds: Feeds, on_death: Callable[[], None]) -> 
             expose_headers=["x-request-id", "retry-after"],
         )
     return front
+
+
+def describe(gateway: Gateway) -> dict[str, Any]:
+    """Return the OpenAPI document of all routes."""
+    has_key = {"apiKey": bool(gateway.keys), "adminKey": bool(gateway.admin_keys)}
+    return schema.Describer(CALLS, has_key).document(chain.from_iterable(one.routes for one in ROUTERS))
 
 
 def _report_death(task: asyncio.Task[None], on_death: Callable[[], None]) -> None:

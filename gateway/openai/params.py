@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
@@ -15,9 +17,12 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    TypeAdapter,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from bus.fields import MAX_COUNT
 from bus.messages import SAMPLING_RANGES
@@ -31,21 +36,66 @@ MAX_LOGIT_BIAS = 1024
 MAX_METADATA = 16
 MAX_MESSAGES = 2048
 MAX_PARTS = 256  # parts of one message
+MAX_PROMPTS = 1024  # prompts in one call
+
+JsonSchema = dict[str, Any]
 
 
-def between(low: float, high: float, *, above: bool = False) -> AfterValidator:
-    """Return a check that `low` <= value <= `high`, whose error names both; `above`: `low` < value."""
-    allowed = f"more than {low} and at most {high}" if above else f"{low} to {high}"
+@dataclass(frozen=True)
+class Between:
+    """The range of a number, for its check and its schema."""
 
-    def check(value: float) -> float:
-        if value < low or value > high or (above and value == low):
+    low: float
+    high: float
+    above: bool
+
+    def check(self, value: float) -> float:
+        """Return the value. Raises PydanticCustomError, which names both ends."""
+        low, high = self.low, self.high
+        if value < low or value > high or (self.above and value == low):
+            allowed = f"more than {low} and at most {high}" if self.above else f"{low} to {high}"
             raise PydanticCustomError("range", "allowed is {allowed}", {"allowed": allowed})
         return value
 
-    return AfterValidator(check)
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchema:
+        least = "exclusiveMinimum" if self.above else "minimum"
+        return handler(core) | {least: self.low, "maximum": self.high}
 
 
-def sampling(name: str, *, above: bool = False) -> AfterValidator:
+@dataclass(frozen=True)
+class Described:
+    """The schema of a field whose check says more than its type: a function of what the type alone says."""
+
+    change: Callable[[JsonSchema], JsonSchema]
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchema:
+        return self.change(handler(core))
+
+
+@dataclass(frozen=True)
+class DescribedAs:
+    """The type by which the schema describes a field that is checked by hand."""
+
+    kind: Any
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchema:
+        return handler(TypeAdapter(self.kind).core_schema)
+
+
+def or_text(**limits: Any) -> Described:
+    """Return the schema of a value, or of a text for it."""
+    return Described(lambda schema: {"anyOf": [schema, {"type": "string"} | limits]})
+
+
+def between(low: float, high: float, *, above: bool = False) -> Between:
+    """Return a check that `low` <= value <= `high`, whose error names both; `above`: `low` < value."""
+    return Between(low, high, above)
+
+
+def sampling(name: str, *, above: bool = False) -> Between:
     """Return the check of the range that `bus.messages` declares for a sampling parameter."""
     return between(*SAMPLING_RANGES[name], above=above)
 
@@ -59,7 +109,8 @@ def _percent(value: Any) -> Any:
 
 
 PERCENT = BeforeValidator(_percent)
-Loss = Annotated[float, between(0, 1), PERCENT]  # of perplexity
+PERCENT_TEXT = or_text(pattern=r"^[0-9]{1,3}(\.[0-9]+)?%$", examples=["1%"])
+Loss = Annotated[float, between(0, 1), PERCENT, PERCENT_TEXT]  # of perplexity
 
 
 def _integer_keys(value: Any) -> Any:
@@ -85,60 +136,112 @@ def _at_most(limit: int) -> BeforeValidator:
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 _LISTED = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
-Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS), FailFast(), _LISTED]
+Stops = Annotated[
+    list[Stop],
+    Field(max_length=MAX_STOPS),
+    FailFast(),
+    _LISTED,
+    or_text(minLength=1, maxLength=MAX_STOP_CHARS),
+]
 LogitBias = Annotated[
     dict[TokenId, Annotated[float, between(-100, 100)]],
     BeforeValidator(_integer_keys),
     _at_most(MAX_LOGIT_BIAS),  # validators run from the last to the first
+    Described(
+        lambda schema: (
+            schema | {"maxProperties": MAX_LOGIT_BIAS, "propertyNames": {"pattern": "^[0-9]{1,9}$"}}
+        )
+    ),
 ]
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+_METADATA = Described(lambda schema: schema | {"maxProperties": MAX_METADATA})
 
 
 class StreamOptions(Body):
     include_usage: bool = False
-    continuous_usage_stats: bool = False  # vLLM's: with include_usage, every chunk has the numbers so far
+    """End with a chunk that has the numbers of tokens."""
+    continuous_usage_stats: bool = False
+    """With include_usage, every chunk has the numbers so far, as in vLLM."""
     include_obfuscation: Literal[False] = False
+    """Padding of chunks, of which there is none here."""
 
 
 class SamplingBody(Body):
     """The fields that both calls have."""
 
-    model: Annotated[str, Field(min_length=1)]
+    model: Annotated[str, Field(min_length=1, examples=["demo"])]
+    """The name of a served model."""
     temperature: Annotated[float, sampling("temperature")] = 1.0
+    """0 takes the likeliest token; higher values choose more freely."""
     top_p: Annotated[float, sampling("top_p", above=True)] = 1.0
+    """Sample among the likeliest tokens that together have this probability."""
     top_k: Annotated[int, between(-1, MAX_COUNT), _OFF] = 0
+    """Sample among so many of the likeliest tokens; 0 or -1: all."""
     min_p: Annotated[float, sampling("min_p")] = 0.0
+    """Least probability of a token, as a share of that of the likeliest."""
     presence_penalty: Annotated[float, sampling("presence_penalty")] = 0.0
+    """Taken from the logit of each token that the output has."""
     frequency_penalty: Annotated[float, sampling("frequency_penalty")] = 0.0
+    """Taken from a logit for each time that the output has its token."""
     repetition_penalty: Annotated[float, sampling("repetition_penalty")] = 1.0
-    min_tokens: Annotated[int, between(0, MAX_COUNT)] = 0  # before an end token or a stop string counts
+    """Divides the logits of tokens that prompt or output have; 1: off."""
+    min_tokens: Annotated[int, between(0, MAX_COUNT)] = 0
+    """Tokens of output before an end token or a stop string counts."""
     logit_bias: LogitBias = {}
+    """Added to the logits of these token ids."""
     seed: Annotated[int, between(-(2**63), 2**63 - 1)] | None = None
+    """The same seed gives the same tokens for the same request."""
     stop: Stops = []
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] = []  # beside the model's own
+    """Texts before which the output ends."""
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] = []
+    """Tokens that end the output, beside the model's own."""
     n: Annotated[int, between(1, MAX_N)] = 1
+    """Choices for each prompt."""
     stream: bool = False
+    """Answer in server-sent events, as tokens are made."""
     stream_options: StreamOptions = StreamOptions()
+    """Only with stream: true."""
     ignore_eos: bool = False
-    min_precision: Precision | None = None  # least precision of every layer in every step
-    max_loss: Loss | None = None  # most loss of perplexity in every step
-    min_precision_wait: bool = True  # False: 503 at once if no instance keeps it
-    cache_salt: Annotated[str, Field(max_length=256)] = ""  # only requests with the same one share KV blocks
-    return_precision: bool = False  # report how many layers below full made each token
+    """Go on after the model's end token, up to max_tokens."""
+    min_precision: Precision | None = None
+    """Least precision of every layer in every step."""
+    max_loss: Loss | None = None
+    """Most loss of perplexity in every step, as a share or as a text in percent."""
+    min_precision_wait: bool = True
+    """False: 503 at once if no instance keeps min_precision or max_loss, one of which it needs."""
+    cache_salt: Annotated[str, Field(max_length=256)] = ""
+    """Only requests with the same one share KV blocks."""
+    return_precision: bool = False
+    """Report how many layers below full precision made each token."""
     user: str | None = None
-    metadata: Annotated[dict[str, str], _at_most(MAX_METADATA)] | None = None  # ignored, as user is
+    """Ignored."""
+    metadata: Annotated[dict[str, str], _at_most(MAX_METADATA), _METADATA] | None = None
+    """Ignored."""
+
+
+_Text = Annotated[str, Field(min_length=1, examples=["The quick fox"])]
+_TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Prompts = _Text | _TokenIds | Annotated[list[_Text | _TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 
 class CompletionBody(SamplingBody):
     """The body of /v1/completions. `max_tokens` 0 with echo scores the prompt and generates nothing."""
 
-    prompt: Any  # text, texts, token ids or lists of them: `parsing.prompts` checks it
+    prompt: Annotated[Any, DescribedAs(Prompts)]  # `parsing.prompts` checks it
+    """A text, token ids, or a list of either."""
     max_tokens: Annotated[int, between(0, MAX_COUNT)] | None = None
+    """Most tokens of output; 0 only with echo: true."""
     logprobs: Annotated[int, sampling("logprobs")] | None = None
+    """Log-probabilities of each token, and of so many of the likeliest."""
     echo: bool = False
+    """Begin the text with the prompt; with max_tokens 0 and logprobs, score it and generate nothing."""
 
 
 class TextPart(Body):
@@ -152,13 +255,24 @@ def _unless_empty(value: Any) -> Any:
     return value
 
 
-_Unsupported = Annotated[Any, AfterValidator(_unless_empty)]
+_EMPTY: Final[JsonSchema] = {"enum": [None, False, 0, "", [], {}]}
+_Unsupported = Annotated[Any, AfterValidator(_unless_empty), Described(lambda _: _EMPTY)]
+
+
+def _says_what(schema: JsonSchema) -> None:
+    """Note what `Message._says_nothing` takes for a content."""
+    schema["required"].remove("content")
+    silent = {"properties": {"role": {"const": "assistant"}}}
+    schema["anyOf"] = [
+        {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
+        silent,
+    ]
 
 
 class Message(Body):
     """A message. Fields that other programs add to one are ignored, as vLLM does."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", json_schema_extra=_says_what)
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
@@ -190,11 +304,18 @@ class Message(Body):
 
 
 class ChatBody(SamplingBody):
+    """The body of /v1/chat/completions."""
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
+    """The conversation so far."""
     max_tokens: Annotated[int, between(1, MAX_COUNT)] | None = None
+    """Most tokens of output."""
     max_completion_tokens: Annotated[int, between(1, MAX_COUNT)] | None = None
+    """The same as max_tokens, in OpenAI's newer name."""
     logprobs: bool = False
+    """Log-probabilities of each token."""
     top_logprobs: Annotated[int, sampling("logprobs")] | None = None
+    """With logprobs: those of so many of the likeliest tokens, too."""
 
 
 CallBody = CompletionBody | ChatBody

@@ -13,10 +13,15 @@ from pydantic import ValidationError
 
 from gateway.errors import ApiError, invalid, too_long, unsupported
 from gateway.openai.json_body import json_object
-from gateway.openai.params import HARMLESS, UNSUPPORTED, ChatBody, CompletionBody, SamplingBody
+from gateway.openai.params import (
+    HARMLESS,
+    MAX_PROMPTS,
+    UNSUPPORTED,
+    ChatBody,
+    CompletionBody,
+    SamplingBody,
+)
 from gateway.openai.problems import first_problem, shown
-
-MAX_PROMPTS = 1024  # prompts in one call
 
 B = TypeVar("B", bound=SamplingBody)
 

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response, StreamingResponse
@@ -23,8 +23,9 @@ from gateway.errors import ApiError, invalid, not_found
 from gateway.morphs import MorphRecord
 from gateway.operations import orders, transforms
 from gateway.operations import policy as policies
-from gateway.operations.answers import WAIT_S, Here, allowed, body_of, bus_or_503, json_answer, new_id
+from gateway.operations.answers import WAIT_S, Here, allowed, bus_or_503, json_answer, new_id
 from gateway.operations.group_choice import with_workers
+from gateway.operations.inputs import BodyOf, OrderOf, answering
 from gateway.operations.live import Feeds
 from gateway.operations.orders import loss_without
 from gateway.operations.picture import num_requests, picture
@@ -46,11 +47,16 @@ async def sequences_of(request: Request) -> Sequences:
 Streams = Annotated[Feeds, Depends(feeds_of)]
 Running = Annotated[Sequences, Depends(sequences_of)]
 
+STREAM: Final = answering(media="text/event-stream")
+# Orders are under way with 202; 409 for what the state forbids.
+ORDER: Final = answering(None, 404, 409, ok=(200, 202))
+
 router = APIRouter(prefix="/admin", dependencies=[Depends(allowed)])
 
 
 @router.get("/state")
 async def state(gateway: Here) -> Response:
+    """Return workers, instances, memory, requests and morphs now."""
     return json_answer(picture(gateway))
 
 
@@ -60,19 +66,19 @@ async def get_tables() -> Response:
     return json_answer(tables())
 
 
-@router.get("/events")
+@router.get("/events", responses=STREAM)
 async def events(feeds: Streams) -> StreamingResponse:
     """Stream the events of the bus, the recent ones first."""
     return _stream(feeds.events.listen())
 
 
-@router.get("/live")
+@router.get("/live", responses=STREAM)
 async def live(feeds: Streams) -> StreamingResponse:
     """Stream to the dashboard: hello, history, state, and what happens from then on."""
     return _stream(feeds.live.listen())
 
 
-@router.get("/requests")
+@router.get("/requests", responses=STREAM)
 async def requests(feeds: Streams, prompts: bool = False) -> StreamingResponse:
     """Stream requests as they end, with the token ids of their prompts if `prompts`."""
     return _stream(feeds.requests.listen(prompts))
@@ -83,7 +89,7 @@ def _stream(events: AsyncIterator[bytes]) -> StreamingResponse:
     return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
 
-@router.post("/workers/{worker}/drain", status_code=202)
+@router.post("/workers/{worker}/drain", status_code=202, responses=answering(None, 409, ok=(202,)))
 async def drain(worker: str, gateway: Here, force: bool = False) -> dict[str, Any]:
     """Let a worker finish what it runs, and leave. 404, or 409 for a model's last worker unless `force`."""
     card = gateway.cluster.workers.get(worker)
@@ -99,10 +105,14 @@ async def drain(worker: str, gateway: Here, force: bool = False) -> dict[str, An
     return {"id": command.id, "worker": worker, "epoch": card.epoch, "state": "draining"}
 
 
-@router.post("/instances/transform")
-async def transform(request: Request, gateway: Here, sequences: Running, wait: bool = False) -> Response:
+@router.post("/instances/transform", responses=ORDER)
+async def transform(
+    body: Annotated[TransformOrder, Depends(OrderOf(TransformOrder))],
+    gateway: Here,
+    sequences: Running,
+    wait: bool = False,
+) -> Response:
     """Serve a model on these workers, or on chosen ones, in groups of another degree. 400, 404, 409."""
-    body = orders.parse_order(TransformOrder, await body_of(request, gateway))
     if body.workers and body.instance:
         raise invalid("both workers and instance are given; send either", "instance")
     if not body.workers:
@@ -119,13 +129,16 @@ async def transform(request: Request, gateway: Here, sequences: Running, wait: b
 def _add_instance_order(kind: MorphEntry, order: Any) -> None:
     """Add POST /admin/instances/{instance}/{kind}: 404, 400 for what cannot be, 409 while it drains."""
 
-    async def handle(instance: str, request: Request, gateway: Here, wait: bool = False) -> Response:
-        body = orders.parse_order(order, await body_of(request, gateway))
+    of_kind: Any = Depends(OrderOf(order))
+
+    async def handle(instance: str, gateway: Here, body: Any = of_kind, wait: bool = False) -> Response:
         place = orders.find(gateway.cluster, instance)
         record = await send(gateway, place, orders.command_of(kind, place, body, new_id()))
         return await _answer(gateway, record, wait)
 
-    router.add_api_route(f"/instances/{{instance:path}}/{kind.name}", handle, methods=["POST"])
+    handle.__doc__ = f"Order of one instance: {kind.summary}." if kind.summary else None
+    path = f"/instances/{{instance:path}}/{kind.name}"
+    router.add_api_route(path, handle, methods=["POST"], responses=ORDER)
 
 
 for _kind in MORPHS:
@@ -141,7 +154,7 @@ async def get_morph(morph: str, gateway: Here, wait: bool = False) -> Response:
     return json_answer(record.as_json())
 
 
-@router.delete("/morphs/{morph}")
+@router.delete("/morphs/{morph}", responses=ORDER)
 async def cancel_morph(morph: str, gateway: Here, sequences: Running, wait: bool = False) -> Response:
     """Give a morph up: the old shape continues to serve. 409 for a morph that has ended."""
     record = _record(gateway, morph)
@@ -159,6 +172,7 @@ async def cancel_morph(morph: str, gateway: Here, sequences: Running, wait: bool
 
 @router.get("/policy")
 async def get_policy(gateway: Here) -> Response:
+    """Return the policy."""
     with bus_or_503():
         gateway.policy = await gateway.bus.read_policy()
     return json_answer(asdict(gateway.policy))
@@ -170,10 +184,9 @@ async def get_policy_fields() -> Response:
     return json_answer(describe())
 
 
-@router.put("/policy")
-async def put_policy(request: Request, gateway: Here) -> Response:
+@router.put("/policy", responses=answering(None, 409))
+async def put_policy(gateway: Here, body: Annotated[Any, Depends(BodyOf(policies.PolicyBody))]) -> Response:
     """Change the fields that are given. 400 for values out of range or order, 409 for an old revision."""
-    body = orders.parse(policies.PolicyBody, await body_of(request, gateway))
     with bus_or_503():
         before, after = await policies.write(gateway.bus, body)
     gateway.policy = after

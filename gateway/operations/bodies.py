@@ -11,7 +11,7 @@ from pydantic import Field as Limits
 from bus.fields import Field
 from bus.messages import Part
 from bus.precisions import Precision
-from gateway.openai.params import PERCENT, Body, between
+from gateway.openai.params import PERCENT, PERCENT_TEXT, Body, between, or_text
 
 
 def body_type(name: str, declared: Iterable[Field], *, takes_null: bool = True, **more: Any) -> type[Body]:
@@ -21,12 +21,20 @@ def body_type(name: str, declared: Iterable[Field], *, takes_null: bool = True, 
 
 
 def _pydantic(one: Field, takes_null: bool) -> tuple[Any, Any]:
-    kind = _type_of(one)
+    kind, words = _type_of(one), _words(one)
     if one.is_required:
-        return kind, ...
+        return kind, Limits(description=words)
     if one.unset:
-        kind = Annotated[kind | None, BeforeValidator(lambda value: None if value == one.unset else value)]
-    return (kind | None, None) if takes_null or one.default is None else (kind, one.default)
+        no_value = BeforeValidator(lambda value: None if value == one.unset else value)
+        kind = Annotated[kind | None, no_value, or_text(const=one.unset)]
+    if takes_null or one.default is None:
+        return kind | None, Limits(None, description=words)
+    return kind, Limits(one.default, description=words)
+
+
+def _words(one: Field) -> str:
+    """Return the field's meaning and unit; its limits are in its type."""
+    return f"{one.summary}; unit: {one.unit}" if one.unit else one.summary
 
 
 def _type_of(one: Field) -> Any:
@@ -35,7 +43,9 @@ def _type_of(one: Field) -> Any:
     of_list = Limits(min_length=1, max_length=one.max_items)
     types: dict[str, Any] = {
         **dict.fromkeys(("integer", "blocks", "degree"), Annotated[int, limits]),
-        "number": Annotated[float, limits, PERCENT] if one.unit == "share" else Annotated[float, limits],
+        "number": Annotated[float, limits, PERCENT, PERCENT_TEXT]
+        if one.unit == "share"
+        else Annotated[float, limits],
         "text": str,
         "choice": Literal[tuple(one.choices)],
         "precision": Precision,

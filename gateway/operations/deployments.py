@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, get_args
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends
 from pydantic import Field
 from starlette.responses import Response
 
@@ -28,11 +26,12 @@ from bus.deployments import (
 from bus.errors import meant
 from bus.fields import MAX_COUNT
 from gateway.errors import ApiError, invalid, not_found
-from gateway.openai.params import Body, between
+from gateway.openai.params import Body, DescribedAs, between
 from gateway.openai.problems import shown
 from gateway.operations import answers, orders
-from gateway.operations.answers import Here, allowed, body_of, json_answer, new_id
+from gateway.operations.answers import Here, allowed, json_answer, new_id
 from gateway.operations.bodies import body_type
+from gateway.operations.inputs import BodyOf, QueryOf, answering
 from gateway.operations.picture import deployment_json, model_json
 
 MAX_NAME: Final = 200
@@ -42,6 +41,8 @@ SETTLED: Final = ("serving", "failed", "retired")
 GONE: Final = ("retired", "failed")
 NO_MODEL: Final = "model_not_found"
 
+# The body of an intent. The controller checks whether its fields go together.
+IntentBody = body_type("IntentBody", INTENT_FIELDS, takes_null=False)
 OBJECTIVES: Final = get_args(Objective)
 
 router = APIRouter(prefix="/admin", dependencies=[Depends(allowed)])
@@ -50,14 +51,17 @@ router = APIRouter(prefix="/admin", dependencies=[Depends(allowed)])
 class ModelBody(Body):
     """The body of POST /admin/models. `name` defaults to the folder's."""
 
-    path: Annotated[str, Field(min_length=1, max_length=4096)]
+    path: Annotated[str, Field(min_length=1, max_length=4096, examples=["/models/llama"])]
+    """The model's folder, on the hosts of the workers."""
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = None
+    """The name to serve it under, printable and without spaces."""
 
 
-@router.post("/models")
-async def register(request: Request, gateway: Here, wait: bool = False) -> Response:
+@router.post("/models", responses=answering(None, 409, ok=(201,)))
+async def register(
+    gateway: Here, body: Annotated[ModelBody, Depends(BodyOf(ModelBody))], wait: bool = False
+) -> Response:
     """Register a model: 201; 400 for a folder without a model, 409 for a name that is taken."""
-    body = orders.parse(ModelBody, await body_of(request, gateway))
     name = body.name or Path(body.path).name
     if not name.isprintable() or " " in name or not name:
         raise invalid(f"name is {name!r}; it must be printable and without spaces", "name")
@@ -71,14 +75,15 @@ async def register(request: Request, gateway: Here, wait: bool = False) -> Respo
 
 @router.get("/models")
 async def models(gateway: Here) -> Response:
+    """List the registered models."""
     there = await answers.contents(gateway)
     return json_answer({"models": [_shown(card, there) for card in there.models.values()]})
 
 
-@router.get("/models/{name:path}/plan")
-async def plan(name: str, request: Request, gateway: Here) -> Response:
+@router.get("/models/{name:path}/plan", responses=answering(None, 409))
+async def plan(name: str, gateway: Here, body: Annotated[Any, Depends(QueryOf(IntentBody))]) -> Response:
     """Return the estimates of all configurations for the intent in the query. 409 until it is measured."""
-    order = PlanModel(id=new_id(), name=name, intent=intent_in_query(request.query_params))
+    order = PlanModel(id=new_id(), name=name, intent=Intent(**body.model_dump()))
     answer = await answers.ask(gateway, order, param="intent", code=NO_MODEL)
     shown = {"model": name, "intent": order.intent, "unmet": answer.error, "estimates": answer.estimates}
     return json_answer(shown)
@@ -97,7 +102,7 @@ async def model(name: str, gateway: Here, wait: bool = False) -> Response:
     return json_answer(_shown(card, gateway.catalogue))
 
 
-@router.delete("/models/{name:path}")
+@router.delete("/models/{name:path}", responses=answering(None, 409))
 async def remove(name: str, gateway: Here) -> Response:
     """Remove a model: 409 while it is deployed. Its measurements stay in a file beside the model."""
     order = RemoveModel(id=new_id(), name=name)
@@ -115,19 +120,20 @@ class WhatIfBody(Body):
     """The query of GET /admin/plan."""
 
     model: Annotated[str, Field(max_length=MAX_NAME)] = ""
+    """The model of the requests; empty: the only one."""
     requests: Annotated[int, between(0, MAX_WHAT_IF)] = 0
+    """Requests that are imagined to come."""
     prompt_tokens: Annotated[int, between(1, MAX_COUNT)] = 256
+    """Tokens of the prompt of each."""
     output_tokens: Annotated[int, between(1, MAX_COUNT)] = 64
+    """Tokens of the output of each."""
 
 
-@router.get("/plan")
-async def what_if(request: Request, gateway: Here) -> Response:
+@router.get("/plan", responses=answering(None, 404, 409))
+async def what_if(
+    gateway: Here, body: Annotated[WhatIfBody, Depends(QueryOf(WhatIfBody, texts=("model",)))]
+) -> Response:
     """Return what the morph policy would weigh and do now, also if more requests came. Changes nothing."""
-    given = {
-        name: value if name == "model" else _number_or_text(value)
-        for name, value in request.query_params.items()
-    }
-    body = orders.checked(WhatIfBody, given)
     order = WeighLevers(id=new_id(), **body.model_dump())
     answer = await answers.ask(gateway, order, param="model", code=NO_MODEL)
     return json_answer({"note": answer.error, "plans": answer.plans})
@@ -136,14 +142,17 @@ async def what_if(request: Request, gateway: Here) -> Response:
 class DeployBody(Body):
     """The body of POST /admin/deployments. `intent`: an object, or what to minimise."""
 
-    model: Annotated[str, Field(min_length=1)]
-    intent: Any = "cost"
+    model: Annotated[str, Field(min_length=1, examples=["llama"])]
+    """The name of a registered model."""
+    intent: Annotated[Any, DescribedAs(IntentBody | Objective)] = "cost"
+    """What to minimise, or an object with limits, too."""
 
 
-@router.post("/deployments")
-async def deploy(request: Request, gateway: Here, wait: bool = False) -> Response:
+@router.post("/deployments", responses=answering(None, 404, 409, ok=(200, 202)))
+async def deploy(
+    gateway: Here, body: Annotated[DeployBody, Depends(BodyOf(DeployBody))], wait: bool = False
+) -> Response:
     """Deploy a model: 202, with `?wait=true` 200 when it settled. 400, 404, 409 for what cannot be."""
-    body = orders.parse(DeployBody, await body_of(request, gateway))
     order = DeployModel(id=new_id(), name=body.model, intent=intent_of(body.intent))
     answer = await answers.ask(gateway, order, param="intent", code=NO_MODEL)
     assert answer.deployment is not None
@@ -152,6 +161,7 @@ async def deploy(request: Request, gateway: Here, wait: bool = False) -> Respons
 
 @router.get("/deployments")
 async def deployments(gateway: Here) -> Response:
+    """List the deployments."""
     there = (await answers.contents(gateway)).deployments.values()
     return json_answer({"deployments": [deployment_json(one, gateway) for one in there]})
 
@@ -168,7 +178,7 @@ async def deployment(deployment: str, gateway: Here, wait: bool = False) -> Resp
     return json_answer(deployment_json(found, gateway))
 
 
-@router.delete("/deployments/{deployment}")
+@router.delete("/deployments/{deployment}", responses=answering(None, 409, ok=(200, 202)))
 async def retire(deployment: str, gateway: Here, wait: bool = False) -> Response:
     """Retire a deployment: 202 while it finishes its requests, 200 when its memory is free."""
     order = RetireModel(id=new_id(), deployment=deployment)
@@ -184,10 +194,6 @@ async def _answer(gateway: Here, found: Deployment, wait: bool, states: tuple[st
     return json_answer(deployment_json(found, gateway), 200 if found.state in states else 202)
 
 
-# The body of an intent. The controller checks whether its fields go together.
-IntentBody = body_type("IntentBody", INTENT_FIELDS, takes_null=False)
-
-
 def intent_of(value: Any) -> Intent:
     """Return the intent of an object, or of the name of what to minimise. Raises ApiError 400."""
     if value in OBJECTIVES:
@@ -198,16 +204,3 @@ def intent_of(value: Any) -> Intent:
         either = f"it must be an object, or one of {', '.join(OBJECTIVES)}"
         raise invalid(f"intent is {shown(value)}; {either}", "intent")
     return Intent(**orders.checked(IntentBody, value, "intent.").model_dump())
-
-
-def intent_in_query(query: Mapping[str, str]) -> Intent:
-    """Return the intent of a query's parameters. Raises ApiError 400."""
-    given = {name: _number_or_text(text) for name, text in query.items()}
-    return Intent(**orders.checked(IntentBody, given).model_dump())
-
-
-def _number_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

@@ -31,8 +31,10 @@ B = TypeVar("B", bound=Body)
 OrderT = TypeVar("OrderT", bound=ManualOrder)
 
 
-_BODIES: Final[dict[type, type[Body]]] = {
-    one.order: body_type(f"{one.label}Body", one.fields) for one in MORPHS if one.order
+BODIES: Final[dict[type, type[Body]]] = {
+    one.order: body_type(f"{one.name.title().replace('_', '')}Body", one.fields)
+    for one in MORPHS
+    if one.order
 }
 
 
@@ -55,7 +57,7 @@ def checked(kind: type[B], fields: Mapping[str, Any], within: str = "") -> B:
 
 def parse_order(kind: type[OrderT], data: bytes) -> OrderT:
     """Return the order that a body has. Raises ApiError 400, as `parse` does."""
-    return kind(**parse(_BODIES[kind], data).model_dump(exclude_none=True))
+    return kind(**parse(BODIES[kind], data).model_dump(exclude_none=True))
 
 
 def find(cluster: Cluster, instance: str) -> PlacedInstance:

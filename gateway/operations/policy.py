@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Annotated, Final
 
+from pydantic import Field as Limits
+
 from bus.client import Bus
 from bus.policy import FIELDS, Policy
 from gateway.errors import ApiError, invalid
@@ -17,7 +19,11 @@ TRIES = 5  # against writers elsewhere
 # Fields that are left out keep their value. `revision`: of the policy that the writer has seen; left out, the
 # change applies to whichever is stored.
 _REVISION: Final = Annotated[int, between(0, 2**63 - 1)] | None
-PolicyBody = body_type("PolicyBody", FIELDS, revision=(_REVISION, None))
+PolicyBody = body_type(
+    "PolicyBody",
+    FIELDS,
+    revision=(_REVISION, Limits(None, description="the revision that the writer has seen")),
+)
 
 
 def changed(before: Policy, body: Body) -> Policy:

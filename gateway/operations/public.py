@@ -14,7 +14,16 @@ from bus.version import program_version
 from gateway.delivery.cluster import ReadyInstance
 from gateway.errors import no_such_model
 from gateway.http.auth import check_api
+from gateway.openai.answer_types import (
+    HealthAnswer,
+    NotReadyAnswer,
+    ReadyAnswer,
+    ServedModel,
+    ServedModels,
+    VersionAnswer,
+)
 from gateway.operations.answers import Here
+from gateway.operations.inputs import answering
 from gateway.operations.metrics import CONTENT_TYPE, exposition
 
 FOLDER: Final = Path(__file__).resolve().parents[1] / "dashboard"
@@ -38,7 +47,7 @@ HEADERS: Final = {
 READ: Final = ["GET", "HEAD"]
 ENDPOINTS: Final = (
     *("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize"),
-    *("/version", "/health", "/ready", "/metrics"),
+    *("/version", "/health", "/ready", "/metrics", "/docs", "/openapi.json"),
 )
 
 
@@ -60,32 +69,35 @@ router = APIRouter()
 Keyed = Annotated[None, Depends(with_key)]
 
 
-@router.api_route("/v1/models", methods=READ)
+@router.api_route("/v1/models", methods=READ, responses=answering(ServedModels))
 async def models(gateway: Here, _: Keyed) -> dict[str, Any]:
+    """List the models that are served."""
     ready = gateway.cluster.ready_models()
     return {"object": "list", "data": [_model(name, one) for name, one in ready.items()]}
 
 
-@router.api_route("/v1/models/{model:path}", methods=READ)
+@router.api_route("/v1/models/{model:path}", methods=READ, responses=answering(ServedModel))
 async def model(model: str, gateway: Here, _: Keyed) -> dict[str, Any]:
+    """Describe a served model."""
     ready = gateway.cluster.ready_models()
     if model not in ready:
         raise no_such_model(model, list(ready))
     return _model(model, ready[model])
 
 
-@router.api_route("/version", methods=READ)
+@router.api_route("/version", methods=READ, responses=answering(VersionAnswer))
 async def version() -> dict[str, str]:
+    """Return the version of the program."""
     return {"version": program_version()}
 
 
-@router.api_route("/health", methods=READ)
+@router.api_route("/health", methods=READ, responses=answering(HealthAnswer))
 async def health() -> dict[str, str]:
     """Answer if the process is alive."""
     return {"status": "ok"}
 
 
-@router.api_route("/ready", methods=READ)
+@router.api_route("/ready", methods=READ, responses=answering(ReadyAnswer) | {503: {"model": NotReadyAnswer}})
 async def ready(gateway: Here) -> JSONResponse:
     """Answer 200 if Redis answers and a worker serves with its tokenizer loaded; else 503 and why."""
     if gateway.is_ready:
@@ -94,23 +106,25 @@ async def ready(gateway: Here) -> JSONResponse:
     return JSONResponse({"status": "not ready", "reason": why}, 503, headers={"retry-after": "1"})
 
 
-@router.api_route("/metrics", methods=READ)
+@router.api_route("/metrics", methods=READ, responses=answering(media="text/plain"))
 async def metrics(gateway: Here) -> Response:
+    """Return the metrics in Prometheus' text format."""
     return Response(exposition(gateway), media_type=CONTENT_TYPE)
 
 
-@router.api_route("/", methods=READ)
+@router.api_route("/", methods=READ, responses=answering(None, 304, media="text/html"))
 async def root(request: Request) -> Response:
     """Return the dashboard. It needs no key: what it shows comes from /admin, which asks for one."""
-    return _page(request, "index.html")
+    return page(request, "index.html")
 
 
-@router.api_route("/dashboard/{name:path}", methods=READ)
+@router.api_route("/dashboard/{name:path}", methods=READ, responses=answering(None, 304, media="*/*"))
 async def dashboard(request: Request, name: str) -> Response:
-    return _page(request, name)
+    """Return a file of the dashboard."""
+    return page(request, name)
 
 
-def _page(request: Request, name: str) -> Response:
+def page(request: Request, name: str) -> Response:
     """Return a file, or 304 if the browser has it. Raises HTTPException 404."""
     if name not in PAGES:
         raise HTTPException(404)

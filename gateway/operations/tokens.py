@@ -4,46 +4,62 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from fastapi import APIRouter, Depends, Request
-from pydantic import FailFast, Field
+from fastapi import APIRouter, Depends
+from pydantic import ConfigDict, FailFast, Field
 from starlette.responses import Response
 
 from gateway.errors import invalid
+from gateway.openai.answer_types import DetokenizeAnswer, TokenizeAnswer
 from gateway.openai.intake import check_ids, refuse_if_long
 from gateway.openai.params import MAX_MESSAGES, Body, Message, TokenId
-from gateway.operations import orders
-from gateway.operations.answers import Here, body_of, json_answer
+from gateway.operations.answers import Here, json_answer
+from gateway.operations.inputs import BodyOf, answering
 from gateway.operations.public import with_key
 
 MAX_TOKENS: Final = 1 << 20  # ids of one call
 
 router = APIRouter(dependencies=[Depends(with_key)])
 
-Name = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(min_length=1, examples=["demo"])]
+
+
+def _only(name: str, kind: str) -> dict[str, Any]:
+    return {"required": [name], "properties": {name: {"type": kind}}}
 
 
 class TokenizeBody(Body):
     """The body of POST /tokenize: a prompt, or the messages of a chat."""
 
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [_only("prompt", "string"), _only("messages", "array")]}
+    )
+
     model: Name
+    """The name of a served model."""
     prompt: str | None = None
+    """A text."""
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    add_special_tokens: bool = True  # of a prompt; a chat's template writes its own
+    """A conversation, which the model's chat template makes a text of."""
+    add_special_tokens: bool = True
+    """Of a prompt; a chat's template writes its own."""
     add_generation_prompt: Literal[True] = True
+    """The template's beginning of an answer comes last, as the model gets it."""
     return_token_strs: bool = False
+    """Answer each token's text, too."""
 
 
 class DetokenizeBody(Body):
     """The body of POST /detokenize."""
 
     model: Name
+    """The name of a served model."""
     tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS), FailFast()]
+    """Token ids, each below the size of the model's vocabulary."""
 
 
-@router.post("/tokenize")
-async def tokenize(request: Request, gateway: Here) -> Response:
+@router.post("/tokenize", responses=answering(TokenizeAnswer, 404))
+async def tokenize(gateway: Here, body: Annotated[TokenizeBody, Depends(BodyOf(TokenizeBody))]) -> Response:
     """Answer the tokens of a text as the model gets them. 400 for one that is longer than its context."""
-    body = orders.parse(TokenizeBody, await body_of(request, gateway))
     if (body.prompt is None) == (body.messages is None):
         raise invalid("send either prompt or messages", "prompt")
     card = gateway.models.card(body.model)
@@ -64,10 +80,11 @@ async def tokenize(request: Request, gateway: Here) -> Response:
     )
 
 
-@router.post("/detokenize")
-async def detokenize(request: Request, gateway: Here) -> Response:
+@router.post("/detokenize", responses=answering(DetokenizeAnswer, 404))
+async def detokenize(
+    gateway: Here, body: Annotated[DetokenizeBody, Depends(BodyOf(DetokenizeBody))]
+) -> Response:
     """Answer the text of token ids, special tokens left out. 400 for one outside the vocabulary."""
-    body = orders.parse(DetokenizeBody, await body_of(request, gateway))
     card = gateway.models.card(body.model)
     tokenizer = await gateway.models.tokenizer(card)
     check_ids(body.tokens, card, "tokens")

@@ -1,0 +1,199 @@
+"""The answers of the OpenAI API and its errors, as the schema describes them.
+
+Answers are written as bytes (`gateway.openai.formats`), and tests hold them to these types.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class AnswerType(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class ErrorFields(AnswerType):
+    message: str
+    """What was wrong, the value, the limit, and what to do."""
+    type: str
+    param: str | None
+    """The field at fault."""
+    code: str | None
+    """A name for the case, for programs."""
+
+
+class ErrorAnswer(AnswerType):
+    """An error in OpenAI's form."""
+
+    error: ErrorFields
+
+
+class CachedTokens(AnswerType):
+    cached_tokens: int
+    """Prompt tokens whose KV was there already."""
+
+
+class Usage(AnswerType):
+    """The tokens of a call; a prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens | None = None
+
+
+class PrecisionSpan(AnswerType):
+    """Tokens [start, end) of a choice, and the shape that made them."""
+
+    start: int
+    end: int
+    layers_below_full: int
+    fingerprint: str
+
+
+class CompletionLogprobs(AnswerType):
+    """Four parallel lists, an entry a token; null where nothing precedes it."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+    """Characters of the choice's text before the token."""
+
+
+class ScoredBytes(AnswerType):
+    token: str
+    logprob: float
+    bytes: list[int]
+    """The token in UTF-8, which may be a part of a character."""
+
+
+class ScoredChoice(ScoredBytes):
+    top_logprobs: list[ScoredBytes]
+
+
+class ChatLogprobs(AnswerType):
+    content: list[ScoredChoice]
+    refusal: None
+
+
+FinishReason = Literal["stop", "length"] | None
+
+
+class _Choice(AnswerType):
+    index: int
+    finish_reason: FinishReason
+    precision: list[PrecisionSpan] | None = None
+    """With return_precision."""
+
+
+class CompletionChoice(_Choice):
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class AnswerMessage(AnswerType):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(_Choice):
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+
+
+class ChunkDelta(AnswerType):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChunkChoice(_Choice):
+    delta: ChunkDelta
+    logprobs: ChatLogprobs | None
+
+
+class _Head(AnswerType):
+    id: str
+    created: int
+    """Unix time in seconds."""
+    model: str
+    system_fingerprint: str | None
+    """The shape that made the answer."""
+
+
+class CompletionAnswer(_Head):
+    """The answer of /v1/completions."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunk(_Head):
+    """The data of one event of a stream of /v1/completions."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class ChatAnswer(_Head):
+    """The answer of /v1/chat/completions."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatChunk(_Head):
+    """The data of one event of a stream of /v1/chat/completions."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+
+
+class ServedModel(AnswerType):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    """The longest sequence, prompt and output together, in tokens."""
+
+
+class ServedModels(AnswerType):
+    object: Literal["list"]
+    data: list[ServedModel]
+
+
+class TokenizeAnswer(AnswerType):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeAnswer(AnswerType):
+    prompt: str
+
+
+class VersionAnswer(AnswerType):
+    version: str
+
+
+class HealthAnswer(AnswerType):
+    status: Literal["ok"]
+
+
+class ReadyAnswer(AnswerType):
+    status: Literal["ready"]
+    models: list[str]
+
+
+class NotReadyAnswer(AnswerType):
+    status: Literal["not ready"]
+    reason: str
