@@ -11,19 +11,22 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import httpx
+import msgspec
 import pytest
+import torch
 
 from bench.common.service import EmptyService, wait_for
 from bus.checkpoints import folder_digest
-from bus.deployments import Configuration
+from bus.deployments import Configuration, Profile
 from bus.messages import Event
 from bus.version import program_version
 from controller.deployments.profiling import BATCH_SIZES, PROMPT_TOKENS
 from tests.faults.load import PROMPT
 from tests.faults.morphs import NUM_LAYERS, QUICK_NUMBERS, told
-from tests.support.known_truths import BITS, Truth, profile_of
+from tests.support.known_truths import BITS, BLOCK_TOKENS, Truth, profile_of
 from tests.support.paths import DEMO_MODEL
 from worker.engine.build import CPU_PAGE_BYTES
+from worker.model.config import read_config
 from worker.profiler.measurer import profile_path, write_stored
 
 NUM_TOKENS: Final = 24
@@ -44,8 +47,17 @@ class DeployingService(EmptyService):
         return httpx.request(method, f"{self.url()}/admin/{path}", json=body, timeout=60)
 
     def register(self, name: str, folder: Path) -> None:
+        """Register a model and wait for its profile, which must be a stored one if there is one."""
+        stored = profile_path(folder, "cpu", program_version())
+        known = msgspec.json.decode(stored.read_bytes(), type=Profile) if stored.is_file() else None
         self.ask("POST", "models", {"name": name, "path": str(folder)})
         wait_for(f"{name} to be measured", lambda: self.state_of(name) == "profiled", 300, 0.2)
+        (shown,) = self.ask("GET", f"models/{name}").json()["profiles"]
+        if known is not None:
+            seconds = shown["device_seconds"]
+            assert seconds == known.device_seconds, (
+                f"{stored} was refused, and {name} measured in {seconds} s"
+            )
 
     def state_of(self, model: str) -> str:
         return str(self.ask("GET", f"models/{model}").json()["state"])
@@ -182,12 +194,14 @@ def pretend_measured(folder: Path, degrees: tuple[int, ...] = (1, 2)) -> None:
         shapes=[(prompt, batch) for prompt in PROMPT_TOKENS for batch in BATCH_SIZES],
     )
     version = program_version()
+    config = read_config(folder)
     memory = [one for one in known.memory if one.configuration.tp in degrees]
     profile = replace(
         known,
         digest=folder_digest(folder),
         version=version,
         page_bytes=CPU_PAGE_BYTES,
+        block_bytes_per_layer=config.kv_block_bytes(BLOCK_TOKENS, torch.float32) // config.num_layers,
         latency=[*known.latency, *_in_fewest_bits(known.latency)],
         memory=[*memory, *_in_fewest_bits(memory)],
     )

@@ -28,6 +28,8 @@ FULL: Final = {"precision": "full", "prompt_tokens": 64, "output_tokens": 24}
 FAST: Final = FULL | {"minimise": "latency", "pp": 1}
 ALONE: Final = FAST | {"tp": 1}
 PAIR: Final = FULL | {"tp": 2, "pp": 1}
+# Its KV leaves no room for another model on either worker.
+LARGE: Final = PAIR | {"prompt_tokens": 488, "batch_size": 64}
 MODELS: Final = ("mine", "other", "third")
 SETTINGS: Final = {
     "CONTROLLER__PLACEMENT": "least-loaded",
@@ -77,14 +79,13 @@ def heir_of(service: DeployingService, name: str, *states: str) -> dict[str, Any
     return dict(heir)
 
 
-def fast_on_one(service: DeployingService) -> tuple[str, list[str]]:
-    """One that is to be fast, on one worker, since others hold those that it would want; and the others."""
-    others = [service.deploy("other", ALONE) for _ in range(2)]
-    for one in others:
-        service.reaches(one, "serving")
+def fast_on_one(service: DeployingService) -> tuple[str, str]:
+    """Deploy one that is to be fast on one worker, as the two others are in a group; return both."""
+    pair = service.deploy("other", PAIR)
+    service.reaches(pair, "serving")
     fast = service.deploy("mine", FAST)
     assert service.reaches(fast, "serving")["configuration"]["tp"] == 1
-    return fast, others
+    return fast, pair
 
 
 def assert_cooled(service: DeployingService, old: str, heir: str, cooldown_s: float = COOLDOWN_S) -> None:
@@ -94,10 +95,9 @@ def assert_cooled(service: DeployingService, old: str, heir: str, cooldown_s: fl
 
 
 def test_what_is_to_be_fast_moves_to_workers_that_became_idle(service: DeployingService) -> None:
-    fast, others = fast_on_one(service)
+    fast, pair = fast_on_one(service)
     with Asking(service, "mine") as asking:
-        for one in others:
-            service.ask("DELETE", f"deployments/{one}")
+        service.ask("DELETE", f"deployments/{pair}")
         heir = heir_of(service, fast, "serving")
         old = service.reaches(fast, "retired")
         asking.more()
@@ -121,10 +121,9 @@ def test_what_is_to_be_fast_moves_to_workers_that_became_idle(service: Deploying
 def test_an_heir_that_dies_while_it_loads_leaves_the_old_one_serving_and_the_next_takes_its_time(
     service: DeployingService,
 ) -> None:
-    fast, others = fast_on_one(service)
+    fast, pair = fast_on_one(service)
     with Asking(service, "mine") as asking:
-        for one in others:
-            service.ask("DELETE", f"deployments/{one}")
+        service.ask("DELETE", f"deployments/{pair}")
         first = heir_of(service, fast, "loading")
         victim = workers_of(first)[-1]
         service.processes[victim].kill()
@@ -143,7 +142,7 @@ def test_an_heir_that_dies_while_it_loads_leaves_the_old_one_serving_and_the_nex
 
 
 def test_what_is_to_cost_little_makes_room_for_what_waits(service: DeployingService) -> None:
-    cheap = service.deploy("mine", FULL | {"minimise": "memory"})
+    cheap = service.deploy("mine", ALONE | {"minimise": "memory"})
     first = service.reaches(cheap, "serving")
     with Asking(service, "mine") as mine:  # its worker is the most loaded: the other model goes elsewhere
         time.sleep(WINDOW_S + 1)  # loads of what was before are forgotten
@@ -151,7 +150,7 @@ def test_what_is_to_cost_little_makes_room_for_what_waits(service: DeployingServ
         other = service.deploy("other", ALONE)
         assert workers_of(service.reaches(other, "serving")) != workers_of(first)
     with Asking(service, "mine") as mine, Asking(service, "other") as others:
-        waiting = service.deploy("third", PAIR)
+        waiting = service.deploy("third", LARGE)
         assert service.deployment(waiting)["state"] == "waiting"
         heir = heir_of(service, cheap, "serving")
         assert workers_of(heir) == workers_of(service.deployment(other))
