@@ -181,9 +181,10 @@ class Profile:
         return 0.0 if kv == self.kv_dtype == "full" else self.kv_loss
 
     def rank_block_bytes(self, tp: int, kv: KVPrecision) -> int:
-        """Return the bytes of a KV block in one layer at each of `tp` ranks whose degree stays.
+        """Return the bytes of a KV block in one layer at each of `tp` ranks.
 
-        tp 1: one worker, which has all of it. kv: "full" is the form that was measured.
+        tp 1: one worker, which has all of it. Where there are fewer KV heads, several ranks have one.
+        kv: "full" is the form that was measured.
         """
         of_ranks = (one.block_bytes_per_layer for one in self.ranks if one.tp == tp)
         measured = next(of_ranks, self.block_bytes_per_layer // tp)

@@ -56,6 +56,16 @@ def longest_tokens(workers: Iterable[WorkerCard], model: str, max_tp: int = 0) -
     return max(best, default=0)
 
 
+def can_change(low: int, high: int, kv_heads: int) -> bool:
+    """Return whether groups of degree `low` become one of `high` in one change, and back.
+
+    Above the number of KV heads several workers have the same one, and blocks take more room. Single workers
+    move theirs into what is left when they join, and take all of it back when they part; groups do neither.
+    kv_heads: of the model; 0: unknown.
+    """
+    return low == 1 or not kv_heads or high <= kv_heads
+
+
 def joined(groups: Sequence[Members]) -> Members:
     """Return the group that groups of one degree become."""
     return tuple(chain.from_iterable(zip(*groups, strict=True)))

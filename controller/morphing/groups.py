@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from bus.client import LiveWorker
-from bus.groups import GroupMember, kv_tokens_at, members_of
+from bus.groups import GroupMember, can_change, kv_tokens_at, members_of
 from bus.levers import CostBasis
 from bus.messages import InstanceCard, InstanceMetrics, LayerShape, Metrics, PageCounts
 from bus.precisions import KVPrecision, Precision
@@ -113,7 +113,8 @@ def _group(members: list[GroupMember], seen: list[InstanceMetrics], age_s: float
     kv_at = {
         degree: tokens
         for degree in sorted(degrees)
-        if (tokens := min(kv_tokens_at(*member, degree) for member in members))
+        if (degree == card.tp or can_change(min(degree, card.tp), max(degree, card.tp), card.kv_heads))
+        and (tokens := min(kv_tokens_at(*member, degree) for member in members))
     }
     return Group(
         model=card.model,

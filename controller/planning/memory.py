@@ -162,10 +162,10 @@ class MemoryModel:
 
         degree: of the group that it is in. is_fixed: it is a rank of a degree that stays instead.
         """
-        profile, ranks = self._profile, configuration.tp if is_fixed else 1
+        profile, ranks = self._profile, configuration.tp if is_fixed else degree
         block_bytes = profile.rank_block_bytes(ranks, configuration.kv_dtype)
         page_bytes = profile.page_bytes
-        return page_bytes * kv_pages_per_layer(kv_blocks(profile, intent), block_bytes, page_bytes, degree)
+        return page_bytes * kv_pages_per_layer(kv_blocks(profile, intent), block_bytes, page_bytes)
 
 
 def kv_blocks(profile: Profile, intent: Intent) -> int:

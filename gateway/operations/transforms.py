@@ -37,7 +37,7 @@ def plan(cluster: Cluster, body: TransformOrder, policy: Policy, now: float) -> 
     _check_links([place for place in places if body.tp > len(place.members)], body.tp)
     degrees = _check_degree([place.card for place in places], body.tp)
     _check_count(groups, names, body.tp)
-    steps = plan_steps(groups, names, body.tp, degrees)
+    steps = plan_steps(groups, names, body.tp, degrees, places[0].card.kv_heads)
     model = places[0].card.model
     if not steps:
         return model, [DegreeStep(joined(groups), body.tp)]
@@ -191,14 +191,15 @@ def _check_links(joining: Sequence[PlacedInstance], tp: int) -> None:
 def _check_degree(cards: Sequence[InstanceCard], tp: int) -> list[int]:
     degrees = sorted(set.intersection(*(set(card.degrees) for card in cards)))
     for card in cards:
-        if card.kv_heads and card.kv_heads % tp:
-            why = f"does not divide the {card.kv_heads} KV heads of {card.model}"
+        if card.kv_heads and card.kv_heads % tp and tp % card.kv_heads:
+            why = f"neither divides the {card.kv_heads} KV heads of {card.model} nor is a multiple of them"
             break
     else:
         if tp in degrees:
             return degrees
         why = (
-            "the weights were not laid out for when they were loaded (worker.max_tp, or a number of experts)"
+            "the weights were not laid out for when they were loaded (worker.max_tp, or a number of heads or "
+            "experts)"
         )
     raise invalid(f"tp is {tp}, which {why}; allowed is: {', '.join(map(str, degrees))}", "tp")
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.groups import Members, joined, parted
+from bus.groups import Members, can_change, joined, parted
 from gateway.operations.steps import DegreeStep, plan_steps
 
 DEGREES = (1, 2, 4, 8)
@@ -43,6 +43,25 @@ def test_what_must_part_parts_first_and_then_the_smallest_join(
     there: list[Members], wanted: str, tp: int, planned: list[str]
 ) -> None:
     assert steps(there, wanted, tp) == planned
+
+
+@pytest.mark.parametrize(
+    ("there", "tp", "planned"),
+    [
+        (groups("w0", "w1", "w2", "w3"), 4, ["tp 4 on w0, w1, w2, w3"]),
+        (groups("w0 w1", "w2", "w3"), 4, ["tp 1 on w0, w1", "tp 4 on w0, w1, w2, w3"]),
+        (groups("w0 w2 w1 w3"), 2, ["tp 1 on w0, w2, w1, w3", "tp 2 on w0, w1", "tp 2 on w2, w3"]),
+        (groups("w0 w2 w1 w3"), 4, []),
+        (groups("w0 w1", "w2 w3"), 2, []),
+    ],
+)
+def test_single_workers_join_and_leave_a_group_of_more_than_the_kv_heads(
+    there: list[Members], tp: int, planned: list[str]
+) -> None:
+    wanted = ["w0", "w1", "w2", "w3"]
+    assert [str(step) for step in plan_steps(there, wanted, tp, DEGREES, kv_heads=2)] == planned
+    assert can_change(1, 4, 2) and can_change(2, 4, 4) and can_change(2, 4, 0)
+    assert not can_change(2, 4, 2)
 
 
 def test_a_group_that_was_joined_parts_into_what_it_was() -> None:

@@ -15,8 +15,10 @@ from worker.engine.recorded_batches import recorded_batches
 from worker.engine.sequence import Limits, own_request
 from worker.memory import CpuBackend, KVCache, PagePool
 from worker.model import Model, ModelError
+from worker.model.cut import heads_of
 from worker.model.layout import RangePlan, degrees
 from worker.model.rehearsal import Rehearsal
+from worker.model.shard import Shard
 
 MIB = 1024 * 1024
 CPU_PAGE_BYTES, CUDA_PAGE_BYTES = 64 * 1024, 2 * MIB
@@ -152,12 +154,13 @@ def compile_kernels(
         max_num_batched_tokens=limits.max_num_batched_tokens,
     )
     for tp in degrees(config, model.plan.max_tp):  # Triton compiles for a number of heads
+        heads, kv_heads = heads_of(config.num_heads, config.num_kv_heads, Shard(0, tp))
         kernels.warm_up(
             model.dtype,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size // (1 if config.mixture else tp),
-            num_heads=config.num_heads // tp,
-            num_kv_heads=config.num_kv_heads // tp,
+            num_heads=len(heads),
+            num_kv_heads=len(kv_heads),
             head_dim=config.head_dim,
             block_tokens=limits.block_tokens,
             device=device,

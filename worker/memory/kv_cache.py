@@ -136,14 +136,33 @@ class KVCache:
     def layers_at(self, degree: int) -> list[torch.Tensor]:
         """Return the layers as a tensor-parallel group of `degree` sees them, at the same addresses.
 
-        The shape is [max_blocks * degree, Hkv // degree, 2, block_tokens, D]; block c becomes blocks c *
-        degree to c * degree + degree - 1. Raises ValueError if the heads cannot be split.
+        The shape is [max_blocks * n, Hkv // n, 2, block_tokens, D] with n = `parts_at(degree)`; block c
+        becomes blocks c * n to c * n + n - 1. Raises ValueError if the heads cannot be split.
         """
         return [self._at(layer, degree) for layer in self.layers]
 
+    def parts_at(self, degree: int) -> int:
+        """Return how many blocks of a group of `degree` workers take the bytes of one.
+
+        As many as there are ranks; where there are fewer KV heads, several ranks have the same one. Raises
+        ValueError if the heads cannot be split.
+        """
+        heads = self._num_kv_heads
+        if degree < 1 or (heads % degree and degree % heads):
+            raise ValueError(
+                f"{self.owner}: {heads} KV heads cannot be split over {degree} ranks; take a divisor or a"
+                " multiple"
+            )
+        return min(heads, degree)
+
     def pages_for(self, num_blocks: int, degree: int = 1) -> int:
         """Return the pages per layer that hold `num_blocks` blocks of a group of `degree` workers."""
-        return kv_pages_per_layer(num_blocks, self.block_bytes, self.pool.page_bytes, degree)
+        parts = self.parts_at(degree)
+        return kv_pages_per_layer(num_blocks, self.block_bytes, self.pool.page_bytes, parts)
+
+    def most_blocks(self, degree: int = 1) -> int:
+        """Return the blocks, of a group of `degree` workers, that there are addresses for."""
+        return self.max_blocks * self.parts_at(degree)
 
     def blocks_in(self, pages_per_layer: int, degree: int = 1, precision: KVPrecision | None = None) -> int:
         """Return the whole blocks, of a group of `degree` workers, that so many pages per layer hold.
@@ -151,8 +170,9 @@ class KVCache:
         precision: of the blocks; None: as they are counted now.
         """
         block_bytes = self._block_bytes(precision) if precision else self.block_bytes
-        nbytes = pages_per_layer * self.pool.page_bytes * degree
-        return min(nbytes // block_bytes, self._most_bytes // block_bytes * degree)
+        parts = self.parts_at(degree)
+        nbytes = pages_per_layer * self.pool.page_bytes * parts
+        return min(nbytes // block_bytes, self._most_bytes // block_bytes * parts)
 
     def limit(self, num_blocks: int) -> None:
         """Set the most blocks that the cache may ever have. Raises as `shrink` does.
@@ -208,7 +228,7 @@ class KVCache:
             return
         layers = self.layers_at(degree)
         is_apart = moves.keys().isdisjoint(moves.values())
-        most = max(1, at_once_bytes * degree // self.block_bytes)
+        most = max(1, at_once_bytes * self.parts_at(degree) // self.block_bytes)
         for part in [moves] if is_apart else in_parts(moves, most):
             # Two rows of one tensor: its columns would not be contiguous, as the kernel takes them to be.
             sources, targets = torch.tensor([list(part), list(part.values())], device=layers[0].device)
@@ -270,7 +290,7 @@ class KVCache:
         held = sorted(self.allocator.held if blocks is None else blocks, reverse=precision == "full")
         target = self._view(index, precision)
         before, after = self._at(self.layers[index], degree), self._at(target, degree)
-        at_once = max(1, CONVERTED_BYTES * degree // self._block_bytes("full"))
+        at_once = max(1, CONVERTED_BYTES * self.parts_at(degree) // self._block_bytes("full"))
         for first in range(0, len(held), at_once):
             try:
                 rewrite_blocks(
@@ -333,12 +353,8 @@ class KVCache:
 
     def _at(self, layer: torch.Tensor, degree: int) -> torch.Tensor:
         """Return a view of a layer as `layers_at` says. Raises ValueError if the heads cannot be split."""
-        if degree < 1 or self._num_kv_heads % degree:
-            raise ValueError(
-                f"{self.owner}: {self._num_kv_heads} KV heads cannot be split over {degree} ranks; take a"
-                " divisor"
-            )
-        return layer.view(layer.shape[0] * degree, self._num_kv_heads // degree, *layer.shape[2:])
+        parts = self.parts_at(degree)
+        return layer.view(layer.shape[0] * parts, self._num_kv_heads // parts, *layer.shape[2:])
 
     def _format(self, precision: KVPrecision) -> tuple[torch.dtype, tuple[int, ...]]:
         """Return the dtype and the shape of a block."""
@@ -360,11 +376,12 @@ class KVCache:
         degree: as in `layers_at`; the blocks are those of `precision`.
         """
         present, block_bytes = self.pages_per_layer * self.pool.page_bytes, self._block_bytes(precision)
-        is_beside = np.ones(present * degree // block_bytes, dtype=np.bool_)
+        parts = self.parts_at(degree)
+        is_beside = np.ones(present * parts // block_bytes, dtype=np.bool_)
         is_beside[np.asarray(held, dtype=np.int64)] = False
         blocks = self._at(self._view(index, precision), degree)
         blocks.index_fill_(0, torch.from_numpy(np.flatnonzero(is_beside)).to(blocks.device), 0)
-        whole = len(is_beside) * block_bytes // degree
+        whole = len(is_beside) * block_bytes // parts
         if whole < present:
             self._ranges[index].tensor(torch.uint8, [present - whole], offset_bytes=whole).zero_()
 

@@ -1,11 +1,12 @@
 """The part of a model that one rank of a fixed degree holds: pure arithmetic.
 
 A group that may part again keeps attention, embedding and head whole on every rank, and lays out the FFN so
-that ranks give and take whole pages (`worker.model.layout`). Where the degree is fixed, a rank holds its part
-of everything large, and reads nothing else from the checkpoint (Megatron-LM, Shoeybi et al. 2019): the
-queries' heads with the KV heads that they read, rows of the FFN or whole experts, and rows of embedding and
-head. Where there are fewer KV heads than ranks, several ranks have the same one. Norms and the router are
-whole on every rank; the bias of an output is on the first alone, as ranks add up.
+that ranks give and take whole pages (`worker.model.layout`); of the attention a rank computes heads that are
+dealt out in the same way. Where the degree is fixed, a rank holds its part of everything large, and reads
+nothing else from the checkpoint (Megatron-LM, Shoeybi et al. 2019): the queries' heads with the KV heads that
+they read, rows of the FFN or whole experts, and rows of embedding and head. Where there are fewer KV heads
+than ranks, several ranks have the same one. Norms and the router are whole on every rank; the bias of an
+output is on the first alone, as ranks add up.
 """
 
 from __future__ import annotations
@@ -34,8 +35,7 @@ class CutSizes:
         """Return why the model cannot be cut for so many ranks; "": it can."""
         if not 1 <= degree <= MOST_RANKS:
             return f"a degree is 1 to {MOST_RANKS}"
-        shared, rest = divmod(degree, self.kv_heads)
-        if self.kv_heads % degree and (rest or self.heads // self.kv_heads < shared):
+        if not can_deal_heads(self.heads, self.kv_heads, degree):
             return f"{self.kv_heads} KV heads, which {self.heads} heads read, cannot be dealt out to them"
         if self.experts % degree:
             return f"{self.experts} experts cannot be dealt out evenly to them"
@@ -65,7 +65,7 @@ class Cut:
         """Return the part of a rank. Raises ValueError for a degree that cannot be (`CutSizes.why_not`)."""
         if why := sizes.why_not(rank.size):
             raise ValueError(why)
-        heads, kv_heads = _heads(sizes, rank)
+        heads, kv_heads = heads_of(sizes.heads, sizes.kv_heads, rank)
         return cls(
             rank=rank,
             sizes=sizes,
@@ -86,16 +86,27 @@ def _even(n: int, rank: Shard) -> range:
     return range(n * rank.rank // rank.size, n * (rank.rank + 1) // rank.size)
 
 
-def _heads(sizes: CutSizes, rank: Shard) -> tuple[range, range]:
+def can_deal_heads(heads: int, kv_heads: int, degree: int) -> bool:
+    """Return True if so many ranks can have equally many KV heads each, or each one that several have."""
+    sharing, rest = divmod(degree, kv_heads)
+    return kv_heads % degree == 0 or (rest == 0 and sharing <= heads // kv_heads)
+
+
+def heads_of(heads: int, kv_heads: int, rank: Shard) -> tuple[range, range]:
     """Return the heads of a rank, and the KV heads that they read.
 
-    Ranks that share a KV head divide the heads that read it, evenly or not.
+    Ranks that share a KV head divide the heads that read it, evenly or not. Raises ValueError where
+    `can_deal_heads` says no.
     """
-    group = sizes.heads // sizes.kv_heads
-    if sizes.kv_heads % rank.size == 0:
-        kv = _even(sizes.kv_heads, rank)
+    if not can_deal_heads(heads, kv_heads, rank.size):
+        raise ValueError(
+            f"{kv_heads} KV heads, which {heads} heads read, cannot be split over {rank.size} ranks"
+        )
+    group = heads // kv_heads
+    if kv_heads % rank.size == 0:
+        kv = _even(kv_heads, rank)
         return range(kv.start * group, kv.stop * group), kv
-    sharing = rank.size // sizes.kv_heads
+    sharing = rank.size // kv_heads
     kv_head, place = divmod(rank.rank, sharing)
     part = _even(group, Shard(place, sharing))
     return range(kv_head * group + part.start, kv_head * group + part.stop), range(kv_head, kv_head + 1)

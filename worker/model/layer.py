@@ -26,6 +26,7 @@ from kernels import (
 )
 from kernels.quantized import Split
 from worker.model.config import Activation, Mixture, ModelConfig
+from worker.model.cut import heads_of
 from worker.model.experts import Experts, Mix
 from worker.model.linear import (
     DenseLinear,
@@ -202,20 +203,19 @@ def build_attention(
 
     Raises ValueError if the heads cannot be split.
     """
-    heads = shard.part(config.num_heads, "attention heads")
-    kv_heads = shard.part(config.num_kv_heads, "KV heads")
+    heads, kv_heads = heads_of(config.num_heads, config.num_kv_heads, shard)
     columns = slice(heads.start * config.head_dim, heads.stop * config.head_dim)
     o_bias = tensors.get("o_bias") if shard.rank == 0 else None
     norms = dict(tensors)
     if config.has_sinks:
-        norms["sinks"] = tensors["sinks"][heads]
+        norms["sinks"] = tensors["sinks"][heads.start : heads.stop]
     return Attention(
         config,
         norms,
         _qkv(config, tensors, heads, kv_heads, precision),
         _o(tensors, columns if shard.size > 1 else None, o_bias, precision),
-        num_heads=heads.stop - heads.start,
-        num_kv_heads=kv_heads.stop - kv_heads.start,
+        num_heads=len(heads),
+        num_kv_heads=len(kv_heads),
         sliding_window=sliding_window,
         precision=precision,
     )
@@ -320,10 +320,10 @@ def _dense_feed_forward(
 
 
 def _qkv(
-    config: ModelConfig, tensors: Tensors, heads: slice, kv_heads: slice, precision: Precision
+    config: ModelConfig, tensors: Tensors, heads: range, kv_heads: range, precision: Precision
 ) -> list[Linear]:
     """Return one map for a rank with all heads; else three, as its rows do not lie together."""
-    if heads.stop - heads.start == config.num_heads:
+    if len(heads) == config.num_heads:
         return [_rows(tensors, slice(None), precision)]
     starts = ((0, heads), (config.q_size, kv_heads), (config.q_size + config.kv_size, kv_heads))
     rows = (

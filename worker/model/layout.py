@@ -55,6 +55,7 @@ import torch
 
 from kernels.routing import shared_units
 from worker.model.config import Mixture, ModelConfig
+from worker.model.cut import can_deal_heads
 from worker.model.row_units import RowUnits, full_units
 from worker.model.shard import Shard
 
@@ -275,9 +276,13 @@ def whole_sources(config: ModelConfig) -> list[CheckpointTensor]:
 
 
 def degrees(config: ModelConfig, max_tp: int) -> list[int]:
-    """Return the tensor-parallel degrees of the model: powers of two that divide KV heads and experts."""
-    counts = (config.num_kv_heads, config.mixture.num_units if config.mixture else 0)
-    return [tp for tp in (1, 2, 4, 8, 16) if tp <= max_tp and not any(count % tp for count in counts)]
+    """Return the tensor-parallel degrees of the model: powers of two among which heads and experts divide.
+
+    Where there are fewer KV heads than ranks, several ranks have the same one (`worker.model.cut`).
+    """
+    heads, num_units = config.num_heads, config.mixture.num_units if config.mixture else 0
+    possible = (tp for tp in (1, 2, 4, 8, 16) if tp <= max_tp and num_units % tp == 0)
+    return [tp for tp in possible if can_deal_heads(heads, config.num_kv_heads, tp)]
 
 
 def pad_expert(config: ModelConfig, mixture: Mixture, expert_bytes: int, page_bytes: int, max_tp: int) -> int:

@@ -34,8 +34,10 @@ from bus.precisions import BITS, ENTRIES, Precision
 from kernels.packing import TILE, packed_size
 from kernels.quantized import GROUP_STEP
 from worker.model.config import ModelConfig
+from worker.model.cut import heads_of
 from worker.model.layout import ModelPlan, RangePlan, degrees, pad_expert
 from worker.model.row_units import quantized_units, unit_group
+from worker.model.shard import Shard
 
 
 def plan_quantized(
@@ -101,9 +103,11 @@ def _attention(config: ModelConfig, full: ModelPlan, units: int, products: _Prod
     products.add(plan, "qkv", config.q_size + 2 * config.kv_size, whole_tiles(config.hidden_size))
     # A rank takes its heads' columns out of o: they must begin and end with a tile, and with a group.
     is_whole = units == 1 and config.cut is None
-    if is_whole or (_starts_tiles(config, units) and not products.has_input_order):
+    own, bounds = config.own.heads, _bounds(config, units)
+    ends = [*bounds, own.start * config.head_dim, own.stop * config.head_dim]
+    if is_whole or (not any(end % TILE for end in ends) and not products.has_input_order):
         inputs = whole_tiles(config.q_size)
-        products.add(plan, "o", config.hidden_size, inputs, inputs // units)
+        products.add(plan, "o", config.hidden_size, inputs, inputs if units == 1 else math.gcd(*bounds))
     kept, _ = full.layers[0]
     for name, param in kept.params.items():
         if name != "qkv" and f"{name}.codes" not in plan.params:
@@ -111,11 +115,11 @@ def _attention(config: ModelConfig, full: ModelPlan, units: int, products: _Prod
     return plan
 
 
-def _starts_tiles(config: ModelConfig, units: int) -> bool:
-    """Return True if every rank's columns of o begin and end with a tile."""
-    own = config.own.heads
-    bounds = [config.q_size // units, own.start * config.head_dim, own.stop * config.head_dim]
-    return not any(bound % TILE for bound in bounds)
+def _bounds(config: ModelConfig, units: int) -> list[int]:
+    """Return where the columns of o end that each of `units` ranks takes; those of fewer ranks do so, too."""
+    shards = (Shard(rank, units) for rank in range(units))
+    heads = (heads_of(config.num_heads, config.num_kv_heads, shard)[0] for shard in shards)
+    return [each.stop * config.head_dim for each in heads]
 
 
 def _feed_forward(

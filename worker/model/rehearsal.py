@@ -16,6 +16,7 @@ from bus.precisions import Precision
 from kernels import AttentionPlan, choose, copy_blocks, least_remaining
 from kernels.kv_codes import SCALE_BYTES
 from worker.model.config import ModelConfig
+from worker.model.cut import heads_of
 from worker.model.layer import Layer, build_layer
 from worker.model.layout import ModelPlan, RangePlan, degrees
 from worker.model.shard import ALONE, Shard
@@ -118,7 +119,8 @@ class Rehearsal:
     def _cache(self, shard: Shard, is_codes: bool) -> torch.Tensor:
         config, dtype = self.config, torch.int8 if is_codes else self.plan.dtype
         dim = config.head_dim + SCALE_BYTES * is_codes
-        shape = (NUM_BLOCKS * shard.size, config.num_kv_heads // shard.size, 2, self.block_tokens, dim)
+        kv_heads = len(heads_of(config.num_heads, config.num_kv_heads, shard)[1])
+        shape = (NUM_BLOCKS * (config.num_kv_heads // kv_heads), kv_heads, 2, self.block_tokens, dim)
         return torch.empty(shape, dtype=dtype)
 
     def _step(self, lengths: list[int], max_context_len: int = 0) -> AttentionPlan:

@@ -74,7 +74,7 @@ class KVResizer:
 
     def pages_for(self, num_blocks: int, degree: int = 1) -> int:
         """Return the pages per layer for `num_blocks` of a group of `degree`, up to the addresses."""
-        return self.cache.pages_for(min(num_blocks, self.cache.max_blocks * degree), degree)
+        return self.cache.pages_for(min(num_blocks, self.cache.most_blocks(degree)), degree)
 
     def blocks_in(self, pages_per_layer: int, degree: int = 1, precision: KVPrecision | None = None) -> int:
         """Return the blocks, of a group of `degree`, in so many pages per layer."""

@@ -10,7 +10,8 @@ side, and `size`, all together. A boundary between the two travels from the last
 
 Shards nest: low shard s of subgroup j is high shard s * n + j, so a member that goes to a higher degree
 keeps part of what it has. Members are listed in the order of their high shards; the first leads. KV block c
-of subgroup j at the low degree is block c * n + j at the high one, in the same place.
+of subgroup j at the low degree is block c * n + j at the high one, in the same place unless there are fewer
+KV heads than ranks (`worker.distributed.kv_exchange`).
 """
 
 from __future__ import annotations

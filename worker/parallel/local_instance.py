@@ -12,6 +12,7 @@ from worker.model.shard import ALONE, Shard
 from worker.morph.reshard import Resharder
 from worker.morph.resizer import KVResizer
 from worker.morph.target import Target
+from worker.parallel.formation import Formation
 from worker.parallel.rows import RowCosts
 from worker.shape.copier import Copier, Rate
 
@@ -79,6 +80,14 @@ class LocalInstance:
             "pages_after": after,
             "blocks_after": self.cache.blocks_in(after, shard.size),
         }
+
+    def blocks_between(self, formation: Formation, pages_per_layer: int) -> int:
+        """Return the blocks of a subgroup in so many pages while layers run at both degrees.
+
+        Its block c must have memory as block c * n + j of the group, too: fewer than it has at the low degree
+        where the members of a group have the same KV heads.
+        """
+        return self.cache.blocks_in(pages_per_layer, formation.size) // formation.num_subgroups
 
     def row_costs(self, shard: Shard) -> RowCosts:
         """Return the costs of the FFN rows missing at `shard`. Raises ValueError: no such layout."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
+from bus.groups import can_change
 from bus.messages import LayerShape, Number
 from bus.precisions import KVPrecision
 from worker.distributed.messages import Message, Prepare, Vote
@@ -129,8 +130,12 @@ def vote_on(
     numbers, not_laid_out = dict[str, Number](), ""
     try:
         numbers = local.numbers(shard, executor.member.pages_alone if executor else None)
-        if not prepare.grows:
-            numbers |= asdict(local.row_costs(shard))
+        which = "pages_per_layer" if prepare.grows else "pages_after"
+        between = local.blocks_between(formation, int(numbers[which]))
+        if prepare.grows:
+            numbers["blocks"] = min(numbers["blocks"], between)
+        else:
+            numbers |= asdict(local.row_costs(shard)) | {"blocks_after": between}
     except ValueError as error:
         not_laid_out = str(error)
 
@@ -143,7 +148,7 @@ def vote_on(
         yield difference(local.instance.shape, prepare.shape, prepare.leader) if prepare.grows else ""
         yield kv_difference(local.cache.form, prepare.kv_form, prepare.leader) if prepare.grows else ""
         yield context_difference(local.model.config.max_position_embeddings, prepare)
-        yield not_laid_out
+        yield not_laid_out or repeated_heads(formation, local.model.config.num_kv_heads)
 
     reason = next(filter(None, reasons()), "")
     return Vote(
@@ -161,6 +166,17 @@ def kv_difference(own: KVPrecision | None, leaders: KVPrecision | None, leader: 
         ""
         if own == leaders
         else f"its KV cache is in {own} and in {leaders} at {leader}; convert one of them"
+    )
+
+
+def repeated_heads(formation: Formation, kv_heads: int) -> str:
+    """Return why groups, not single workers, cannot come together or part so, or ""."""
+    low, size = formation.low, formation.size
+    if can_change(low, size, kv_heads):
+        return ""
+    return (
+        f"at degree {size} several workers have the same of {kv_heads} KV heads: single workers join and"
+        f" leave such a group, not groups of {low}; go to degree 1 first"
     )
 
 

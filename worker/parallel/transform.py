@@ -114,7 +114,7 @@ class TransformRun(Run):
         blocks = int(min(each["blocks"] for each in answers))
         used = int(max(each["blocks_used"] for each in answers))
         if used > blocks:
-            why = f"a member has {used} KV blocks in use, and the smallest cache has {blocks}"
+            why = f"a member has {used} KV blocks in use, and there is room for {blocks} of each"
             raise NotApplied("deferred", why, blocks_used=used, blocks=blocks)
         most = int(max(each["blocks"] for each in answers))
         if proposal.formation.low > 1 and most != blocks:  # alone its blocks are moved, in a group they stay

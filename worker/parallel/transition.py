@@ -157,6 +157,7 @@ def _exchange_kv(member: Member, layer: int, live: Blocks) -> None:
             formation.peers(member.rank),
             local.stage_bytes,
             formation.grows,
+            local.cache.parts_at(formation.size) // local.cache.parts_at(formation.low),
         )
 
     moved = _timed(member, trade, least_bytes=local.stage_bytes // 2)

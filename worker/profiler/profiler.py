@@ -23,7 +23,9 @@ from worker.deploy.model_host import PAGES_AT_ONCE, ModelHost, holder_of
 from worker.engine.core import EngineCore
 from worker.engine.recorded_batches import recorded_batches
 from worker.memory import KVCache, PagePool
+from worker.model.cut import heads_of
 from worker.model.rehearsal import Rehearsal
+from worker.model.shard import Shard
 from worker.profiler.fingerprint import CutPlan, Fingerprint
 from worker.profiler.grid import Grid
 from worker.profiler.requests import Requests
@@ -179,12 +181,13 @@ class Profiler:
             max_num_batched_tokens=self.grid.max_num_batched_tokens,
         )
         for tp in (1, *self.plan.shares):  # Triton compiles for a number of heads
+            heads, kv_heads = heads_of(config.num_heads, config.num_kv_heads, Shard(0, tp))
             kernels.warm_up(
                 self.plan.model.dtype,
                 hidden_size=config.hidden_size,
                 intermediate_size=config.intermediate_size,
-                num_heads=config.num_heads // tp,
-                num_kv_heads=config.num_kv_heads // tp,
+                num_heads=len(heads),
+                num_kv_heads=len(kv_heads),
                 head_dim=config.head_dim,
                 block_tokens=self.grid.block_tokens,
                 device=device,

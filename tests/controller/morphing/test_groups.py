@@ -66,6 +66,20 @@ def test_without_free_neighbours_any_workers_of_the_host_do() -> None:
     assert merge(there, 300).workers == ["w1", "w3"]
 
 
+def test_a_group_of_more_than_the_kv_heads_is_made_of_single_workers_and_parts_into_them() -> None:
+    def of(*members: str) -> Group:
+        cards = [worker_card(name, members, kv_heads=2) for name in members]
+        (found,) = groups_of(metrics_for(*cards), live(*cards))
+        return found
+
+    assert set(of("w0").tokens_at) == {1, 2, 4, 8}
+    assert set(of("w0", "w1").tokens_at) == {1, 2}
+    shared = of("w0", "w1", "w2", "w3")
+    assert set(shared.tokens_at) == {1, 4} and degrees_below(shared, 0.0) == [1]
+    assert decide_scale_up([of("w0", "w1"), of("w2", "w3")], 1000) is None
+    assert merge([of(f"w{number}") for number in range(4)], 1000).tp == 4
+
+
 def test_groups_become_larger_before_more_single_workers_change() -> None:
     there = [group("w0", "w1", load=5), group("w2", "w3", load=5), *singles(4, 5, 6, 7)]
     found = merge(there, 1000)

@@ -278,9 +278,20 @@ def test_heads_are_outermost_so_a_block_is_several_of_fewer_heads(pool: PagePool
         for block in range(kv.num_blocks):
             halves[2 * block], halves[2 * block + 1] = block, -block
             assert bool((layer[block, 0] == block).all()) and bool((layer[block, 1] == -block).all())
-    for degree in (0, 3, 4):
+    for degree in (0, 3):
         with pytest.raises(ValueError, match=f"2 KV heads cannot be split over {degree} ranks"):
             kv.layers_at(degree)
+
+
+def test_a_group_with_fewer_kv_heads_than_ranks_has_no_more_blocks_than_heads(pool: PagePool) -> None:
+    kv = cache(pool)
+    kv.grow(4)
+    assert kv.parts_at(8) == 2
+    for at_two, at_eight in zip(kv.layers_at(2), kv.layers_at(8), strict=True):
+        assert at_two.shape == at_eight.shape and at_two.data_ptr() == at_eight.data_ptr()
+    assert kv.blocks_in(4, 8) == kv.blocks_in(4, 2) == 2 * kv.num_blocks
+    assert kv.pages_for(5, 8) == kv.pages_for(5, 2)
+    assert kv.most_blocks(8) == kv.most_blocks(2)
 
 
 def test_the_memory_of_a_burst_goes_back_when_no_block_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,9 +197,11 @@ def test_padding_is_less_than_a_page_to_each_shard(
     assert ffn.padding_bytes == ffn.nbytes - weights
 
 
-def test_degrees_are_those_that_divide_the_kv_heads(tmp_path: Path) -> None:
+def test_degrees_are_those_at_which_every_rank_has_heads(tmp_path: Path) -> None:
     config = read_config(config_folder(tmp_path / "m", num_key_value_heads=2))
-    assert degrees(config, 8) == [1, 2] and degrees(config, 1) == [1]
+    assert degrees(config, 16) == [1, 2, 4, 8] and degrees(config, 1) == [1], "eight heads read two"
+    odd = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+    assert degrees(read_config(config_folder(tmp_path / "odd", **odd)), 8) == [1]
 
 
 @pytest.mark.slow

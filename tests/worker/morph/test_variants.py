@@ -22,6 +22,7 @@ from tests.support.variant_models import Morphing, write_sets
 from worker.memory import OutOfPages, VirtualRange
 from worker.memory.backend import Finish
 from worker.model import ModelConfig, ModelError, Shard, read_config
+from worker.model.cut import heads_of
 from worker.model.layer import build_attention, build_feed_forward
 from worker.model.layout import plan_model
 from worker.model.quantized_layout import plan_quantized
@@ -203,12 +204,13 @@ def test_the_sum_over_the_shards_of_a_variant_is_the_whole_half(
     attended, fed = [], []
     for rank in range(size):
         shard = Shard(rank, size)
-        kv = torch.zeros(128, config.num_kv_heads // size, *runner.kv.block_shape[1:])
+        _, heads = heads_of(config.num_heads, config.num_kv_heads, shard)
+        kv = torch.zeros(128, len(heads), *runner.kv.block_shape[1:])
         tensors = {part: tensors_of(memory[part], plans[part].at(shard)) for part in PARTS}
         window = config.sliding_windows[1]
         part = build_attention(config, tensors["attention"], shard, window, precision)
         attended.append(part(x, plan, kv, cos_sin))
-        torch.testing.assert_close(kv, whole_kv[:, shard.part(config.num_kv_heads, "KV heads")], **EXACT)
+        torch.testing.assert_close(kv, whole_kv[:, heads.start : heads.stop], **EXACT)
         fed.append(build_feed_forward(config, tensors["ffn"], precision, shard)(x))
     torch.testing.assert_close(sum(attended), whole, **EXACT)
     torch.testing.assert_close(sum(fed), layer.feed_forward(x), **EXACT)

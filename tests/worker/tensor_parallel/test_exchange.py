@@ -160,6 +160,63 @@ def test_there_and_back_every_live_block_is_as_before_and_no_other_was_sent(
     together(size, low, work)
 
 
+@pytest.mark.parametrize(
+    ("size", "low", "heads"),
+    [
+        pytest.param(2, 1, 1, id="2xTP1, one head"),
+        pytest.param(4, 1, 2, id="4xTP1, two heads"),
+        pytest.param(4, 1, 1, id="4xTP1, one head"),
+        pytest.param(4, 2, 2, id="2xTP2, two heads"),
+    ],
+)
+@pytest.mark.parametrize("live", [LIVE[0], LIVE[1], LIVE[2]])
+@pytest.mark.parametrize("stage_bytes", [1, 3000, 1 << 20])
+def test_ranks_with_the_same_head_all_get_it_and_one_of_them_gives_it_back(
+    size: int, low: int, heads: int, live: Live, stage_bytes: int
+) -> None:
+    n, at_low, at_high = size // low, min(low, heads), min(size, heads)
+    parts, sharing = at_high // at_low, size // at_high
+    room = BLOCKS * parts // n  # blocks of each subgroup that the group has memory for
+    live = [[c for c in part if c < room] for part in live[:n]]
+    row_bytes = 2 * BLOCK_TOKENS * HEAD_DIM * 4  # a sub-block has one head
+
+    def head_of(rank: int) -> int:
+        return rank * at_high // size
+
+    def work(member: Member) -> None:
+        rank, mine = member.group.rank, live[member.subgroup]
+        kept = member.low_shard.rank * at_low // low * (heads // at_low)
+        own = truth(member.subgroup)[:, kept : kept + heads // at_low].contiguous()
+        cache = own.clone()
+        layer = cache.view(-1, 1, *cache.shape[2:])
+
+        def go(grows: bool) -> Moved:
+            return exchange(
+                layer, live, member.subgroup, member.group, member.peers, stage_bytes, grows, parts
+            )
+
+        up = go(True)
+        for j, blocks in enumerate(live):
+            for c in blocks:
+                assert torch.equal(layer[c * n + j, 0], truth(j)[c, head_of(rank)]), (j, c)
+        down = go(False)
+        assert torch.equal(cache[mine], own[mine])
+        assert up.bytes == len(mine) * (n - 1) * row_bytes
+        other_heads = [j for j, peer in enumerate(member.peers) if head_of(peer) != head_of(rank)]
+        taken = [j for j in other_heads if j % (n // parts) == member.subgroup % (n // parts)]
+        assert down.bytes == sum(len(live[j]) for j in taken) * row_bytes
+        assert len(taken) == parts - 1 and sharing >= n // parts
+
+    together(size, low, work)
+
+
+def test_blocks_of_fewer_parts_go_one_way_at_a_time() -> None:
+    layer = torch.zeros(4, 1, 2, 2, 2)
+    for grows, parts in ((None, 1), (True, 3)):
+        with pytest.raises(ValueError, match=f"blocks of {parts} parts go to 2 subgroups one way at a time"):
+            exchange(layer, [[0], [0]], 0, _Alone(), [0, 1], 1000, grows, parts)  # type: ignore[arg-type]
+
+
 def test_two_steps_up_are_the_same_as_one() -> None:
     """TP1 to TP2 to TP4 against TP1 to TP4: pair j of ranks 0, 1 is the high shards j and 2 + j."""
     pairs = [HashStore(), HashStore()]
