@@ -74,12 +74,13 @@ class RedisSettings(Section):
 class GatewaySettings(Section):
     """HTTP in, tokens out."""
 
-    host: str = _key("127.0.0.1", "address to listen on; other than loopback needs api_keys")
+    host: str = _key("127.0.0.1", "address to listen on; other than loopback needs api_keys or keys_file")
     port: int = _key(8000, "port to listen on; 0: a free one", ge=0, le=65535)
     published_host: str = _key("", "in a container: the host address that the port is published on")
     id: str = _key("", "unique name; empty: made from host name, process id and chance")
     api_keys: list[str] = _key([], "keys of /v1, 8 characters or more; none: loopback only", repr=False)
     admin_keys: list[str] = _key([], "keys of /admin, likewise; none: loopback only", repr=False)
+    keys_file: str = _key("", "file of keys with scopes and limits, which `instar keys` writes; empty: none")
     cors_origins: list[str] = _key([], "origins whose pages may call /v1; *: any, which takes a key")
     max_queue: int = _key(256, "requests that may wait to run; more get a 503", ge=1)
     max_inflight: int = _key(2048, "requests that may wait or run; more get a 503", ge=1)
@@ -129,7 +130,7 @@ class GatewaySettings(Section):
 
     @model_validator(mode="after")
     def _not_for_everyone(self) -> Self:
-        if "*" in self.cors_origins and not self.api_keys:
+        if "*" in self.cors_origins and not (self.api_keys or self.keys_file):
             raise ValueError(
                 'cors_origins = ["*"] without api_keys would let every page that a user of this machine '
                 "visits call /v1: set a key, or name the origins"

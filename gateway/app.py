@@ -27,6 +27,7 @@ from starlette.routing import Match, Route
 from gateway.endpoint import CompletionsEndpoint
 from gateway.errors import ApiError, internal, invalid, no_such_path, wrong_method
 from gateway.http.body import Message, Receive, Scope, Send
+from gateway.http.limits import RATE_HEADERS
 from gateway.loops import Loops
 from gateway.openai.answer_types import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
 from gateway.openai.formats import CHAT, COMPLETION
@@ -100,7 +101,7 @@ def create_app(gateway: Gateway, feeds: Feeds, on_death: Callable[[], None]) -> 
             allow_origins=origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", *RATE_HEADERS],
         )
     return front
 

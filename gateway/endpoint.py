@@ -10,12 +10,12 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from bus.api_keys import ApiKey
+from bus.api_keys import ANONYMOUS, ApiKey
 from gateway.errors import JSON, ApiError, wrong_method
 from gateway.http.auth import check_api
 from gateway.http.body import ClientLeft, Receive, Scope, Send, read_body
 from gateway.http.connection import EXTENSION, ClientSocket
-from gateway.http.limits import Slot
+from gateway.http.limits import KeyUse, Slot
 from gateway.http.sse import HEADERS, EventStream
 from gateway.openai.call import Completion, StreamedCompletion, WholeCompletion
 from gateway.openai.formats import AnswerHead, Format
@@ -43,20 +43,23 @@ class CompletionsEndpoint:
         log: RequestLog = scope["state"]["log"]
         if scope["method"] != "POST":
             raise wrong_method(scope["method"], scope["path"], "POST")
+        key = ANONYMOUS
         trace = gateway.tracer.begin(scope, log.arrived) if gateway.tracer is not None else None
         try:
             key = check_api(gateway.keys, scope["headers"], gateway.settings.gateway.cors_origins)
             gateway.refuse_if_closed()
-            with gateway.rate.enter(key.id) as rate_headers:
+            with gateway.rate.enter(key) as use:
                 slot = gateway.admission.reserve(key.id)
                 try:
-                    await self._serve(scope, receive, send, slot, key, rate_headers, trace)
+                    await self._serve(scope, receive, send, slot, key, use, trace)
                 finally:
                     slot.release()
         except ClientLeft:
             log.status = CLIENT_LEFT
         except ApiError as error:
             gateway.stats.admission_rejections[error.code or "other"] += 1
+            if key.id:
+                gateway.stats.key_rejections[key.name] += 1
             log.refused(error)
             raise
         except Exception:
@@ -73,7 +76,7 @@ class CompletionsEndpoint:
         send: Send,
         slot: Slot,
         key: ApiKey,
-        extra: dict[str, str],
+        use: KeyUse,
         trace: CallTrace | None,
     ) -> None:
         log = scope["state"]["log"]
@@ -82,7 +85,8 @@ class CompletionsEndpoint:
         call = log.call = await self._call(data, slot, key, socket, log)
         if trace is not None:
             trace.follow(call.states)
-        headers = [(name.encode(), value.encode()) for name, value in extra.items()]
+        use.take_prompts(sum(len(state.request.prompt_token_ids) for state in call.states))
+        headers = [(name.encode(), value.encode()) for name, value in use.headers.items()]
         if socket.is_lost:  # lost while the prompt was tokenised
             raise ClientLeft
         socket.on_lost = call.abandon
@@ -95,6 +99,7 @@ class CompletionsEndpoint:
         finally:
             socket.release()
             call.abandon()
+            use.take_output(call.num_output_tokens)
 
     async def _call(
         self, data: bytes, slot: Slot, key: ApiKey, socket: ClientSocket, log: RequestLog

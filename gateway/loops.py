@@ -10,6 +10,7 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
 
+from bus.api_keys import KeysFileError
 from bus.client import BusFull, BusUnavailable, Restart
 from bus.messages import Event, Metrics, StepOutput
 from bus.morphs import MorphReport
@@ -27,6 +28,7 @@ POLL_S = 2.0  # events of the controller announce most changes at once
 POLL_BUSY_S = 0.4  # interval with requests in flight: they leave a dead worker sooner
 TICK_S = 0.25
 DEMAND_S = 0.5
+KEYS_S = 0.5  # between two looks at the file of keys
 TRIM_S = 1.0
 HISTORY_BATCH = 1000
 SLICE = 32  # deltas, which take half a millisecond
@@ -60,6 +62,7 @@ class Loops:
             self._publish_events(),
             self._publish_demand(),
             self._tick(),
+            self._watch_keys(),
             self._gateway.outbox.run(),
             self._gateway.streams.run(),
             self._feeds.live.run(),
@@ -247,6 +250,21 @@ class Loops:
             except BusFull as error:
                 log.warning("the lease cannot be renewed: %s", error)
             await asyncio.sleep(LEASE_S / 3)
+
+    async def _watch_keys(self) -> None:
+        """Take the changes of the file of keys, and tell of each."""
+        if not self._gateway.settings.gateway.keys_file:
+            return
+        while True:
+            await asyncio.sleep(KEYS_S)
+            try:
+                changes = self._gateway.use_stored_keys()
+            except KeysFileError as error:
+                log.error("the API keys stay as they were: %s", error)
+                continue
+            for change in changes:
+                log.info("%s %s: %s", change.kind.replace("_", " "), change.key.id, change.reason)
+                self._gateway.publish(change.kind, change.key.id, change.reason, {})
 
     async def _tick(self) -> None:
         """Check deadlines while requests are in flight, and the counts when the last has ended."""

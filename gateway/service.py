@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import uvicorn
 
+from bus.api_keys import KeysFileError
 from bus.client import Bus
 from bus.settings import GatewaySettings, Settings, SettingsError
 from gateway.app import create_app
@@ -59,7 +60,7 @@ class GatewayServer(uvicorn.Server):
 async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
     """Serve until `stop`, then drain. Exits with status 2 for a setting, 1 if a background task failed."""
     section = settings.gateway
-    if not section.loopback_only and not section.api_keys:
+    if not section.loopback_only and not (section.api_keys or section.keys_file):
         _fail(
             f"gateway.host = {section.host!r} is open to others and gateway.api_keys is empty; "
             "set a key (INSTAR_GATEWAY__API_KEYS), or host = 127.0.0.1"
@@ -73,7 +74,7 @@ async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     try:
         gateway = Gateway(settings, bus)
-    except SettingsError as error:
+    except (SettingsError, KeysFileError) as error:
         listener.close()
         _fail(str(error))
     feeds = Feeds(gateway)

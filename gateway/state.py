@@ -23,6 +23,7 @@ from gateway.delivery.placement import Placement
 from gateway.delivery.table import RequestTable
 from gateway.errors import unavailable
 from gateway.http.auth import ADMIN_HINT, API_HINT, Keys
+from gateway.http.key_file import KeyChange, StoredKeys
 from gateway.http.limits import Admission, RateLimiter
 from gateway.http.sse import Streams
 from gateway.morphs import Morphs
@@ -36,15 +37,20 @@ MAX_EVENTS = 1000  # events that wait to be published; more are dropped
 
 
 class Gateway:
-    """One gateway process. Raises SettingsError if a setting needs a package that is missing."""
+    """One gateway process. Raises SettingsError if a setting needs a package that is missing.
+
+    Raises KeysFileError if the file of keys cannot be read.
+    """
 
     def __init__(self, settings: Settings, bus: Bus) -> None:
         section = settings.gateway
         self.settings, self.bus = settings, bus
         # Containers that share their host's network have its name, and each a process of the same number.
         self.id = section.id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-        self.keys = Keys(section.api_keys, API_HINT)
-        self.admin_keys = Keys(section.admin_keys, ADMIN_HINT)
+        self.keys = Keys(section.api_keys, API_HINT, is_closed=bool(section.keys_file))
+        self.admin_keys = Keys(section.admin_keys, ADMIN_HINT, ("admin-read", "admin-write"))
+        self.stored_keys = StoredKeys(section.keys_file)
+        self.use_stored_keys()
         self.admission = Admission(section.max_queue, section.max_inflight, lambda: len(self.keys) > 1)
         self.rate = RateLimiter(section.rate_limit_rpm, section.rate_limit_concurrent)
         self.stats = GatewayStats()
@@ -73,6 +79,17 @@ class Gateway:
         self.tracer = tracer_of(settings.tracing, self.id, self.morphs, self.cluster)
         self.is_draining = False
         self._bus_away_since: float | None = None
+
+    def use_stored_keys(self) -> list[KeyChange]:
+        """Read the file of keys if it has changed. Returns what has.
+
+        Raises KeysFileError; then the keys stay as they were.
+        """
+        changes = self.stored_keys.read()
+        if changes:
+            for keys in (self.keys, self.admin_keys):
+                keys.replace_stored(self.stored_keys.keys)
+        return changes
 
     def refuse_if_closed(self) -> None:
         """Raise ApiError 503 while draining, and if Redis has been away for BUS_PATIENCE_S."""

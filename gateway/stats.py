@@ -111,6 +111,7 @@ class GatewayStats:
 
     models: defaultdict[str, ModelStats] = field(default_factory=partial(defaultdict, ModelStats))
     admission_rejections: Counter[str] = _counter("Calls refused, by error code.", "reason")
+    key_rejections: Counter[str] = _counter("Calls with a known API key that were refused.", "key")
     ignored_message_fields: int = _number("Fields of chat messages that have no effect here.")
     late_deltas: int = _number("Deltas dropped: of a void attempt or a fenced epoch.")
     token_gaps: int = _number("Requests that missed a token.")

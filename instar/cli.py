@@ -22,6 +22,7 @@ COMMANDS: Final = {
     "deploy": "serve a registered model by an intent",
     "deployments": "show deployments and why they wait",
     "retire": "end a deployment",
+    "keys": "add, list and revoke API keys",
     "drain": "let a worker finish its requests and leave",
     "complete": "complete a text",
     "bench": "replay recorded traffic, or record it",

@@ -1,4 +1,4 @@
-"""API keys: one set for /v1, one for /admin.
+"""API keys: one set for /v1, one for /admin, and the keys of the file in both, each with its scopes.
 
 Every key is compared, in constant time, so that the time of an answer shows nothing of a key.
 """
@@ -10,7 +10,7 @@ import ipaddress
 from collections.abc import Collection, Iterable
 from urllib.parse import urlsplit
 
-from bus.api_keys import ANONYMOUS, ApiKey, digest_of, plain_key
+from bus.api_keys import ANONYMOUS, ApiKey, Scope, digest_of, plain_key
 from bus.settings import is_loopback
 from gateway.errors import ApiError, bad_key
 
@@ -26,21 +26,36 @@ PRIVATE_DOMAINS = (".localhost", ".local", ".internal", ".home.arpa", ".svc")
 
 
 class Keys:
-    """A set of keys, held as digests. `hint`: says in a refusal which keys these are."""
+    """The keys of one API: those of the settings, which have `scopes`, and those of the file of keys.
 
-    def __init__(self, keys: Iterable[str], hint: str = "") -> None:
-        self._hint = hint
-        self._keys = [plain_key(key, "inference") for key in keys]
+    `hint`: says in a refusal which keys these are. `is_closed`: without a key nobody may call.
+    """
+
+    def __init__(
+        self,
+        keys: Iterable[str],
+        hint: str = "",
+        scopes: tuple[Scope, ...] = ("inference",),
+        *,
+        is_closed: bool = False,
+    ) -> None:
+        self._hint, self._scopes, self._is_closed = hint, scopes, is_closed
+        self._own = [plain_key(key, *scopes) for key in keys]
+        self._keys = self._own
 
     def __bool__(self) -> bool:
-        return bool(self._keys)
+        return self._is_closed or bool(len(self))
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return sum(any(map(key.may, self._scopes)) for key in self._keys)
 
-    def check(self, headers: Headers) -> ApiKey:
-        """Return the caller's key; ANONYMOUS if no keys are configured. Raises ApiError 401."""
-        if not self._keys:
+    def replace_stored(self, stored: Iterable[ApiKey]) -> None:
+        """Take the keys that the file has now."""
+        self._keys = [*self._own, *stored]
+
+    def check(self, headers: Headers, scope: Scope = "inference") -> ApiKey:
+        """Return the caller's key; ANONYMOUS if none is needed. Raises ApiError 401, or 403 for its scope."""
+        if not self:
             return ANONYMOUS
         given = _bearer(headers)
         if given is None:
@@ -49,17 +64,21 @@ class Keys:
         matches = [key for key in self._keys if hmac.compare_digest(digest, key.digest)]
         if not matches:
             raise bad_key(f"the API key in the header `{HEADER}` is not known here{self._hint}")
+        if not matches[0].may(scope):
+            raise _out_of_scope(matches[0], scope)
         return matches[0]
 
 
-def check_admin(keys: Keys, headers: Headers, host: str, *, loopback_only: bool) -> None:
+def check_admin(
+    keys: Keys, headers: Headers, host: str, *, loopback_only: bool, scope: Scope = "admin-write"
+) -> None:
     """Check a call of /admin. Raises ApiError 401 or 403.
 
     Without keys only this machine may make one, and no page of another site. `loopback_only`: no other
     machine can connect.
     """
     if keys:
-        keys.check(headers)
+        keys.check(headers, scope)
         return
     if not loopback_only and not is_loopback(host.removeprefix("::ffff:")):  # IPv4 on an IPv6 socket
         raise _forbidden("answers this machine only; set a key to use it from another")
@@ -132,6 +151,14 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(text)
     except ValueError:
         return None
+
+
+def _out_of_scope(key: ApiKey, scope: Scope) -> ApiError:
+    message = (
+        f"the API key {key.name!r} may do {', '.join(key.scopes)}, and this takes {scope}; "
+        f"`instar keys add NAME --scope {scope}` makes one that may"
+    )
+    return ApiError(403, message, code="insufficient_scope")
 
 
 def _forbidden_api(how: str) -> ApiError:

@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
+from bus.api_keys import ApiKey
 from gateway.errors import invalid, overloaded, too_many
 
 
@@ -140,56 +142,121 @@ class Admission:
 
 @dataclass(slots=True)
 class _Bucket:
-    tokens: float
+    """A bucket that refills evenly to `per_minute`. Its level may be below zero: then it has a debt."""
+
+    per_minute: int
+    level: float
     at: float
+
+    def refill(self, per_minute: int, now: float) -> None:
+        """Take a limit, which may have changed, and what has flowed in until `now`."""
+        if per_minute != self.per_minute:
+            self.level += per_minute - self.per_minute
+            self.per_minute = per_minute
+        self.level = min(float(per_minute), self.level + (now - self.at) * per_minute / 60)
+        self.at = now
+
+    def wait_s(self, amount: float) -> float:
+        """Return in how many seconds it holds `amount`, or is full if it never holds so much."""
+        if not self.per_minute:
+            return 0.0
+        return max(0.0, (min(amount, self.per_minute) - self.level) * 60 / self.per_minute)
+
+    def headers(self, unit: str) -> dict[str, str]:
+        """Return OpenAI's headers of a limit; none without one."""
+        if not self.per_minute:
+            return {}
+        return {
+            f"x-ratelimit-limit-{unit}": str(self.per_minute),
+            f"x-ratelimit-remaining-{unit}": str(max(0, int(self.level))),
+            f"x-ratelimit-reset-{unit}": f"{self.wait_s(self.per_minute):.1f}s",
+        }
+
+
+@dataclass(slots=True)
+class KeyUse:
+    """The rest that a key has of its limits.
+
+    A call takes the tokens of its prompts before it runs, and those of its answer when it has ended: so what
+    a client asks for and does not get costs it nothing.
+    """
+
+    requests: _Bucket
+    tokens: _Bucket
+    max_running: int = 0
     running: int = 0
+
+    def take_prompts(self, num_tokens: int) -> None:
+        """Take the tokens of a call's prompts, once for each choice. Raises ApiError 429.
+
+        More than a minute's tokens go through when the bucket is full, and leave a debt.
+        """
+        if wait_s := self.tokens.wait_s(num_tokens):
+            what = f"over {self.tokens.per_minute} tokens per minute with the {num_tokens} of this prompt"
+            raise too_many(f"this key sent {what}; wait and try again", wait_s, self.headers)
+        self.tokens.level -= num_tokens
+
+    def take_output(self, num_tokens: int) -> None:
+        """Take the tokens of an answer. The bucket may be in debt then, and the next call waits for it."""
+        self.tokens.level -= num_tokens
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """OpenAI's headers, for the limits that there are."""
+        return self.requests.headers("requests") | self.tokens.headers("tokens")
+
+    def refuse_if_over(self) -> None:
+        """Raise ApiError 429 unless one more call may begin."""
+        if self.max_running and self.running >= self.max_running:
+            what, wait_s = f"{self.running} requests at once, the limit is {self.max_running}", 1.0
+        elif wait_s := self.requests.wait_s(1):
+            what = f"over {self.requests.per_minute} requests per minute"
+        elif wait_s := self.tokens.wait_s(1):
+            what = f"over {self.tokens.per_minute} tokens per minute"
+        else:
+            return
+        raise too_many(f"this key sent {what}; wait and try again", wait_s, self.headers)
+
+
+RATE_HEADERS: Final = tuple(
+    f"x-ratelimit-{what}-{unit}"
+    for unit in ("requests", "tokens")
+    for what in ("limit", "remaining", "reset")
+)
 
 
 class RateLimiter:
-    """Limits of calls per minute (a bucket that refills evenly) and at once, for each key; 0: no limit."""
+    """Limits of each key: requests and tokens per minute, requests at once.
+
+    rpm, concurrent: of keys that have no limit of their own; 0: none. Each gateway counts for itself.
+    """
 
     def __init__(self, rpm: int, concurrent: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.rpm, self.concurrent = rpm, concurrent
         self._clock = clock
-        self._buckets: dict[str, _Bucket] = {}
+        self._uses: dict[str, KeyUse] = {}
 
     @contextmanager
-    def enter(self, key: str) -> Iterator[dict[str, str]]:
-        """Count one call and yield the x-ratelimit headers of its answer. Raises ApiError 429."""
-        if not self.rpm and not self.concurrent:
-            yield {}
-            return
-        bucket = self._refilled(key)
-        self._refuse_if_over(bucket)
-        bucket.tokens -= 1
-        bucket.running += 1
+    def enter(self, key: ApiKey) -> Iterator[KeyUse]:
+        """Count one call of `key` while it runs. Raises ApiError 429."""
+        use = self._refilled(key)
+        use.refuse_if_over()
+        use.requests.level -= 1
+        use.running += 1
         try:
-            yield self._headers(bucket)
+            yield use
         finally:
-            bucket.running -= 1
+            use.running -= 1
+            if not (use.running or use.requests.per_minute or use.tokens.per_minute):
+                self._uses.pop(key.id, None)
 
-    def _refilled(self, key: str) -> _Bucket:
-        now = self._clock()
-        bucket = self._buckets.setdefault(key, _Bucket(tokens=float(self.rpm), at=now))
-        bucket.tokens = min(float(self.rpm), bucket.tokens + (now - bucket.at) * self.rpm / 60)
-        bucket.at = now
-        return bucket
-
-    def _refuse_if_over(self, bucket: _Bucket) -> None:
-        if self.concurrent and bucket.running >= self.concurrent:
-            what, wait_s = f"{bucket.running} requests at once, the limit is {self.concurrent}", 1.0
-        elif self.rpm and bucket.tokens < 1:
-            what, wait_s = f"over {self.rpm} requests per minute", (1 - bucket.tokens) * 60 / self.rpm
-        else:
-            return
-        raise too_many(f"this key sent {what}; wait and try again", wait_s, self._headers(bucket))
-
-    def _headers(self, bucket: _Bucket) -> dict[str, str]:
-        if not self.rpm:
-            return {}
-        full_in_s = (self.rpm - bucket.tokens) * 60 / self.rpm
-        return {
-            "x-ratelimit-limit-requests": str(self.rpm),
-            "x-ratelimit-remaining-requests": str(max(0, int(bucket.tokens))),
-            "x-ratelimit-reset-requests": f"{full_in_s:.1f}s",
-        }
+    def _refilled(self, key: ApiKey) -> KeyUse:
+        now, rpm = self._clock(), key.rpm or self.rpm
+        use = self._uses.get(key.id)
+        if use is None:
+            use = KeyUse(_Bucket(rpm, float(rpm), now), _Bucket(key.tpm, float(key.tpm), now))
+            self._uses[key.id] = use
+        use.requests.refill(rpm, now)
+        use.tokens.refill(key.tpm, now)
+        use.max_running = key.concurrent or self.concurrent
+        return use

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, TypeVar
 from fastapi import Depends, Request
 from starlette.responses import Response
 
+from bus.api_keys import Scope
 from bus.catalogue import Contents
 from bus.client import BusFull, BusUnavailable
 from bus.deployments import Answer, Deployment, ModelCard, Order
@@ -45,7 +46,8 @@ async def allowed(request: Request, gateway: Here) -> None:
     """Raise ApiError 401 or 403 unless the caller may use /admin."""
     host = request.client.host if request.client else ""
     loopback_only = gateway.settings.gateway.loopback_only
-    check_admin(gateway.admin_keys, request.headers.raw, host, loopback_only=loopback_only)
+    scope: Scope = "admin-read" if request.method in ("GET", "HEAD") else "admin-write"
+    check_admin(gateway.admin_keys, request.headers.raw, host, loopback_only=loopback_only, scope=scope)
 
 
 async def body_of(request: Request, gateway: Gateway) -> bytes:

@@ -52,7 +52,7 @@ def device_problem(worker: WorkerSettings) -> str:
 
 
 def exposure_problem(gateway: GatewaySettings) -> str:
-    if gateway.loopback_only or gateway.api_keys:
+    if gateway.loopback_only or gateway.api_keys or gateway.keys_file:
         return ""
     return (
         f"gateway.host (--host) is {gateway.host!r}, which is open to other machines, and no key is set: "

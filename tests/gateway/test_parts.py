@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.api_keys import ANONYMOUS
+from bus.api_keys import ANONYMOUS, ApiKey, Scope, new_key, plain_key
 from bus.messages import SamplingParams
 from gateway.delivery.dispatch import Candidate, TooLong, choose
 from gateway.delivery.request import GenerationRequest, InstanceAddress, RequestState
@@ -17,6 +17,9 @@ from gateway.errors import ApiError
 from gateway.http.auth import Keys, check_admin, check_api
 from gateway.http.limits import Admission, RateLimiter
 from tests.support.gateway_core import Ear
+
+ADMIN: tuple[Scope, ...] = ("admin-read", "admin-write")
+KEY, ANOTHER = plain_key("key", "inference"), plain_key("another", "inference")
 
 
 def candidate(name: str, **changes: Any) -> Candidate:
@@ -126,27 +129,121 @@ def test_requests_per_minute_refill_evenly() -> None:
     now = [0.0]
     limiter = RateLimiter(rpm=2, concurrent=0, clock=lambda: now[0])
     for remaining in ("1", "0"):
-        with limiter.enter("key") as headers:
-            assert headers["x-ratelimit-remaining-requests"] == remaining
-    with pytest.raises(ApiError) as refusal, limiter.enter("key"):
+        with limiter.enter(KEY) as use:
+            assert use.headers["x-ratelimit-remaining-requests"] == remaining
+    with pytest.raises(ApiError) as refusal, limiter.enter(KEY):
         pass
     assert (refusal.value.status, refusal.value.headers["retry-after"]) == (429, "30")
-    with limiter.enter("another key"):
+    with limiter.enter(ANOTHER):
         pass
     now[0] = 30.0
-    with limiter.enter("key"):
+    with limiter.enter(KEY):
         pass
 
 
 def test_requests_at_once_are_limited_per_key() -> None:
     limiter = RateLimiter(rpm=0, concurrent=1)
-    with limiter.enter("key"):
-        with pytest.raises(ApiError, match="at once"), limiter.enter("key"):
+    with limiter.enter(KEY):
+        with pytest.raises(ApiError, match="at once"), limiter.enter(KEY):
             pass
-        with limiter.enter("another"):
+        with limiter.enter(ANOTHER):
             pass
-    with limiter.enter("key"):
+    with limiter.enter(KEY):
         pass
+
+
+def limited(*, rpm: int = 0, tpm: int = 0, concurrent: int = 0) -> ApiKey:
+    return ApiKey(id="limited", name="limited", rpm=rpm, tpm=tpm, concurrent=concurrent)
+
+
+def test_tokens_per_minute_count_prompts_ahead_and_answers_when_they_have_ended() -> None:
+    now = [0.0]
+    limiter, key = RateLimiter(rpm=0, concurrent=0, clock=lambda: now[0]), limited(tpm=60)
+    with limiter.enter(key) as use:
+        use.take_prompts(20)
+        assert use.headers == {
+            "x-ratelimit-limit-tokens": "60",
+            "x-ratelimit-remaining-tokens": "40",
+            "x-ratelimit-reset-tokens": "20.0s",
+        }
+        use.take_output(70)  # more than is left: a debt of 30
+    with pytest.raises(ApiError, match="over 60 tokens per minute") as refusal, limiter.enter(key):
+        pass
+    assert (refusal.value.status, refusal.value.headers["retry-after"]) == (429, "31")
+    assert refusal.value.headers["x-ratelimit-remaining-tokens"] == "0"
+    now[0] = 31.0
+    with limiter.enter(key) as use, pytest.raises(ApiError, match="the 11 of this prompt") as refusal:
+        use.take_prompts(11)
+    assert refusal.value.headers["retry-after"] == "10"
+    now[0] = 200.0
+    with limiter.enter(key) as use:
+        use.take_prompts(100)  # it would never fit, so it goes when the bucket is full, and leaves a debt
+    with pytest.raises(ApiError), limiter.enter(key):
+        pass
+
+
+def test_who_waits_as_long_as_a_refusal_says_is_not_refused_again() -> None:
+    now = [0.0]
+    limiter, key = RateLimiter(rpm=0, concurrent=0, clock=lambda: now[0]), limited(tpm=600, rpm=30)
+    was_refused, num_refusals = False, 0
+    for _ in range(200):
+        try:
+            with limiter.enter(key) as use:
+                use.take_prompts(37)
+                use.take_output(11)
+            was_refused = False
+        except ApiError as refusal:
+            # One limit may follow another: a call that may begin again may still lack tokens for its prompt.
+            assert not was_refused or "of this prompt" in refusal.message
+            was_refused, num_refusals = True, num_refusals + 1
+            now[0] += int(refusal.headers["retry-after"])
+    assert num_refusals > 50
+
+
+def test_a_key_has_its_own_limits_before_those_of_the_settings_and_takes_new_ones_at_once() -> None:
+    limiter = RateLimiter(rpm=1, concurrent=1, clock=lambda: 0.0)
+    with limiter.enter(limited(rpm=10, concurrent=2)), limiter.enter(limited(rpm=10, concurrent=2)) as use:
+        assert use.headers["x-ratelimit-remaining-requests"] == "8"
+        with pytest.raises(ApiError, match="the limit is 2"), limiter.enter(limited(rpm=10, concurrent=2)):
+            pass
+    with limiter.enter(limited(rpm=20)) as use:
+        assert use.headers["x-ratelimit-remaining-requests"] == "17", "what was taken stays taken"
+    with limiter.enter(KEY), pytest.raises(ApiError, match="the limit is 1"), limiter.enter(KEY):
+        pass
+
+
+def test_keys_of_the_file_have_scopes_and_keys_of_the_settings_those_of_their_api() -> None:
+    api, admin = Keys(["of-the-settings"], is_closed=True), Keys([], "", ADMIN)
+    assert api and not admin
+    reader, writer = new_key("reader", scopes=("admin-read",)), new_key("writer", scopes=("admin-write",))
+    caller = new_key("caller", weight=2.0)
+    for keys in (api, admin):
+        keys.replace_stored([caller[1]])
+    assert not admin, "a key that may not use /admin does not close it to this machine"
+    for keys in (api, admin):
+        keys.replace_stored([one for _, one in (reader, writer, caller)])
+    assert admin and len(api) == 2
+
+    def may(keys: Keys, text: str, scope: Scope) -> bool:
+        headers = [(b"authorization", f"Bearer {text}".encode())]
+        try:
+            return bool(keys.check(headers, scope).id)
+        except ApiError as refusal:
+            assert (refusal.status, refusal.code) == (403, "insufficient_scope")
+            return False
+
+    scopes: tuple[Scope, ...] = ("inference", "admin-read", "admin-write")
+    assert [may(api, reader[0], scope) for scope in scopes] == [False, True, False]
+    assert [may(api, writer[0], scope) for scope in scopes] == [False, True, True]
+    assert [may(api, caller[0], scope) for scope in scopes] == [True, False, False]
+    assert may(api, "of-the-settings", "inference")
+    for keys in (api, admin):
+        keys.replace_stored([])
+    with pytest.raises(ApiError) as refusal:
+        api.check([(b"authorization", f"Bearer {caller[0]}".encode())])
+    assert refusal.value.status == 401
+    with pytest.raises(ApiError):
+        Keys([], is_closed=True).check([])
 
 
 def test_keys_are_told_apart_and_wrong_ones_refused() -> None:
@@ -185,7 +282,9 @@ def test_without_admin_keys_no_page_of_another_site_administers(headers: list[tu
         with pytest.raises(ApiError) as refusal:
             check_admin(Keys([]), headers, "127.0.0.1", loopback_only=loopback_only)
         assert refusal.value.status == 403
-    check_admin(Keys(["k"]), [*headers, (b"authorization", b"Bearer k")], "9.9.9.9", loopback_only=False)
+    check_admin(
+        Keys(["k"], "", ADMIN), [*headers, (b"authorization", b"Bearer k")], "9.9.9.9", loopback_only=False
+    )
 
 
 @pytest.mark.parametrize("host", [b"localhost:8000", b"127.0.0.1:8000", b"[::1]:8000", b"LOCALHOST"])
