@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from bench.common.oracles import make_oracle
-from tests.support.group_workers import GroupWorker, model_fixtures, transform, workers
-from tests.worker.tensor_parallel.test_workers import Load, oracle, prompt
+from bench.common.oracles import RoundedCache, make_oracle
+from tests.support.group_workers import GroupWorker, model_fixtures, resize, transform, workers
+from tests.worker.tensor_parallel.test_workers import Load, converted, oracle, prompt
 
 LAYERS = 3
 SLOW = pytest.mark.slow
@@ -106,3 +106,49 @@ def test_groups_neither_join_nor_leave_a_group_that_shares_heads(folder: Path) -
         assert changed(each, 4).state == "applied"
         report = changed(each, 2)
         assert report.state == "conflict" and "not groups of 2; go to degree 1 first" in report.reason
+
+
+@SLOW
+@pytest.mark.parametrize("layers", [0, 1, LAYERS])
+def test_when_a_member_leaves_the_others_recompute_their_own_requests(
+    folder: Path, model: Any, layers: int
+) -> None:
+    with workers(folder, 4) as members:
+        *each, gone = members
+        for i, worker in enumerate(each):
+            worker.submit("a", prompt(i, 30), 300)
+            worker.wait(lambda w=worker: len(w.tokens["a"]) > 0, "its first token")  # type: ignore[misc]
+        morph = transform(members, 4)
+        each[0].wait(
+            lambda: any(r.id == morph and r.numbers.get("layers_done", 0) >= layers for r in each[0].reports),
+            "so many layers",
+        )
+        gone.transport.close()
+        for i, worker in enumerate(each):
+            worker.wait_ends("a")
+            assert worker.tokens["a"] == oracle(model, prompt(i, 30), 300)
+            worker.wait_degree(1)
+
+
+@SLOW
+def test_a_group_that_shares_heads_resizes_and_converts_its_kv_as_others_do(folder: Path, model: Any) -> None:
+    with workers(folder, 4) as each:
+        leader = each[0]
+        assert changed(each, 4).state == "applied"
+        before = blocks(leader)
+        for i, worker in enumerate(each):
+            worker.submit("through", prompt(i, 21), 200)
+        fewer = leader.end_of(resize(leader, before // 2))
+        assert fewer.state == "applied" and before // 2 <= blocks(leader) < before, fewer
+        more = leader.end_of(resize(leader, before))
+        assert more.state == "applied" and blocks(leader) >= before - 1, more
+        for i, worker in enumerate(each):
+            worker.wait_ends("through")
+            assert worker.tokens["through"] == oracle(model, prompt(i, 21), 200)
+        there = converted(leader)
+        assert there.state == "applied" and blocks(leader) > 2 * before, there
+        leader.submit("rounded", prompt(9, 33), 40)
+        leader.wait_ends("rounded")
+        assert leader.tokens["rounded"] == oracle(model, prompt(9, 33), 40, RoundedCache)
+        back = converted(leader, "full")
+        assert back.state == "applied" and changed(each, 1).state == "applied"
