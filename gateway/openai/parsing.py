@@ -20,6 +20,7 @@ from gateway.openai.params import (
     ChatBody,
     CompletionBody,
     SamplingBody,
+    StreamOptions,
 )
 from gateway.openai.problems import first_problem, shown
 
@@ -99,10 +100,10 @@ def _best_value(name: str) -> str:
 
 
 def _check_together(body: SamplingBody) -> None:
-    if "stream_options" in body.model_fields_set and not body.stream:
+    if body.stream_options != StreamOptions() and not body.stream:
         raise invalid("stream_options is only allowed with stream: true", "stream_options")
     has_floor = body.min_precision is not None or body.max_loss is not None
-    if "min_precision_wait" in body.model_fields_set and not has_floor:
+    if not body.min_precision_wait and not has_floor:
         raise invalid("min_precision_wait needs min_precision or max_loss", "min_precision_wait")
     if isinstance(body, ChatBody):
         if body.top_logprobs is not None and not body.logprobs:

@@ -178,7 +178,7 @@ async def get_policy(gateway: Here) -> Response:
     return json_answer(asdict(gateway.policy))
 
 
-@router.get("/policy/fields")
+@router.get("/policy/fields", responses=answering(list[dict[str, Any]]))
 async def get_policy_fields() -> Response:
     """Return the declaration of each field: label, type, limits, unit, meaning, effects of modes."""
     return json_answer(describe())

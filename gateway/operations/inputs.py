@@ -58,7 +58,10 @@ def _number_or_text(text: str) -> Any:
 
 
 def answering(
-    kind: type[BaseModel] | None = None, *refusals: int, ok: Collection[int] = (200,), media: str = ""
+    kind: type[BaseModel] | type[list[Any]] | None = None,
+    *refusals: int,
+    ok: Collection[int] = (200,),
+    media: str = "",
 ) -> dict[int | str, dict[str, Any]]:
     """Return the `responses` of a route: its answers of `kind`, and refusals that not every route has.
 

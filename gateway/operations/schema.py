@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, get_origin
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.dependencies.models import Dependant
@@ -173,6 +173,8 @@ class Describer:
         return {"required": True, "content": {JSON: {"schema": self._ref(kind, "validation")}}}
 
     def _ref(self, kind: Any, mode: str) -> JsonSchema:
+        if get_origin(kind) is list:
+            return {"type": "array", "items": {"type": "object"}}
         self._kinds.setdefault((kind, mode), TypeAdapter(kind))
         return {"$ref": REF.format(model=kind.__name__)}
 
