@@ -26,6 +26,7 @@ from worker.shape.copier import Copier, Pace
 log = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 1000  # ids of morphs, for a command that comes again
+CHECK_S = 60.0  # a whole check, which takes milliseconds, waits for an idle boundary for so long at most
 # The books or the device are broken: no going on.
 FATAL: tuple[type[Exception], ...] = (BrokenInvariant, AssertionError, *DEVICE_ERRORS)
 
@@ -81,6 +82,7 @@ class MorphManager:
         self._known: deque[str] = deque(maxlen=MAX_REMEMBERED)
         self._reports: list[MorphReport] = []
         self._is_hurried = False
+        self._unchecked: dict[str, float] = {}  # when instances are checked as a whole, at the latest
         for target in targets.values():
             self.add(target)
 
@@ -208,6 +210,8 @@ class MorphManager:
             if len(self._jobs) > 1:
                 first = next(iter(self._jobs))
                 self._jobs[first] = self._jobs.pop(first)
+        if self._unchecked:
+            self._check_rest()
         if len(self.targets) > 1 and is_busy:
             self._share()
         reports, self._reports = self._reports, []
@@ -307,9 +311,20 @@ class MorphManager:
     ) -> None:
         report = job.report(state, reason, numbers)
         del self._jobs[job.command.id]
-        if target := self.targets.get(job.command.instance):
+        if target := self.targets.get(instance := job.command.instance):
             target.check_integrity(is_brief=self._is_busy)
+            if self._is_busy:
+                self._unchecked.setdefault(instance, time.monotonic() + CHECK_S)
         self._tell(report)
+
+    def _check_rest(self) -> None:
+        """Make up for what checks under load left out: at an idle boundary, or when it is due under load."""
+        now = time.monotonic()
+        for instance, due in list(self._unchecked.items()):
+            if (not self._is_busy or now >= due) and not self.is_morphing(instance):
+                del self._unchecked[instance]
+                if target := self.targets.get(instance):
+                    target.check_integrity()
 
     def _tell(self, report: MorphReport) -> None:
         if report.state != "running":

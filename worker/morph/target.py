@@ -372,7 +372,7 @@ class Target(MemberTarget):
         """Raise BrokenInvariant or AssertionError if a page or a block is lost or owned twice.
 
         is_brief: leave out what takes milliseconds on a large device, for which steps would wait: the pool's
-        pages, the blocks of each sequence, and those of the prefix cache.
+        pages, the blocks of each sequence, and those of the prefix cache. The caller makes up for it later.
         """
         self.resizer.cache.check_integrity(with_index=not is_brief)
         if not is_brief:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,6 +78,36 @@ def test_a_busy_worker_takes_its_time_unless_something_waits_for_the_swap(rig: R
             time.sleep(0.001)
         assert bool(hurried.executor.num_running) != goes_on
         hurried.close()
+
+
+@pytest.mark.parametrize("comes", ["an idle boundary", "the time for it"])
+def test_what_a_check_under_load_leaves_out_is_made_up_for(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, comes: str
+) -> None:
+    checks, check = list[bool](), rig.target.check_integrity
+
+    def noted(is_brief: bool = False) -> None:
+        checks.append(is_brief)
+        check(is_brief)
+
+    monkeypatch.setattr(rig.target, "check_integrity", noted)
+    rig.engine.submit("toy@w0", request("r", [1, 2, 3], 100))
+    for precision in ("int8", "int4"):
+        swap(rig, precision, name=precision, count=1)
+        while rig.executor.num_running:
+            rig.engine.step()
+            rig.advance()
+    rig.advance()
+    assert rig.engine.has_work and checks == [True, True]
+    if comes == "an idle boundary":
+        while rig.engine.has_work:
+            rig.engine.step()
+        assert rig.executor.patience_s == 0.0, "the engine's thread would sleep on"
+    else:
+        monkeypatch.setattr("worker.morph.manager.time", SimpleNamespace(monotonic=lambda: math.inf))
+    rig.advance()
+    rig.advance()
+    assert rig.engine.has_work == (comes == "the time for it") and checks == [True, True, False]
 
 
 # ------------------------------------------------------------------------------------- the way down
