@@ -56,9 +56,10 @@ def test_a_stream_survives_the_death_of_its_worker_token_for_token(
 
 @pytest.mark.slow
 def test_stop_strings_logprobs_and_n_survive_the_death_of_a_worker(service: Service) -> None:
-    whole = Stream(service, LONG_STREAM).start().finished().text
+    longer = LONG_STREAM | {"max_tokens": 600}  # it runs for long enough to be seen before it is stopped
+    whole = Stream(service, longer).start().finished().text
     stop = late_and_new(whole)
-    for params in (SEEDED | {"n": 2}, LONG_STREAM | {"stop": [stop], "logprobs": 0}):
+    for params in (SEEDED | {"n": 2}, longer | {"stop": [stop], "logprobs": 0}):
         undisturbed = Stream(service, params).start().finished()
         stream = Stream(service, params).start().wait_chunks(6)
         service.processes[busy_worker(service)].kill()
