@@ -119,7 +119,7 @@ async def test_a_transform_takes_as_many_steps_as_its_target_needs(four: Gate) -
     async with four.http() as http:
         answer = await http.post(TRANSFORM, params={"wait": "true"}, json=body)
         morph = answer.json()
-        assert (answer.status_code, morph["state"], morph["kind"]) == (200, "applied", "transform")
+        assert (answer.status_code, morph["state"], morph["kind"]) == (200, "applied", "transform"), morph
         assert (morph["target"], sorted(morph["workers"])) == ("demo@w0", ["w0", "w1", "w2", "w3"])
         assert morph["decided"] == (
             "ordered by hand: tp 4 on w0, w1, w2, w3, in steps: tp 2 on w2, w3; tp 4 on w0, w2, w1, w3"
