@@ -70,7 +70,7 @@ def test_every_route_is_described(document: dict[str, Any]) -> None:
 
 
 def test_no_handler_parses_a_body_that_is_not_described() -> None:
-    """Whoever calls `body_of` by hand takes a body past the schema."""
+    """A handler that calls `body_of` itself takes a body past the schema."""
     folder = Path(schema.__file__).parent
     callers = {one.name for one in folder.glob("*.py") if "body_of(request" in one.read_text()}
     assert callers == {"answers.py", "inputs.py"}

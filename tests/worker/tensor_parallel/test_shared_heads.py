@@ -49,7 +49,7 @@ def test_four_workers_share_two_kv_heads_while_requests_run(folder: Path, model:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=SLOW)])
 def test_a_falcon_with_one_kv_head_comes_together_and_parts(tmp_path: Path, size: int) -> None:
-    """Where the heads do not divide either, ranks have unlike numbers of them."""
+    """Ranks have unlike numbers of query heads, which do not divide either."""
     model = make_oracle("falcon with one KV head", max_position_embeddings=1024)
     model.save_pretrained(tmp_path)
     with workers(tmp_path, size) as each:
