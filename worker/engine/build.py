@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -45,7 +46,8 @@ def make_pool(device: torch.device, budget_bytes: int = 0, page_bytes: int = 0) 
 
     backend = CudaBackend(device, page_bytes or CUDA_PAGE_BYTES)
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    return PagePool(backend, budget_bytes or int(free_bytes * CUDA_BUDGET_SHARE))
+    beside = ThreadPoolExecutor(1, "pages")
+    return PagePool(backend, budget_bytes or int(free_bytes * CUDA_BUDGET_SHARE), beside)
 
 
 def served_context(model: Model, max_model_len: int) -> int:

@@ -61,8 +61,9 @@ class Fence(Protocol):
 class Backend(Protocol):
     """The physical memory of one device.
 
-    Calls are not thread-safe, except `begin_write`; the pool's owner makes them. An unmapped page keeps its
-    memory for its next owner, since getting it from the system again takes longer than filling it.
+    The pool's owner makes the calls, except `begin_write`; on a GPU other threads may map pages that were
+    made, not zeroed, and unmap pages that the owner leaves alone. An unmapped page keeps its memory for its
+    next owner, since getting it from the system again takes longer than filling it.
     """
 
     page_bytes: int
@@ -77,6 +78,12 @@ class Backend(Protocol):
 
     def reserve(self, nbytes: int) -> AddressSpace:
         """Reserve `nbytes` of addresses (whole pages) with nothing mapped. Raises MappingFailed."""
+
+    def make(self, pages: PageNumbers) -> None:
+        """Have the memory of these pages, so that another thread than the owner's may map them.
+
+        All of them, or none that was not there. Raises MappingFailed.
+        """
 
     def map(self, space: AddressSpace, first_page: int, pages: PageNumbers, *, zeroed: bool = True) -> None:
         """Map physical `pages` at the space's pages from `first_page` on: all of them, or none.

@@ -102,6 +102,9 @@ class CpuBackend:
                 raise
             space.pages[first : first + length] = pages[start : start + length]
 
+    def make(self, pages: PageNumbers) -> None:
+        """Do nothing: the system makes memory at the first access."""
+
     def fence(self) -> None:
         """Return None: what uses pages has ended when its call returns."""
 

@@ -160,9 +160,25 @@ class CudaBackend:
         self._dropped.free()
         return CudaSpace(nbytes, self.device, self._dropped)
 
+    def make(self, pages: PageNumbers) -> None:
+        """Create those of these pages that were never mapped before: all of them, or none."""
+        self._context.make_current()
+        before = len(self._handles)
+        missing = [page for page in pages.tolist() if page not in self._handles]
+        try:
+            for page in missing:
+                self._handles[page] = check(driver.cuMemCreate(self.page_bytes, self._prop, 0))
+        except MappingFailed as error:
+            made = len(self._handles) - before
+            _release(self._handles, self._context, keep=before)
+            raise MappingFailed(
+                f"{self.device} gave {made} of {len(missing)} more pages of {self.page_bytes >> 10} KiB, and"
+                f" holds {before}: free what else uses its memory, or lower memory_mb ({error})"
+            ) from error
+
     def map(self, space: AddressSpace, first_page: int, pages: PageNumbers, *, zeroed: bool = True) -> None:
         self._context.make_current()
-        self._make(pages)
+        self.make(pages)
         at, nbytes = space.address + first_page * self.page_bytes, len(pages) * self.page_bytes
         try:
             for i, page in enumerate(pages.tolist(), first_page):
@@ -214,21 +230,6 @@ class CudaBackend:
 
     def close(self) -> None:
         _end(self._dropped, self._handles, self._context)
-
-    def _make(self, pages: PageNumbers) -> None:
-        """Create those of these pages that were never mapped before: all of them, or none."""
-        before = len(self._handles)
-        missing = [page for page in pages.tolist() if page not in self._handles]
-        try:
-            for page in missing:
-                self._handles[page] = check(driver.cuMemCreate(self.page_bytes, self._prop, 0))
-        except MappingFailed as error:
-            made = len(self._handles) - before
-            _release(self._handles, self._context, keep=before)
-            raise MappingFailed(
-                f"{self.device} gave {made} of {len(missing)} more pages of {self.page_bytes >> 10} KiB, and"
-                f" holds {before}: free what else uses its memory, or lower memory_mb ({error})"
-            ) from error
 
     @property
     def _users(self) -> set[torch.cuda.Stream]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,11 +42,32 @@ class PageSpan(NamedTuple):
     num: int
 
 
-class _Leaving(NamedTuple):
+# Pages that one call of the driver maps or unmaps beside the steps: 0.2 ms on an H100, for which a launch may
+# have to wait.
+_AT_ONCE: Final = 8
+
+
+class _Left(NamedTuple):
+    """Pages of a space from `first` on that were given back; NO_PAGE: it is unmapped, or was none of them."""
+
+    owned: VirtualRange
+    first: int
+    pages: PageNumbers
+
+    def unmap(self, backend: Backend, most: int) -> None:
+        """Unmap them, by up to `most` at once. Raises MappingFailed."""
+        for at, length in runs_of(self.pages != NO_PAGE):
+            for part in range(at, at + length, most):
+                backend.unmap(self.owned.space, self.first + part, min(most, at + length - part))
+
+
+@dataclass(slots=True)
+class _Leaving:
     """Pages that were given back, and a fence behind their last use."""
 
     fence: Fence
-    spans: list[PageSpan]
+    spans: list[_Left]
+    unmapping: Future[None] | None = None  # in another thread
 
 
 class PagePool:
@@ -63,13 +86,19 @@ class PagePool:
        the oldest fences where these are too few, and for all where its addresses still have such pages.
 
     On a CPU nothing is in flight between steps, and pages are unmapped at once.
+
+    A GPU's driver takes 20 to 30 us for each page, and steps would wait for hundreds of them. With `beside`
+    the calls are made in its thread: `reclaim` begins to unmap pages there, and counts them as free at a
+    later call, and `VirtualRange.claim` takes pages that whoever fills them maps.
     """
 
-    def __init__(self, backend: Backend, budget_bytes: int) -> None:
+    def __init__(self, backend: Backend, budget_bytes: int, beside: Executor | None = None) -> None:
         """Create the pages, as many as the budget holds.
 
-        Raises ValueError for a budget below one page, and MappingFailed.
+        beside: a thread for calls of the driver, which ends with the pool; None: they are all made in the
+        owner's. Raises ValueError for a budget below one page, and MappingFailed.
         """
+        self.beside = beside
         self.backend = backend
         self.page_bytes = backend.page_bytes
         self.num_pages = budget_bytes // self.page_bytes
@@ -80,6 +109,7 @@ class PagePool:
         self._counted: list[int] | None = None  # pages of each use; None: to be counted
         self._ranges: list[VirtualRange] = []
         self._leaving: deque[_Leaving] = deque()  # the oldest first
+        self._claims: list[Claim] = []
 
     @property
     def num_free(self) -> int:
@@ -124,13 +154,21 @@ class PagePool:
         """Check that each page has one owner and the right use. Raises BrokenInvariant."""
         seen = np.zeros(self.num_pages, dtype=np.int8)
         for owned in self._ranges:
-            pages = owned.mapped[owned.mapped != NO_PAGE]
+            pages = owned.mapped[(owned.mapped != NO_PAGE) & ~owned.is_leaving]
             if np.any(seen[pages] != _FREE) or len(np.unique(pages)) != len(pages):
                 raise BrokenInvariant(f"a page of {owned.owner} has another owner too")
             seen[pages] = _KINDS[owned.kind]
-            seen[owned.mapped[owned.is_leaving]] = _LEAVING
-            if np.any(owned.is_leaving) and not self._leaving:
-                raise BrokenInvariant(f"pages of {owned.owner} are leaving without a fence")
+        for claim in self._claims:
+            if not np.all((seen[claim.pages] == _FREE) | (seen[claim.pages] == _KINDS[claim.owned.kind])):
+                raise BrokenInvariant(f"a page that {claim.owned.owner} has taken has another owner too")
+            seen[claim.pages] = _KINDS[claim.owned.kind]
+        left = [span.pages[span.pages != NO_PAGE] for leaving in self._leaving for span in leaving.spans]
+        if sum(map(len, left)) != sum(int(np.count_nonzero(owned.is_leaving)) for owned in self._ranges):
+            raise BrokenInvariant("other pages are leaving than were given back behind a fence")
+        for pages in left:
+            if np.any(seen[pages] != _FREE):
+                raise BrokenInvariant("a page that is leaving has another owner")
+            seen[pages] = _LEAVING
         if not np.array_equal(seen, self._use):
             wrong = np.flatnonzero(seen != self._use)
             raise BrokenInvariant(f"{len(wrong)} pages have another use than recorded: {wrong[:8].tolist()}")
@@ -140,6 +178,8 @@ class PagePool:
         for owned in list(self._ranges):
             owned.release()
         self.reclaim(self.num_pages)
+        if self.beside:
+            self.beside.shutdown()
         self.backend.close()
 
     def unmap(self, spans: Iterable[PageSpan]) -> None:
@@ -154,9 +194,10 @@ class PagePool:
         self.reclaim()
         if (fence := self.backend.fence()) is None:
             for owned, first, num in given:
-                self._unmap_now(owned, slice(first, first + num), is_left=owned.kind)
+                self._unmap_now(owned, slice(first, first + num))
             return
-        self._leaving.append(_Leaving(fence, given))
+        left = [_Left(owned, first, owned.mapped[first : first + num].copy()) for owned, first, num in given]
+        self._leaving.append(_Leaving(fence, left))
         for owned, first, num in given:
             owned.is_leaving[first : first + num] = True
             self._set_use(owned.mapped[first : first + num], _LEAVING)
@@ -168,19 +209,43 @@ class PagePool:
         an error of the device; the next call tries again what is left.
         """
         while self._leaving:
-            fence, spans = self._leaving[0]
-            if not fence.has_passed:
-                if self._num_free_now >= num_pages:
-                    return
-                fence.wait()
-            for owned, first, num in spans:
-                for at, length in runs_of(owned.is_leaving[first : first + num]):
-                    where = slice(first + at, first + at + length)
-                    self._unmap_now(owned, where, is_left="leaving")
-                    owned.is_leaving[where] = False
+            oldest = self._leaving[0]
+            if not self._is_unmapped(oldest, may_wait=self._num_free_now < num_pages):
+                return
             self._leaving.popleft()
-            for owned in {owned for owned, _, _ in spans}:
+            for owned in {span.owned for span in oldest.spans}:
                 self.forget(owned)
+
+    def _is_unmapped(self, leaving: _Leaving, may_wait: bool) -> bool:
+        """Unmap pages whose fence has passed. Return whether that is done. Raises as `reclaim` does."""
+        if leaving.unmapping is None:
+            if not leaving.fence.has_passed:
+                if not may_wait:
+                    return False
+                leaving.fence.wait()
+            if self.beside and not may_wait:
+                leaving.unmapping = self.beside.submit(_unmap_all, self.backend, leaving.spans, _AT_ONCE)
+        unmapping = leaving.unmapping
+        if unmapping and not (unmapping.done() or may_wait):
+            return False
+        leaving.unmapping = None  # after an error the next call begins again
+        try:
+            if unmapping:
+                unmapping.result()
+            else:
+                _unmap_all(self.backend, leaving.spans, self.num_pages)
+        finally:
+            self._note_unmapped(leaving.spans)
+        return True
+
+    def _note_unmapped(self, spans: list[_Left]) -> None:
+        """Count as free what is not mapped any more."""
+        for owned, first, pages in spans:
+            where = slice(first, first + len(pages))
+            is_gone = (pages != NO_PAGE) & (owned.mapped[where] == NO_PAGE)
+            self._set_use(pages[is_gone], _FREE)
+            owned.is_leaving[where][is_gone] = False
+            pages[is_gone] = NO_PAGE
 
     def lowest_free(self, num_pages: int, owner: str) -> PageNumbers:
         """Return the lowest free pages, for a range to map. Raises OutOfPages, and as `reclaim` does.
@@ -201,14 +266,56 @@ class PagePool:
         if owned.is_released and not np.any(owned.is_leaving) and owned in self._ranges:
             self._ranges.remove(owned)
 
-    def _unmap_now(self, owned: VirtualRange, where: slice, is_left: RangeKind | Literal["leaving"]) -> None:
-        """Unmap pages. is_left: what those serve then that are still mapped. Raises MappingFailed."""
+    def _unmap_now(self, owned: VirtualRange, where: slice) -> None:
+        """Unmap pages. Raises MappingFailed."""
         pages = owned.mapped[where].copy()
         try:
             self.backend.unmap(owned.space, where.start, where.stop - where.start)
         finally:
-            use = _LEAVING if is_left == "leaving" else _KINDS[is_left]
-            self._set_use(pages, np.where(owned.mapped[where] != NO_PAGE, use, _FREE))
+            self.record(pages, owned.kind, owned.mapped[where] != NO_PAGE)
+
+    def begin_claim(self, owned: VirtualRange, is_missing: npt.NDArray[np.bool_]) -> Claim:
+        """Take free pages for those of a range that are missing. Raises as `VirtualRange.claim` does."""
+        pages = self.lowest_free(int(is_missing.sum()), owned.owner)
+        self.backend.make(pages)
+        claim = Claim(self.backend, owned, is_missing, pages)
+        self._claims.append(claim)
+        self._set_use(pages, _KINDS[owned.kind])
+        return claim
+
+    def end_claim(self, claim: Claim) -> None:
+        """Count as free what was not mapped."""
+        self._claims.remove(claim)
+        self.record(claim.pages, claim.owned.kind, claim.owned.mapped[claim.is_missing] != NO_PAGE)
+
+
+def _unmap_all(backend: Backend, spans: list[_Left], most: int) -> None:
+    for span in spans:
+        span.unmap(backend, most)
+
+
+class Claim:
+    """Pages of the pool taken for a range, which one other thread maps as it fills them."""
+
+    def __init__(
+        self, backend: Backend, owned: VirtualRange, is_missing: npt.NDArray[np.bool_], pages: PageNumbers
+    ) -> None:
+        """is_missing: bool [num_pages of the range], which of them shall be mapped to `pages`, in order."""
+        self.owned, self.is_missing, self.pages = owned, is_missing, pages
+        self._backend = backend
+        self._left: deque[tuple[int, PageNumbers]] = deque()  # the first page of a part, and what it takes
+        taken = 0
+        for first, length in runs_of(is_missing):
+            for at in range(first, first + length, _AT_ONCE):
+                num = min(_AT_ONCE, first + length - at)
+                self._left.append((at, pages[taken : taken + num]))
+                taken += num
+
+    def map_until(self, end_page: int) -> None:
+        """Map those below `end_page`, and neighbours of them. Raises MappingFailed."""
+        while self._left and self._left[0][0] < end_page:
+            self._backend.map(self.owned.space, *self._left[0], zeroed=False)
+            self._left.popleft()
 
 
 class VirtualRange:
@@ -225,6 +332,7 @@ class VirtualRange:
         self.num_pages = space.nbytes // pool.page_bytes
         self._pool, self.space = pool, space
         self.is_leaving = np.zeros(self.num_pages, dtype=np.bool_)  # mapped, but given back
+        self._claim: Claim | None = None
         self.is_released = False
 
     @property
@@ -299,11 +407,34 @@ class VirtualRange:
         After a failure half-way, call it again, or with what was mapped before. Raises as `map` and `unmap`
         do.
         """
+        self.settle()
         is_mapped = self.pages != NO_PAGE
         if unwanted := runs_of(is_mapped & ~is_wanted):
             self._pool.unmap(PageSpan(self, first, length) for first, length in unwanted)
         for first, length in runs_of(is_wanted & ~is_mapped):
             self.map(first, length, zeroed=zeroed)
+
+    def claim(self, is_wanted: npt.NDArray[np.bool_]) -> None:
+        """Take free pages for those that `is_wanted` marks and that are not mapped: all or none.
+
+        `map_claimed` maps them, not zeroed, and `settle` must follow. Raises OutOfPages and MappingFailed.
+        """
+        self.settle()
+        is_missing = is_wanted & (self.pages == NO_PAGE)
+        if np.any(self.is_leaving & is_missing):
+            self._pool.reclaim(self._pool.num_pages)
+        self._claim = self._pool.begin_claim(self, is_missing)
+
+    def map_claimed(self, end_bytes: int) -> None:
+        """Map claimed pages below `end_bytes`, in the thread that fills them. Raises MappingFailed."""
+        if self._claim:
+            self._claim.map_until(-(-end_bytes // self._pool.page_bytes))
+
+    def settle(self) -> None:
+        """End a claim: what was mapped is the range's, the rest is free. Nothing may map it any more."""
+        if claim := self._claim:
+            self._claim = None
+            self._pool.end_claim(claim)
 
     def release(self) -> None:
         """Give every page back and leave the pool. Views fault then. Repeating it is harmless."""

@@ -202,19 +202,22 @@ class Members:
         blocks = self.blocks_after(-pages)
         return ShrinkKV(pages=pages, blocks=blocks, moves=self._plan_moves(used, blocks), purpose=purpose)
 
-    def grow_own(self) -> None:
+    def grow_own(self) -> bool:
         """Give the KV cache the free pages that are its own, as far as they make a page of every layer.
 
-        The member with the fewest sets the number for all.
+        The member with the fewest sets the number for all. Return True if a worker alone has more of them,
+        for later boundaries (`KVResizer.pages_at_once`).
         """
         if self.is_lost or not self.has_settled:  # the statuses do not show yet what an action takes
-            return
+            return False
         pages = min(
             min(each.own_pages // each.num_layers, each.growable_pages, each.useful_pages - each.kv_pages)
             for each in self.statuses()
         )
-        if pages > 0:
-            self.begin(GrowKV(pages=pages, blocks=self.blocks_after(pages), purpose="swap"))
+        now = pages if self.num_workers > 1 else min(pages, self.target.resizer.pages_at_once())
+        if now > 0:
+            self.begin(GrowKV(pages=now, blocks=self.blocks_after(now), purpose="swap"))
+        return now < pages
 
     def in_use(self, num_used: int, num_asked: int) -> NotApplied:
         """Make the refusal of a size that the blocks in use do not fit into."""

@@ -8,10 +8,11 @@ from bus.precisions import KVPrecision
 from worker.distributed.messages import ConvertKV, CountKV, GrowKV, MoveBlocks, ShrinkKV
 from worker.engine.core import EngineCore
 from worker.engine.sequence import Limits, Sequence
-from worker.memory import KVCache, plan_moves_below
+from worker.memory import KVCache, MappingFailed, plan_moves_below
 
 # Room of every running sequence that only an order may take: else the next steps would preempt it.
 HEADROOM_TOKENS = 64
+PAGES_AT_ONCE = 16  # pages of a GPU, of all layers, that are mapped at one boundary: half a millisecond
 
 
 class KVResizer:
@@ -99,6 +100,21 @@ class KVResizer:
         """Pages per layer of use here if nothing changes elsewhere: no more than the other stages have."""
         pages = self.cache.pages_per_layer
         return pages + max(0, self.num_lent) if self._is_stage else max(pages, self.useful_pages_per_layer)
+
+    def pages_at_once(self) -> int:
+        """Return the pages per layer by which the cache can grow at one boundary without a wait.
+
+        On a GPU these are few, since its driver takes 30 us for each, and none that a step in flight may use.
+        """
+        pool = self.cache.pool
+        if pool.beside is None:
+            return self.growable()
+        try:
+            pool.reclaim()
+        except MappingFailed:  # as soon as they are needed, it is told
+            return self.growable()
+        at_once = max(1, PAGES_AT_ONCE // self.num_layers)
+        return min(self.growable(), at_once, (pool.num_free - pool.num_leaving) // self.num_layers)
 
     def own_all(self) -> None:
         """Count all its pages as its own, after an order; a stage goes on to miss what the others have."""

@@ -119,7 +119,8 @@ class SwapRun(Run):
                 else:
                     yield from self._pause(self._obstacle)
         yield from self._members.settle()
-        self._members.grow_own()
+        while self._members.grow_own():
+            yield True
         yield from self._members.settle()
 
     def _swap(self, half: Half, kv_pages: int) -> Steps:

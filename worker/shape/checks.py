@@ -160,6 +160,7 @@ class CheckedPages:
         It must be called before the source or the pages may go.
         """
         end = begin + len(source)
+        self._target.map_claimed(end)
         sums = RowSums(self.read(begin, end)) if self._sums is not None else None
 
         def take(start: int, stop: int) -> None:

@@ -93,6 +93,10 @@ class VariantRanges:
             raise
         return memory.num_mapped - int(before.sum())
 
+    def claim(self, variant: VariantKey, shard: Shard) -> None:
+        """Take pages for what a shard is missing; the copy maps them. Raises OutOfPages and MappingFailed."""
+        self._ranges[variant].claim(self.needed(variant, shard))
+
     def unmap_others(self, variant: VariantKey, shard: Shard) -> int:
         """Unmap the pages that the shard does not need. After MappingFailed call it again."""
         memory = self._ranges[variant]

@@ -99,8 +99,15 @@ class LayerVariants:
         return int(self._needed((layer, part, precision)).sum())
 
     def map(self, layer: int, part: Part, precision: Precision) -> None:
-        """Map what the variant's shard needs: all or none. Raises MappingFailed or OutOfPages."""
-        self.ranges.map((layer, part, precision), self._shard(layer))
+        """Map what the variant's shard needs: all or none. Raises MappingFailed or OutOfPages.
+
+        On a GPU the pages are only taken; the job that fills them maps them, beside the steps.
+        """
+        variant = (layer, part, precision)
+        if self._pool.beside:
+            self.ranges.claim(variant, self._shard(layer))
+        else:
+            self.ranges.map(variant, self._shard(layer))
 
     def copy_job(self, layer: int, part: Part, precision: Precision) -> CopyJob:
         """Return the job that fills the mapped pages from the host image, or raises WrongVariant there."""
@@ -139,6 +146,7 @@ class LayerVariants:
 
     def install(self, layer: int, part: Part, precision: Precision) -> None:
         """Make the next step run on this variant."""
+        self.ranges.memory((layer, part, precision)).settle()
         self._model.install(layer, self._resident((layer, part, precision)))
 
     def unmap(self, layer: int, part: Part, precision: Precision) -> None:

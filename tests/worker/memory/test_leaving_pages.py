@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -153,16 +157,48 @@ def test_a_dropped_pool_waits_for_the_step_that_uses_its_pages(driver: FaultyDri
     assert driver.waits == 1 and not driver.at and not driver.spaces and not driver.handles
 
 
+class Later(Executor):
+    """Calls for another thread, each made when `run` is called or its result is asked for."""
+
+    def __init__(self) -> None:
+        self.calls: deque[Callable[[], None]] = deque()
+
+    def submit(self, call: Any, /, *args: Any, **more: Any) -> Future[Any]:
+        later = self
+
+        class Waited(Future[Any]):
+            def result(self, timeout: float | None = None) -> Any:
+                while not self.done():
+                    later.run()
+                return super().result(timeout)
+
+        made = Waited()
+
+        def run() -> None:
+            try:
+                made.set_result(call(*args, **more))
+            except MappingFailed as error:
+                made.set_exception(error)
+
+        self.calls.append(run)
+        return made
+
+    def run(self) -> None:
+        if self.calls:
+            self.calls.popleft()()
+
+
 class LeavingMachine(RuleBasedStateMachine):
     """Steps begin and end between any calls: no page that one uses is unmapped, and no record is false."""
 
     ranges: Bundle[VirtualRange] = Bundle("ranges")
+    beside: Later | None = None
 
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.driver = FaultyDriver(self.patch)
-        self.pool = PagePool(self.driver.backend(), PAGES * self.driver.PAGE)
+        self.pool = PagePool(self.driver.backend(), PAGES * self.driver.PAGE, self.beside)
 
     @rule(target=ranges)
     def reserve(self) -> VirtualRange:
@@ -174,6 +210,21 @@ class LeavingMachine(RuleBasedStateMachine):
         if int(mask.sum()) - owned.num_mapped <= self.pool.num_free:
             owned.have(mask)
             assert (owned.pages >= 0).tolist() == wanted
+
+    @rule(owned=ranges, wanted=st.lists(st.booleans(), min_size=6, max_size=6))
+    def claim(self, owned: VirtualRange, wanted: list[bool]) -> None:
+        mask = torch.tensor(wanted).numpy()
+        owned.settle()
+        if int((mask & (owned.pages < 0)).sum()) <= self.pool.num_free:
+            owned.claim(mask)
+
+    @rule(owned=ranges, end=st.integers(0, 6))
+    def map_claimed(self, owned: VirtualRange, end: int) -> None:
+        owned.map_claimed(end * self.driver.PAGE)
+
+    @rule(owned=ranges)
+    def settle(self, owned: VirtualRange) -> None:
+        owned.settle()
 
     @rule(owned=consumes(ranges))
     def release(self, owned: VirtualRange) -> None:
@@ -205,8 +256,77 @@ class LeavingMachine(RuleBasedStateMachine):
         self.patch.undo()
 
 
+class BesideMachine(LeavingMachine):
+    """The same with a thread for the driver's calls, which come at any time."""
+
+    def __init__(self) -> None:
+        self.beside = Later()
+        super().__init__()
+
+    @rule()
+    def run_one(self) -> None:
+        assert self.beside
+        self.beside.run()
+
+
 TestAnyHistory = LeavingMachine.TestCase
 TestAnyHistory.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestAnyHistoryBeside = BesideMachine.TestCase
+TestAnyHistoryBeside.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_pages_are_unmapped_in_the_thread_beside_and_free_at_the_next_call(driver: FaultyDriver) -> None:
+    beside = Later()
+    pool = PagePool(driver.backend(), PAGES * driver.PAGE, beside)
+    one, two = weights(pool, 8), weights(pool, 1)
+    driver.launch(pool)
+    one.unmap(0, 8)
+    driver.end()
+    calls = driver.calls
+    pool.reclaim()
+    assert driver.calls == calls and len(driver.at) == 9, "the owner's thread leaves it to the other"
+    beside.run()
+    assert len(driver.at) == 1 and pool.num_leaving == 8
+    pool.check_integrity()
+    pool.reclaim()
+    assert pool.num_leaving == 0
+    driver.launch(pool)
+    two.unmap(0, 1)
+    two.map(1, 7)
+    assert driver.waits == 0
+    two.map(0, 1)
+    assert driver.waits == 1, "its address was in use"
+    pool.close()
+    assert not driver.at and not driver.handles
+
+
+def test_a_claim_takes_pages_at_once_and_frees_what_was_not_mapped(driver: FaultyDriver) -> None:
+    pool = PagePool(driver.backend(), 40 * driver.PAGE, Later())
+    owned = pool.reserve(30 * driver.PAGE, kind="weights", owner="someone")
+    owned.map(3, 2)
+    calls = driver.calls
+    is_wanted = np.arange(30) < 20
+    owned.claim(is_wanted)
+    assert driver.calls == calls + 18 and len(driver.at) == 2, "memory is made, and nothing is mapped"
+    assert (owned.num_mapped, pool.num_free, pool.counts().weights) == (2, 20, 20)
+    pool.check_integrity()
+    owned.map_claimed(4 * driver.PAGE)
+    assert owned.num_mapped == 2 + 3
+    owned.map_claimed(6 * driver.PAGE)
+    assert owned.num_mapped == 2 + 3 + 8, "neighbours come along"
+    assert_the_records_are_true(driver, pool)
+    owned.settle()
+    assert (owned.num_mapped, pool.num_free) == (13, 27)
+    owned.claim(is_wanted)
+    driver.arm(1, 1)
+    with pytest.raises(MappingFailed):
+        owned.map_claimed(20 * driver.PAGE)
+    driver.disarm()
+    owned.settle()
+    assert (owned.num_mapped, pool.num_free) == (13, 27)
+    assert_the_records_are_true(driver, pool)
+    pool.close()
+    assert not driver.at and not driver.handles
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -542,3 +543,28 @@ def test_only_the_variants_that_were_asked_for_are_kept(wide: Path, tmp_path: Pa
     assert variants.precisions == ["full", "int4"]
     variants.release()
     runner.close()
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_pages_that_are_only_taken_are_mapped_by_the_copy(morphing: Morphing, part: Part) -> None:
+    pool, variants = morphing.runner.pool, morphing.variants
+    with ThreadPoolExecutor(1) as pool.beside:
+        before = pool.counts()
+        variants.map(1, part, "int4")
+        memory = variants.ranges.memory((1, part, "int4"))
+        num_pages = variants.pages(1, part, "int4")
+        assert memory.num_mapped == 0 and pool.counts().weights == before.weights + num_pages
+        pool.check_integrity()
+        variants.copy_job(1, part, "int4")(lambda: None)
+        variants.check(1, part, "int4")
+        variants.install(1, part, "int4")
+        assert memory.num_mapped == num_pages
+        pool.check_integrity()
+        variants.install(1, part, "full")
+        variants.unmap(1, part, "int4")
+        assert pool.counts() == before
+        variants.map(1, part, "int4")
+        variants.unmap(1, part, "int4")  # its copy was given up before it began
+        assert pool.counts() == before
+        pool.check_integrity()
+    pool.beside = None
