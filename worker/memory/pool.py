@@ -109,7 +109,7 @@ class PagePool:
         self._counted: list[int] | None = None  # pages of each use; None: to be counted
         self._ranges: list[VirtualRange] = []
         self._leaving: deque[_Leaving] = deque()  # the oldest first
-        self._claims: list[Claim] = []
+        self._claims: list[PageClaim] = []
 
     @property
     def num_free(self) -> int:
@@ -274,16 +274,16 @@ class PagePool:
         finally:
             self.record(pages, owned.kind, owned.mapped[where] != NO_PAGE)
 
-    def begin_claim(self, owned: VirtualRange, is_missing: npt.NDArray[np.bool_]) -> Claim:
+    def begin_claim(self, owned: VirtualRange, is_missing: npt.NDArray[np.bool_]) -> PageClaim:
         """Take free pages for those of a range that are missing. Raises as `VirtualRange.claim` does."""
         pages = self.lowest_free(int(is_missing.sum()), owned.owner)
         self.backend.make(pages)
-        claim = Claim(self.backend, owned, is_missing, pages)
+        claim = PageClaim(self.backend, owned, is_missing, pages)
         self._claims.append(claim)
         self._set_use(pages, _KINDS[owned.kind])
         return claim
 
-    def end_claim(self, claim: Claim) -> None:
+    def end_claim(self, claim: PageClaim) -> None:
         """Count as free what was not mapped."""
         self._claims.remove(claim)
         self.record(claim.pages, claim.owned.kind, claim.owned.mapped[claim.is_missing] != NO_PAGE)
@@ -294,7 +294,7 @@ def _unmap_all(backend: Backend, spans: list[_Left], most: int) -> None:
         span.unmap(backend, most)
 
 
-class Claim:
+class PageClaim:
     """Pages of the pool taken for a range, which one other thread maps as it fills them."""
 
     def __init__(
@@ -332,7 +332,7 @@ class VirtualRange:
         self.num_pages = space.nbytes // pool.page_bytes
         self._pool, self.space = pool, space
         self.is_leaving = np.zeros(self.num_pages, dtype=np.bool_)  # mapped, but given back
-        self._claim: Claim | None = None
+        self._claim: PageClaim | None = None
         self.is_released = False
 
     @property
