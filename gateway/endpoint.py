@@ -49,7 +49,7 @@ class CompletionsEndpoint:
             key = check_api(gateway.keys, scope["headers"], gateway.settings.gateway.cors_origins)
             gateway.refuse_if_closed()
             with gateway.rate.enter(key) as use:
-                slot = gateway.admission.reserve(key.id)
+                slot = gateway.admission.reserve(key.id, key.weight)
                 try:
                     await self._serve(scope, receive, send, slot, key, use, trace)
                 finally:
@@ -89,6 +89,7 @@ class CompletionsEndpoint:
         headers = [(name.encode(), value.encode()) for name, value in use.headers.items()]
         if socket.is_lost:  # lost while the prompt was tokenised
             raise ClientLeft
+        slot.watch(call.fail)
         socket.on_lost = call.abandon
         try:
             call.submit()

@@ -41,17 +41,18 @@ class Keys:
     ) -> None:
         self._hint, self._scopes, self._is_closed = hint, scopes, is_closed
         self._own = [plain_key(key, *scopes) for key in keys]
-        self._keys = self._own
+        self.replace_stored([])
 
     def __bool__(self) -> bool:
-        return self._is_closed or bool(len(self))
+        return self._is_closed or self._num_opening > 0
 
     def __len__(self) -> int:
-        return sum(any(map(key.may, self._scopes)) for key in self._keys)
+        return self._num_opening
 
     def replace_stored(self, stored: Iterable[ApiKey]) -> None:
         """Take the keys that the file has now."""
         self._keys = [*self._own, *stored]
+        self._num_opening = sum(any(map(key.may, self._scopes)) for key in self._keys)
 
     def check(self, headers: Headers, scope: Scope = "inference") -> ApiKey:
         """Return the caller's key; ANONYMOUS if none is needed. Raises ApiError 401, or 403 for its scope."""

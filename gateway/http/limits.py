@@ -9,61 +9,90 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from bus.api_keys import ApiKey
-from gateway.errors import invalid, overloaded, too_many
+from gateway.errors import ApiError, invalid, overloaded, too_many
 
 
 class Slot:
     """One call's share of the gateway: `size` requests, of which a worker began `started`."""
 
-    __slots__ = ("_admission", "_is_open", "key", "size", "started")
+    __slots__ = ("_admission", "_error", "_is_open", "_on_pushed_out", "key", "size", "started", "weight")
 
-    def __init__(self, admission: Admission, key: str, size: int) -> None:
+    def __init__(self, admission: Admission, key: str, weight: float) -> None:
         self._admission = admission
-        self.key = key
+        self.key, self.weight = key, weight
         self._is_open = True
-        self.size = size
-        self.started = 0
+        self._error: ApiError | None = None
+        self._on_pushed_out: Callable[[ApiError], None] | None = None
+        self.size = self.started = 0
 
     def grow(self, size: int) -> None:
         """Take room for `size` requests in all. Raises ApiError: 503, or 400 if that many can never fit."""
+        self.raise_if_pushed_out()
         limit = self._admission.most_at_once
         if size > limit:
             raise invalid(f"this call has {size} sequences (prompts times n); the limit is {limit}", "n")
-        self._admission.take(self.key, size - self.size)
-        self.size = size
+        self._admission.take(self, size - self.size)
+
+    def watch(self, on_pushed_out: Callable[[ApiError], None]) -> None:
+        """Have `on_pushed_out` called when the room goes to another key. Raises ApiError if it has."""
+        self.raise_if_pushed_out()
+        self._on_pushed_out = on_pushed_out
 
     def start_one(self) -> None:
         """Note that a worker began one request: it is not queued any more."""
         if self._is_open and self.started < self.size:
-            self.started += 1
-            self._admission.start_one(self.key)
+            self._admission.start_one(self)
+
+    def push_out(self, error: ApiError) -> None:
+        """Give the room back, and fail the call."""
+        self._error = error
+        self.release()
+        if self._on_pushed_out is not None:
+            self._on_pushed_out(error)
+
+    def raise_if_pushed_out(self) -> None:
+        """Raise the ApiError with which the room was taken away."""
+        if self._error is not None:
+            raise self._error
 
     def release(self) -> None:
         """Give everything back; a second call does nothing."""
         if self._is_open:
             self._is_open = False
-            self._admission.give_back(self.key, self.size, self.size - self.started)
+            self._admission.give_back(self)
 
 
 @dataclass(slots=True)
 class _Share:
     """The part of one key in the two counts."""
 
+    weight: float
     queued: int = 0
     inflight: int = 0
+    waiting: dict[Slot, None] = field(default_factory=dict)  # slots without a begun request, oldest first
+
+    @property
+    def queued_by_weight(self) -> float:
+        return self.queued / self.weight
+
+
+MOST_OF_FREE: Final = 8  # a key's requests, as a multiple of what stays free of `max_inflight`
 
 
 class Admission:
     """Owner of the two counts. Integrity: 0 <= queued <= inflight, both within their bounds.
 
-    Where several keys share the gateway (`is_shared`), a key may have as many as would stay free beside it: a
-    dynamic threshold (Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet
-    Switches", 1998, with alpha 1). One key alone gets half, a second a quarter, and there is room for the
-    next, whatever the load of the first.
+    A key may fill whatever the others leave. Where there is no room for a request, the youngest waiting call
+    of the key that has most requests in the queue, by weight, makes room (longest queue drop: Suter et al.,
+    "Buffer Management Schemes for Supporting TCP in Gigabit Routers with Per-Flow Queueing", 1999); the
+    request is refused if that is its own key. What a worker began is never pushed out. So where several keys
+    share the gateway (`is_shared`), a key that has requests leaves a ninth of `max_inflight` free: a dynamic
+    threshold (Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches",
+    1998, with alpha 8).
     """
 
     def __init__(
@@ -79,55 +108,79 @@ class Admission:
     @property
     def most_at_once(self) -> int:
         """The most requests that one call may have."""
-        most = min(self.max_queue, self.max_inflight)
-        return max(1, most // 2) if self._is_shared() else most
+        return min(self.max_queue, self.max_inflight)
 
-    def reserve(self, key: str = "") -> Slot:
+    def reserve(self, key: str = "", weight: float = 1.0) -> Slot:
         """Take room for one request. Raises ApiError 503."""
-        self.take(key, 1)
-        return Slot(self, key, 1)
+        slot = Slot(self, key, weight)
+        self.take(slot, 1)
+        return slot
 
-    def take(self, key: str, size: int) -> None:
-        """Take room for more requests of `key`. Raises ApiError 503."""
-        if self.queued + size > self.max_queue:
-            raise overloaded(f"{self.queued} requests are waiting; gateway.max_queue is {self.max_queue}")
-        if self.inflight + size > self.max_inflight:
-            raise overloaded(f"{self.inflight} requests run; gateway.max_inflight is {self.max_inflight}")
-        share = self._shares.get(key) or _Share()
-        if self._is_shared():
-            self._refuse_if_over(share, size)
-        share.queued += size
-        share.inflight += size
-        self._shares[key] = share
-        self.queued += size
-        self.inflight += size
+    def take(self, slot: Slot, size: int) -> None:
+        """Take room for `size` more requests of a slot. Raises ApiError 503."""
+        share = self._shares.get(slot.key) or _Share(slot.weight)
+        self._refuse_if_over(share, size)
+        for victim in self._to_push_out(share, size):
+            victim.push_out(_pushed_out(self._shares[victim.key].queued, self.max_queue))
+        self._shares[slot.key] = share
+        share.waiting[slot] = None
+        slot.size += size
+        for counts in (share, self):
+            counts.queued += size
+            counts.inflight += size
         self.is_empty.clear()
 
     def _refuse_if_over(self, share: _Share, size: int) -> None:
-        for name, own, total, most in (
-            ("max_queue", share.queued, self.queued, self.max_queue),
-            ("max_inflight", share.inflight, self.inflight, self.max_inflight),
-        ):
-            if own and own + size > most - total - size:
-                what = "wait" if name == "max_queue" else "wait or run"
-                raise overloaded(
-                    f"{own} requests of this key {what}, as many as stay free for other keys: gateway.{name} "
-                    f"is {most}"
-                )
+        own, free = share.inflight, self.max_inflight - self.inflight - size
+        if own and own + size > MOST_OF_FREE * free and self._is_shared():
+            raise overloaded(
+                f"{own} requests of this key wait or run, and {max(0, free)} would stay free for other keys: "
+                f"gateway.max_inflight is {self.max_inflight}"
+            )
 
-    def start_one(self, key: str) -> None:
-        """Note that a worker began one request of `key`."""
+    def _to_push_out(self, share: _Share, size: int) -> list[Slot]:
+        """Return the calls that make room for `size` requests of a share. Raises ApiError 503."""
+        found: dict[Slot, None] = {}
+        left = {id(one): one.queued_by_weight for one in self._shares.values()}
+        own = (share.queued + size) / share.weight
+        missing = max(self.queued + size - self.max_queue, self.inflight + size - self.max_inflight)
+        while missing > 0:
+            others = (
+                one
+                for one in self._shares.values()
+                if one is not share and not one.waiting.keys() <= found.keys()
+            )
+            longest = max(others, key=lambda one: left[id(one)], default=share)
+            if longest is share or left[id(longest)] <= own:
+                raise self._full(size)
+            victim = next(slot for slot in reversed(longest.waiting) if slot not in found)
+            found[victim] = None
+            left[id(longest)] -= victim.size / longest.weight
+            missing -= victim.size
+        return list(found)
+
+    def _full(self, size: int) -> ApiError:
+        if self.queued + size > self.max_queue:
+            return overloaded(f"{self.queued} requests are waiting; gateway.max_queue is {self.max_queue}")
+        return overloaded(f"{self.inflight} requests run; gateway.max_inflight is {self.max_inflight}")
+
+    def start_one(self, slot: Slot) -> None:
+        """Note that a worker began one request of a slot."""
+        share = self._shares[slot.key]
+        share.waiting.pop(slot, None)
+        slot.started += 1
+        share.queued -= 1
         self.queued -= 1
-        self._shares[key].queued -= 1
 
-    def give_back(self, key: str, size: int, queued: int) -> None:
-        share = self._shares[key]
-        share.inflight -= size
-        share.queued -= queued
+    def give_back(self, slot: Slot) -> None:
+        """Take all that is left of a slot out of the counts."""
+        share = self._shares[slot.key]
+        share.waiting.pop(slot, None)
+        for counts in (share, self):
+            counts.inflight -= slot.size
+            counts.queued -= slot.size - slot.started
         if not share.inflight:
-            del self._shares[key]
-        self.inflight -= size
-        self.queued -= queued
+            del self._shares[slot.key]
         if self.inflight == 0:
             self.is_empty.set()
 
@@ -138,6 +191,23 @@ class Admission:
         of_keys = sum(share.queued for share in shares), sum(share.inflight for share in shares)
         if of_keys != (self.queued, self.inflight):
             raise AssertionError(f"the keys have {of_keys} of ({self.queued}, {self.inflight})")
+        waiting = [slot.size for share in shares for slot in share.waiting]
+        if sum(waiting) > self.queued:
+            raise AssertionError(f"{sum(waiting)} requests could make room, and {self.queued} are queued")
+
+
+def _pushed_out(own: int, most: int) -> ApiError:
+    return overloaded(
+        f"a key with fewer requests took this one's place: {own} of this key waited, the most of any key "
+        f"(gateway.max_queue is {most})"
+    )
+
+
+def _header_names(unit: str) -> tuple[str, ...]:
+    return tuple(f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset"))
+
+
+RATE_HEADERS: Final = (*_header_names("requests"), *_header_names("tokens"))
 
 
 @dataclass(slots=True)
@@ -166,11 +236,10 @@ class _Bucket:
         """Return OpenAI's headers of a limit; none without one."""
         if not self.per_minute:
             return {}
-        return {
-            f"x-ratelimit-limit-{unit}": str(self.per_minute),
-            f"x-ratelimit-remaining-{unit}": str(max(0, int(self.level))),
-            f"x-ratelimit-reset-{unit}": f"{self.wait_s(self.per_minute):.1f}s",
-        }
+        left, full_s = max(0, int(self.level)), self.wait_s(self.per_minute)
+        return dict(
+            zip(_header_names(unit), (str(self.per_minute), str(left), f"{full_s:.1f}s"), strict=True)
+        )
 
 
 @dataclass(slots=True)
@@ -216,13 +285,6 @@ class KeyUse:
         else:
             return
         raise too_many(f"this key sent {what}; wait and try again", wait_s, self.headers)
-
-
-RATE_HEADERS: Final = tuple(
-    f"x-ratelimit-{what}-{unit}"
-    for unit in ("requests", "tokens")
-    for what in ("limit", "remaining", "reset")
-)
 
 
 class RateLimiter:

@@ -76,7 +76,7 @@ async def test_a_key_over_its_rate_gets_429_with_the_headers_of_its_limit(
                 await client.completions.create(**BODY)
 
 
-async def test_a_key_that_fills_its_share_of_the_queue_leaves_room_for_another(
+async def test_a_key_that_fills_the_queue_makes_room_for_another(
     redis_settings: RedisSettings, folder: Path
 ) -> None:
     keys = ["heavy-key", "light-key"]
@@ -87,13 +87,16 @@ async def test_a_key_that_fills_its_share_of_the_queue_leaves_room_for_another(
             asked = [
                 asyncio.create_task(http.post("/v1/completions", json=BODY, headers=heavy)) for _ in range(40)
             ]
-            await gate.until("the refusals", lambda: sum(task.done() for task in asked) == 36)
+            await gate.until("the refusals", lambda: sum(task.done() for task in asked) == 32)
+            await gate.until("a full queue", lambda: gate.worker.num_running == 8)
             asked.append(asyncio.create_task(http.post("/v1/completions", json=BODY, headers=light)))
-            await gate.until("the accepted ones", lambda: gate.worker.num_running == 5)
+            await gate.until("the accepted ones", lambda: sum(task.done() for task in asked) == 33)
+            await gate.until("its cancellation", lambda: len(gate.worker.cancelled) == 1)
             gate.worker.gate.set()
             answers = await asyncio.gather(*asked)
         assert answers.pop().status_code == 200
-        assert sorted(answer.status_code for answer in answers) == [200] * 4 + [503] * 36
+        assert sorted(answer.status_code for answer in answers) == [200] * 7 + [503] * 33
+        assert sum("took this one's place" in answer.text for answer in answers) == 1
         await gate.settled()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import timeit
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from gateway.delivery.request import GenerationRequest, InstanceAddress, Request
 from gateway.delivery.table import RequestTable
 from gateway.errors import ApiError
 from gateway.http.auth import Keys, check_admin, check_api
-from gateway.http.limits import Admission, RateLimiter
+from gateway.http.limits import Admission, RateLimiter, Slot
 from tests.support.gateway_core import Ear
 
 ADMIN: tuple[Scope, ...] = ("admin-read", "admin-write")
@@ -94,35 +96,106 @@ def test_a_call_that_could_never_fit_the_queue_is_refused_for_good() -> None:
     slot.grow(4)
 
 
-def test_one_key_leaves_room_for_the_next_where_several_share_the_queue() -> None:
-    admission = Admission(max_queue=16, max_inflight=64, is_shared=lambda: True)
-
-    def most_of(key: str) -> int:
-        slots = []
-        with pytest.raises(ApiError, match=r"requests of this key wait.*max_queue is 16") as refusal:
-            while True:
-                slots.append(admission.reserve(key))
-                admission.check_integrity()
-        assert (refusal.value.status, refusal.value.code) == (503, "server_overloaded")
-        return len(slots)
-
-    assert [most_of(key) for key in ("heavy", "next", "third")] == [8, 4, 2]
-    last = admission.reserve("last")
-    with pytest.raises(ApiError, match="this call has 9 sequences"):
-        last.grow(9)
-    last.release()
+def most_of(admission: Admission, key: str, weight: float = 1.0, size: int = 1) -> list[Slot]:
+    """Return the slots that a key gets until it is refused."""
+    slots = []
+    with pytest.raises(ApiError) as refusal:
+        while True:
+            slot = admission.reserve(key, weight)
+            slots.append(slot)
+            slot.grow(size)
+            admission.check_integrity()
+    assert (refusal.value.status, refusal.value.code) == (503, "server_overloaded")
     admission.check_integrity()
-    alone = Admission(max_queue=16, max_inflight=16)
-    assert len([alone.reserve("heavy") for _ in range(16)]) == 16, "a key that shares with none has it all"
+    return slots
+
+
+def num_left(slots: list[Slot]) -> int:
+    """Return the requests of slots that were not pushed out."""
+    left = 0
+    for slot in slots:
+        with contextlib.suppress(ApiError):
+            slot.raise_if_pushed_out()
+            left += slot.size
+    return left
+
+
+def test_a_key_fills_the_queue_that_others_leave_and_makes_room_when_they_come() -> None:
+    admission = Admission(max_queue=16, max_inflight=64, is_shared=lambda: True)
+    heavy = most_of(admission, "heavy")
+    assert len(heavy) == 16, "alone it gets all"
+    refusals = list[ApiError]()
+    heavy[-1].watch(refusals.append)
+    admission.reserve("light").release()
+    assert "a key with fewer requests" in refusals[0].message and num_left(heavy) == 15, "the youngest left"
+    other = most_of(admission, "next")
+    assert (num_left(heavy), num_left(other)) == (8, 8), "two keys share it"
+    third = most_of(admission, "third")
+    assert sorted(map(num_left, (heavy, other, third))) == [5, 5, 6]
+    with pytest.raises(ApiError, match="took this one's place"):
+        heavy[-1].grow(2)
+    admission.check_integrity()
+
+
+def test_the_places_in_a_full_queue_follow_the_weights() -> None:
+    admission = Admission(max_queue=16, max_inflight=64, is_shared=lambda: True)
+    light, heavy = most_of(admission, "light"), most_of(admission, "heavy", 3.0)
+    assert (num_left(light), num_left(heavy)) == (4, 12)
+
+
+def test_a_call_of_several_requests_leaves_the_queue_as_a_whole_and_what_has_begun_stays() -> None:
+    admission = Admission(max_queue=16, max_inflight=64, is_shared=lambda: True)
+    begun, _, young = (admission.reserve("heavy") for _ in range(3))
+    for slot, size in ((begun, 9), (young, 6)):
+        slot.grow(size)
+    begun.start_one()
+    light = admission.reserve("light")
+    light.grow(2)
+    assert (num_left([begun]), num_left([young]), admission.queued) == (9, 0, 11)
+    with pytest.raises(ApiError, match=r"12 requests are waiting; gateway.max_queue is 16"):
+        admission.reserve("next").grow(15)
+    admission.check_integrity()
 
 
 def test_one_key_cannot_run_all_that_may_run() -> None:
-    admission = Admission(max_queue=64, max_inflight=8, is_shared=lambda: True)
-    for _ in range(4):
+    admission = Admission(max_queue=64, max_inflight=18, is_shared=lambda: True)
+    for _ in range(16):
         admission.reserve("heavy").start_one()
-    with pytest.raises(ApiError, match=r"4 requests of this key wait or run.*max_inflight is 8"):
+    with pytest.raises(ApiError, match=r"16 requests of this key wait or run.*max_inflight is 18"):
         admission.reserve("heavy")
     admission.reserve("light")
+    alone = Admission(max_queue=16, max_inflight=16)
+    assert len(most_of(alone, "heavy")) == 16, "a key that shares with none has it all"
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 6), st.sampled_from("rsx")), max_size=60))
+def test_the_counts_of_admission_stay_whole_whatever_is_taken_begun_and_given_back(
+    moves: list[tuple[str, int, str]],
+) -> None:
+    admission = Admission(max_queue=8, max_inflight=12, is_shared=lambda: True)
+    slots = list[Slot]()
+    for key, size, move in moves:
+        with contextlib.suppress(ApiError):
+            if move == "r":
+                slots.append(admission.reserve(key))
+                slots[-1].grow(size)
+            elif slots and move == "s":
+                slots[size % len(slots)].start_one()
+            elif slots:
+                slots.pop(size % len(slots)).release()
+        admission.check_integrity()
+    for slot in slots:
+        slot.release()
+    assert (admission.queued, admission.inflight) == (0, 0) and admission.is_empty.is_set()
+
+
+def test_known_keys_cost_a_call_nothing() -> None:
+    def seconds(num_keys: int) -> float:
+        keys = Keys(())
+        keys.replace_stored([new_key(f"{number}")[1] for number in range(num_keys)])
+        return min(timeit.repeat(lambda: bool(keys) and len(keys), number=2000, repeat=5))
+
+    assert seconds(2000) < 5 * seconds(2)
 
 
 def test_requests_per_minute_refill_evenly() -> None:

@@ -7,7 +7,8 @@ lowest of those that wait, so it saves up nothing while it is away. Within a key
 first served.
 
 While two keys wait, their counters differ by no more than the tokens of what is served at once, whatever the
-number of their requests. So the wait of a key does not depend on how long the queue of another is.
+number of their requests. So the wait of a key does not depend on how long the queue of another is. Every call
+costs by the keys that wait, not by those that are known.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._returned: deque[Sequence] = deque()  # they ran before, and go before all others
-        self._lines: dict[str, _KeyQueue] = {}
+        self._lines: dict[str, _KeyQueue] = {}  # of all known keys
+        self._busy: dict[str, _KeyQueue] = {}  # of these, the keys that wait
         self._num_lined = 0
         self._turn = 0
         self._floor = 0.0  # the counter of the key that was the next last
@@ -48,14 +50,14 @@ class FairQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         """Yield those that ran before, then the others in order of arrival."""
-        return chain(self._returned, merge(*(line.seqs for line in self._lines.values()), key=_arrival))
+        return chain(self._returned, merge(*(line.seqs for line in self._busy.values()), key=_arrival))
 
     def __reversed__(self) -> Iterator[Sequence]:
         """Yield the latest first."""
-        return reversed(list(self)) if len(self._lines) > 1 else self._reversed_of_one()
+        return reversed(list(self)) if len(self._busy) > 1 else self._reversed_of_one()
 
     def _reversed_of_one(self) -> Iterator[Sequence]:
-        lines = (reversed(line.seqs) for line in self._lines.values())
+        lines = (reversed(line.seqs) for line in self._busy.values())
         return chain(*lines, reversed(self._returned))
 
     @property
@@ -69,8 +71,9 @@ class FairQueue:
         """Append a sequence to those of its key."""
         line = self._lines.setdefault(seq.request.key, _KeyQueue())
         if not line.seqs:
-            waiting = (each.served for each in self._lines.values() if each.seqs)
+            waiting = (each.served for each in self._busy.values())
             line.served = max(line.served, min(waiting, default=self._floor))
+            self._busy[seq.request.key] = line
         line.seqs.append(seq)
         self._num_lined += 1
 
@@ -85,8 +88,8 @@ class FairQueue:
         line = self._next()
         self._turn += 1
         self._floor, line.turn = line.served, self._turn
-        self._num_lined -= 1
         seq = line.seqs.popleft()
+        self._on_left(seq, line)
         self._forget_idle()
         return seq
 
@@ -95,7 +98,7 @@ class FairQueue:
         line = self._lines.get(seq.request.key)
         if line is not None and seq in line.seqs:
             line.seqs.remove(seq)
-            self._num_lined -= 1
+            self._on_left(seq, line)
         else:
             self._returned.remove(seq)
 
@@ -106,19 +109,24 @@ class FairQueue:
             line.served += num_tokens / seq.request.weight
 
     def _next(self) -> _KeyQueue:
-        waiting = (line for line in self._lines.values() if line.seqs)
-        found = min(waiting, key=lambda line: (line.served, line.turn), default=None)
+        found = min(self._busy.values(), key=lambda line: (line.served, line.turn), default=None)
         if found is None:
             raise IndexError("the queue is empty")
         return found
 
+    def _on_left(self, seq: Sequence, line: _KeyQueue) -> None:
+        self._num_lined -= 1
+        if not line.seqs:
+            del self._busy[seq.request.key]
+
     def _forget_idle(self) -> None:
-        if len(self._lines) > MOST_IDLE_KEYS:
-            self._lines = {key: line for key, line in self._lines.items() if line.seqs}
+        if len(self._lines) - len(self._busy) > MOST_IDLE_KEYS:
+            self._lines = dict(self._busy)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the count of the waiting sequences is wrong."""
         assert self._num_lined == sum(len(line.seqs) for line in self._lines.values())
+        assert self._busy == {key: line for key, line in self._lines.items() if line.seqs}
 
 
 def _arrival(seq: Sequence) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import timeit
 from collections import Counter
 from dataclasses import replace
 
@@ -188,3 +189,22 @@ def test_keys_that_wait_for_nothing_are_forgotten() -> None:
     queue.add(sequence("last", "last"))
     queue.pop()
     assert len(queue._lines) <= 2
+
+
+def test_a_step_costs_by_the_keys_that_wait_and_not_by_those_that_are_known() -> None:
+    def seconds(num_idle: int) -> float:
+        queue = FairQueue()
+        for number in range(num_idle):
+            queue.add(sequence("x", f"key{number}"))
+            queue.pop()
+        for number in range(4):
+            queue.add(sequence("busy", f"busy{number}"))
+
+        def step() -> None:
+            for _ in range(5):
+                queue.charge(queue.head, 1)
+            queue.add(queue.pop())
+
+        return min(timeit.repeat(step, number=100, repeat=5))
+
+    assert seconds(MOST_IDLE_KEYS) < 5 * seconds(1), "a scan of the known keys takes 200 times as long"
