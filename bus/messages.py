@@ -7,7 +7,7 @@ morph policy. docs/structure.md says how attempt, epoch and index make delivery 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Final, Literal
 
@@ -104,8 +104,18 @@ SAMPLING_RANGES: Final[dict[str, tuple[float, float]]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SiblingChoice:
+    """Another request with the prompt of a `Submit`: all else is as there."""
+
+    request_id: str
+    attempt: int
+    seed: int
+    sent_token_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """A request to run; stream `requests:{instance}`.
+    """A request to run, and more with the same prompt; stream `requests:{instance}`.
 
     The client already has the output tokens `sent_token_ids`. The worker prefills prompt and sent tokens and
     continues at index len(sent_token_ids); `max_tokens` counts the sent tokens too.
@@ -123,6 +133,24 @@ class Submit:
     cache_salt: str = ""  # requests with unlike salts share no KV blocks
     key: str = ""  # id of the API key: between keys the queue is fair by tokens
     weight: float = 1.0  # the key's share beside that of others, above 0
+    choices: list[SiblingChoice] = field(default_factory=list)  # the others, so that the prompt is sent once
+
+    def each(self) -> list[Submit]:
+        """Return the requests of this entry, each alone; they share the list of the prompt's tokens."""
+        if not self.choices:
+            return [self]
+        others = (
+            replace(
+                self,
+                request_id=one.request_id,
+                attempt=one.attempt,
+                sampling=replace(self.sampling, seed=one.seed),
+                sent_token_ids=one.sent_token_ids,
+                choices=[],
+            )
+            for one in self.choices
+        )
+        return [replace(self, choices=[]), *others]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """The gateway's writes to workers: Submits and Cancels, in order, several in one round trip.
 
-A write whose reply is lost is sent again unchanged: workers ignore what they have.
+Requests with the same prompt for the same instance share an entry: it has the prompt once, however many
+choices the call has. A write whose reply is lost is sent again unchanged: workers ignore what they have.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bus.batch import WriteBatch
 from bus.client import Bus, BusFull, BusUnavailable
-from bus.messages import Cancel, Submit
+from bus.messages import Cancel, SiblingChoice, Submit
 from gateway.delivery.request import RequestState
 
 log = logging.getLogger("gateway")
 
-MAX_BATCH = 64
+MAX_BATCH = 64  # entries of one MULTI
 CANCEL_TRIES_S = 10.0  # then the worker notices by itself that this gateway's lease is gone
 RETRY_S = 0.1
 
@@ -43,6 +44,12 @@ class _Write:
         target = self.state.target
         is_same = target is not None and target.epoch == self.message.epoch
         return not is_same or self.state.attempt != self.message.attempt
+
+    @property
+    def entry(self) -> tuple[str, int]:
+        """A key that is equal for writes that may share an entry: a prompt's list belongs to one call."""
+        message = self.message
+        return self.stream, id(message.prompt_token_ids if isinstance(message, Submit) else message)
 
 
 class RequestOutbox:
@@ -109,7 +116,7 @@ class RequestOutbox:
     async def _write_some(self) -> None:
         """Make one round trip. What could not be written stays at the front of the queue."""
         batch = self._bus.batch()
-        writes = [write for write in self._take() if self._add(write, batch)]
+        writes = [write for entry in self._take() if self._add(entry, batch) for write in entry]
         try:
             await batch.send()
         except BusUnavailable:
@@ -126,21 +133,36 @@ class RequestOutbox:
                 if write.state is not None and not write.is_void:
                     self.on_sent(write.state)
 
-    def _take(self) -> list[_Write]:
-        writes: list[_Write] = []
-        while self._queue and len(writes) < MAX_BATCH:
+    def _take(self) -> list[list[_Write]]:
+        """Take the next writes, those of one entry together."""
+        entries: dict[tuple[str, int], list[_Write]] = {}
+        while self._queue and (len(entries) < MAX_BATCH or self._queue[0].entry in entries):
             write = self._queue.popleft()
             if not write.is_void:
-                writes.append(write)
-        return writes
+                entries.setdefault(write.entry, []).append(write)
+        return list(entries.values())
 
-    def _add(self, write: _Write, batch: WriteBatch) -> bool:
-        """Encode `write`. Return False if that fails: only its own request fails with it."""
+    def _add(self, entry: list[_Write], batch: WriteBatch) -> bool:
+        """Encode an entry. Return False if that fails: only its own requests fail with it."""
+        stream, message = entry[0].stream, entry[0].message
+        if len(entry) > 1 and isinstance(message, Submit):
+            message = replace(message, choices=[_choice(write.message) for write in entry[1:]])
         try:
-            batch.publish(write.stream, write.message)
+            batch.publish(stream, message)
         except (OverflowError, TypeError, ValueError) as error:
-            log.error("a %s cannot be written to %s: %s", type(write.message).__name__, write.stream, error)
-            if write.state is not None:
-                self.on_unsendable(write.state)
+            log.error("a %s cannot be written to %s: %s", type(message).__name__, stream, error)
+            for write in entry:
+                if write.state is not None and not write.is_void:
+                    self.on_unsendable(write.state)
             return False
         return True
+
+
+def _choice(message: Submit | Cancel) -> SiblingChoice:
+    assert isinstance(message, Submit)
+    return SiblingChoice(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        seed=message.sampling.seed,
+        sent_token_ids=message.sent_token_ids,
+    )

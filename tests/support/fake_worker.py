@@ -200,7 +200,8 @@ class FakeWorker:
             async for batch in reader:
                 await reader.ack([entry_id for entry_id, _ in batch])
                 for _, submit in batch:
-                    self._take(submit)
+                    for one in submit.each():
+                        self._take(one)
 
     def _take(self, submit: Submit) -> None:
         if submit.epoch != self.epoch or submit.request_id in self.cancelled:

@@ -63,18 +63,19 @@ class Intake:
                 if epoch != self._epoch():  # the next reader ends what this one holds
                     return
                 for entry_id, submit in batch:
-                    self._offer(submit, instance, stream, entry_id, epoch)
+                    for one in submit.each():
+                        self._offer(one, instance, entry_id, epoch)
+                    if not self._ledger.is_open(instance, entry_id):
+                        self._outbox.ack(stream, entry_id)
 
-    def _offer(self, submit: Submit, instance: str, stream: str, entry_id: str, epoch: int) -> None:
+    def _offer(self, submit: Submit, instance: str, entry_id: str, epoch: int) -> None:
         verdict = self._ledger.offer(submit, instance, entry_id, epoch)
         if not verdict.run:
             log.info("not run: %s", verdict.reason, extra=log_ids(submit.trace_id, submit.request_id))
-            if not verdict.is_in_use:
-                self._outbox.ack(stream, entry_id)
             return
         if verdict.replaced:
             self._thread.cancel([submit.request_id])
-            self._outbox.ack(self._bus.names.requests(verdict.replaced.instance), verdict.replaced.entry_id)
+            self._ack([verdict.replaced])
         log.debug("begun", extra=log_ids(submit.trace_id, submit.request_id) | {"attempt": submit.attempt})
         self._thread.submit(instance, submit)
 
@@ -153,8 +154,14 @@ class Intake:
     def _stop(self, tickets: list[Ticket]) -> None:
         for ticket in tickets:
             log.debug("stopped", extra=ticket.log_ids | {"attempt": ticket.attempt})
-            self._outbox.ack(self._bus.names.requests(ticket.instance), ticket.entry_id)
+        self._ack(tickets)
         self._thread.cancel([ticket.request_id for ticket in tickets])
+
+    def _ack(self, tickets: list[Ticket]) -> None:
+        """Acknowledge the entries of tickets that are over, apart from those of which others run."""
+        for instance, entry_id in dict.fromkeys((one.instance, one.entry_id) for one in tickets):
+            if not self._ledger.is_open(instance, entry_id):
+                self._outbox.ack(self._bus.names.requests(instance), entry_id)
 
 
 CHECK_S = 1.0

@@ -1,4 +1,4 @@
-"""The requests that run here, for whom, and the stream entry to acknowledge when one ends. Pure.
+"""The requests that run here, for whom, and the stream entry to acknowledge when its last one ends. Pure.
 
 It makes an at-least-once bus harmless: it knows a Submit that comes twice, late, or behind its own Cancel.
 """
@@ -6,7 +6,7 @@ It makes an at-least-once bus harmless: it knows a Submit that comes twice, late
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
 from bus.messages import Submit
@@ -44,7 +44,6 @@ class Verdict:
     run: bool  # give it to the engine
     replaced: Ticket | None = None  # an older attempt to abort first
     reason: str = ""  # why not to run it
-    is_in_use: bool = False  # True: the entry of the running attempt; do not acknowledge it now
 
 
 class _Attempts:
@@ -68,6 +67,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._tickets: dict[str, Ticket] = {}
+        self._open: Counter[tuple[str, str]] = Counter()  # tickets by instance and entry
         self._cancelled, self._ended = _Attempts(), _Attempts()
 
     def __len__(self) -> int:
@@ -75,6 +75,10 @@ class Ledger:
 
     def get(self, request_id: str) -> Ticket | None:
         return self._tickets.get(request_id)
+
+    def is_open(self, instance: str, entry_id: str) -> bool:
+        """Return True if a request of this entry runs, so that it must not be acknowledged yet."""
+        return (instance, entry_id) in self._open
 
     def num_of(self, instance: str) -> int:
         return sum(ticket.instance == instance for ticket in self._tickets.values())
@@ -86,7 +90,7 @@ class Ledger:
         """Remove and return a gateway's tickets; one that was only paused may submit the requests again."""
         dropped = [ticket for ticket in self._tickets.values() if ticket.gateway == gateway]
         for ticket in dropped:
-            del self._tickets[ticket.request_id]
+            self._remove(ticket.request_id)
         return dropped
 
     def offer(self, submit: Submit, instance: str, entry_id: str, epoch: int) -> Verdict:
@@ -99,8 +103,10 @@ class Ledger:
             return Verdict(run=False, reason=f"attempt {submit.attempt} has ended")
         known = self._tickets.get(submit.request_id)
         if known and known.attempt >= submit.attempt:
-            reason, is_in_use = f"attempt {known.attempt} runs already", known.entry_id == entry_id
-            return Verdict(run=False, reason=reason, is_in_use=is_in_use)
+            return Verdict(run=False, reason=f"attempt {known.attempt} runs already")
+        if known:
+            self._remove(submit.request_id)
+        self._open[instance, entry_id] += 1
         self._tickets[submit.request_id] = Ticket(
             submit.request_id, submit.attempt, submit.gateway, instance, entry_id, submit.trace_id
         )
@@ -112,7 +118,7 @@ class Ledger:
         if ticket is None or ticket.attempt != attempt:
             return None
         self._ended.add(request_id, attempt)
-        return self._tickets.pop(request_id)
+        return self._remove(request_id)
 
     def cancel(self, request_id: str, up_to_attempt: int | None = None) -> Ticket | None:
         """Remove and return the ticket of the running attempt, if it is one of those meant (None: all).
@@ -122,9 +128,18 @@ class Ledger:
         limit = math.inf if up_to_attempt is None else up_to_attempt
         self._cancelled.add(request_id, limit)
         ticket = self._tickets.get(request_id)
-        return self._tickets.pop(request_id) if ticket and ticket.attempt <= limit else None
+        return self._remove(request_id) if ticket and ticket.attempt <= limit else None
+
+    def _remove(self, request_id: str) -> Ticket:
+        ticket = self._tickets.pop(request_id)
+        entry = ticket.instance, ticket.entry_id
+        self._open[entry] -= 1
+        if not self._open[entry]:
+            del self._open[entry]
+        return ticket
 
     def clear(self) -> None:
         """Begin an epoch without tickets. Cancellations stay: they are about requests, not about epochs."""
         self._tickets.clear()
+        self._open.clear()
         self._ended = _Attempts()

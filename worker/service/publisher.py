@@ -105,8 +105,8 @@ def _continues(last: StepResult, result: StepResult) -> bool:
 class Parcel:
     """The output of one or several steps for one gateway, and the entries that it completes, in one MULTI.
 
-    An entry is acknowledged if and only if the last token of its request is out, except while Redis is full:
-    the entries could be what fills it. If the worker dies then, the gateway submits the request again.
+    An entry is acknowledged if and only if the last tokens of its requests are out, except while Redis is
+    full: the entries could be what fills it. If the worker dies then, the gateway submits them again.
     """
 
     output: StepOutput | None = None
@@ -236,7 +236,8 @@ class OutputPublisher:
             if delta.finish_reason:
                 self._ledger.end(delta.request_id, delta.attempt)
                 _log(ticket, delta)
-                parcel.acks.append((self._names.requests(ticket.instance), ticket.entry_id))
+                if not self._ledger.is_open(ticket.instance, ticket.entry_id):
+                    parcel.acks.append((self._names.requests(ticket.instance), ticket.entry_id))
         for parcel in parcels.values():
             self._outbox.put(parcel)
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from bus.client import connect
-from bus.messages import Cancel
+from bus.messages import Cancel, SiblingChoice
 from bus.settings import RedisSettings
 from tests.support.engine_toys import continuation, toy_instance
 from tests.support.redis_process import RedisProcess
@@ -49,6 +49,26 @@ async def test_a_request_whose_entry_is_read_again_runs_once_and_is_acknowledged
     await bench.until(bench.is_settled)
     assert bench.tokens("a") == continuation([1], 60)
     assert bench.instance.stats.finished == {"length": 1}
+
+
+async def test_choices_of_one_prompt_share_an_entry_that_stays_until_the_last_has_ended(bench: Bench) -> None:
+    bench.model.step_s = 0.02
+    whole = continuation([1], 30)
+    choices = [
+        SiblingChoice(request_id="b", attempt=2, seed=2, sent_token_ids=whole[:28]),
+        SiblingChoice(request_id="c", attempt=1, seed=3),
+        SiblingChoice(request_id="d", attempt=1, seed=4),
+    ]
+    command = Cancel(id="c1", epoch=await bench.epoch(), request_ids=["d"])
+    await bench.bus.publish(bench.bus.names.control("w0"), command)
+    await asyncio.sleep(0.2)
+    await bench.submit("a", [1], 30, choices=choices)
+    await bench.until(lambda: bench.end("b"))
+    assert await bench.backlog() == 1 and not bench.end("a"), "d was cancelled ahead, and b has ended"
+    await bench.until(lambda: bench.end("a") and bench.end("c"))
+    await bench.until(bench.is_settled)
+    assert bench.tokens("a") == bench.tokens("c") == whole and bench.tokens("b") == whole[28:]
+    assert not bench.deltas("d")
 
 
 async def test_a_higher_attempt_replaces_the_running_one_and_goes_on_from_what_was_sent(bench: Bench) -> None:

@@ -45,9 +45,22 @@ def test_the_same_or_an_older_attempt_is_ignored_and_a_newer_one_replaces() -> N
 def test_an_entry_that_is_read_again_while_its_request_runs_stays_in_use() -> None:
     ledger = Ledger()
     ledger.offer(submit(), "i", "1-0", 7)
-    again = ledger.offer(submit(), "i", "1-0", 7)
-    assert not again.run and again.is_in_use
-    assert not ledger.offer(submit(), "i", "2-0", 7).is_in_use
+    assert not ledger.offer(submit(), "i", "1-0", 7).run and ledger.is_open("i", "1-0")
+    assert not ledger.offer(submit(), "i", "2-0", 7).run and not ledger.is_open("i", "2-0")
+
+
+def test_an_entry_of_several_requests_is_in_use_until_the_last_has_gone() -> None:
+    ledger = Ledger()
+    for name in ("a", "b", "c", "d"):
+        assert ledger.offer(submit(name), "i", "1-0", 7).run
+    ledger.offer(submit("a", attempt=2), "i", "2-0", 7)  # a retry has an entry of its own
+    ledger.end("b", 1)
+    ledger.cancel("c")
+    assert ledger.is_open("i", "1-0") and ledger.is_open("i", "2-0")
+    ledger.end("d", 1)
+    assert not ledger.is_open("i", "1-0") and not ledger.is_open("other", "2-0")
+    ledger.drop_gateway("g0")
+    assert not ledger.is_open("i", "2-0")
 
 
 def test_an_attempt_that_has_ended_does_not_run_again_and_a_later_one_does() -> None:
@@ -55,7 +68,7 @@ def test_an_attempt_that_has_ended_does_not_run_again_and_a_later_one_does() -> 
     ledger.offer(submit(attempt=2), "i", "1-0", 7)
     ledger.end("r", 2)
     again = ledger.offer(submit(attempt=2), "i", "1-0", 7)
-    assert not again.run and not again.is_in_use
+    assert not again.run and not ledger.is_open("i", "1-0")
     assert ledger.offer(submit(attempt=3), "i", "2-0", 7).run
 
 
