@@ -1,6 +1,6 @@
 """The ASGI app: routes, and the one place where errors become answers.
 
-The two calls that carry the load bypass FastAPI, whose routing takes longer than a refusal.
+The calls that carry the load bypass FastAPI, whose routing takes longer than a refusal.
 """
 
 from __future__ import annotations
@@ -29,11 +29,19 @@ from gateway.errors import ApiError, internal, invalid, no_such_path, wrong_meth
 from gateway.http.body import Message, Receive, Scope, Send
 from gateway.http.limits import RATE_HEADERS
 from gateway.loops import Loops
-from gateway.openai.answer_types import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
-from gateway.openai.formats import CHAT, COMPLETION
+from gateway.openai.answer_types import (
+    ChatAnswer,
+    ChatChunk,
+    CompletionAnswer,
+    CompletionChunk,
+    ResponseAnswer,
+    ResponseEvent,
+)
+from gateway.openai.formats import CHAT, COMPLETION, RESPONSE
 from gateway.openai.params import ChatBody, CompletionBody
 from gateway.openai.problems import sentence
 from gateway.openai.request_log import RequestLog
+from gateway.openai.responses import ResponsesBody
 from gateway.operations import admin, deployments, public, schema, tokens
 from gateway.operations.live import Feeds
 from gateway.operations.sequences import Sequences
@@ -48,6 +56,7 @@ ROUTERS: Final = (public.router, schema.router, tokens.router, admin.router, dep
 CALLS: Final[schema.Calls] = {
     "/v1/completions": (CompletionBody, CompletionAnswer, CompletionChunk),
     "/v1/chat/completions": (ChatBody, ChatAnswer, ChatChunk),
+    "/v1/responses": (ResponsesBody, ResponseAnswer, ResponseEvent),
 }
 # What a 404 under /admin names, in the order of the routes.
 _ADMIN_ROUTES: Final = [*admin.router.routes, *deployments.router.routes]
@@ -93,6 +102,7 @@ def create_app(gateway: Gateway, feeds: Feeds, on_death: Callable[[], None]) -> 
     calls = {
         "/v1/completions": guarded(CompletionsEndpoint(gateway, COMPLETION, CompletionBody)),
         "/v1/chat/completions": guarded(CompletionsEndpoint(gateway, CHAT, ChatBody)),
+        "/v1/responses": guarded(CompletionsEndpoint(gateway, RESPONSE, ResponsesBody)),
     }
     front = Front(app, calls)
     if origins := gateway.settings.gateway.cors_origins:

@@ -1,4 +1,4 @@
-"""POST /v1/completions and /v1/chat/completions as plain ASGI.
+"""POST /v1/completions, /v1/chat/completions and /v1/responses as plain ASGI.
 
 The order of the steps is that of their cost: key, draining, rate, slot, then body, tokens and worker.
 """
@@ -17,12 +17,20 @@ from gateway.http.body import ClientLeft, Receive, Scope, Send, read_body
 from gateway.http.connection import EXTENSION, ClientSocket
 from gateway.http.limits import KeyUse, Slot
 from gateway.http.sse import HEADERS, EventStream
-from gateway.openai.call import Completion, StreamedCompletion, WholeCompletion
+from gateway.openai.call import (
+    Completion,
+    StreamedChoices,
+    StreamedCompletion,
+    StreamedResponse,
+    WholeCompletion,
+)
 from gateway.openai.formats import AnswerHead, Format
 from gateway.openai.intake import Prompt
 from gateway.openai.params import CallBody, ChatBody, CompletionBody
 from gateway.openai.parsing import parse, prompts
 from gateway.openai.request_log import CLIENT_LEFT, RequestLog
+from gateway.openai.response_format import ResponseHead
+from gateway.openai.responses import NAMES, ResponsesBody
 from gateway.state import Gateway
 
 if TYPE_CHECKING:
@@ -35,7 +43,12 @@ DRAIN_S = 30.0
 class CompletionsEndpoint:
     """An ASGI app. It raises refusals as ApiError before anything was sent; `gateway.app` answers them."""
 
-    def __init__(self, gateway: Gateway, form: Format, body: type[CompletionBody] | type[ChatBody]) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        form: Format,
+        body: type[CompletionBody] | type[ChatBody] | type[ResponsesBody],
+    ) -> None:
         self._gateway, self._format, self._body = gateway, form, body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,7 +119,8 @@ class CompletionsEndpoint:
         self, data: bytes, slot: Slot, key: ApiKey, socket: ClientSocket, log: RequestLog
     ) -> Completion:
         gateway, form = self._gateway, self._format
-        body: CallBody = parse(self._body, data)
+        asked: CallBody | ResponsesBody = parse(self._body, data)
+        body: CallBody = asked.as_chat() if isinstance(asked, ResponsesBody) else asked
         card = gateway.models.card(body.model)
         context = gateway.request_builder.context(card)
         given: list[Prompt] = prompts(body.prompt, context) if isinstance(body, CompletionBody) else [""]
@@ -114,18 +128,25 @@ class CompletionsEndpoint:
         tokenizer = await gateway.models.tokenizer(card)
         call_id = form.id_prefix + secrets.token_hex(12)
         build = gateway.request_builder.build
-        requests = await build(body, given, context, card, tokenizer, call_id, log, key)
+        try:
+            requests = await build(body, given, context, card, tokenizer, call_id, log, key)
+        except ApiError as error:
+            if isinstance(asked, ResponsesBody):
+                error.param = NAMES.get(error.param or "", error.param)
+            raise
         gateway.stats.models[body.model].request_params_n.observe(body.n)
         if isinstance(body, ChatBody):
             gateway.stats.ignored_message_fields += sum(message.num_ignored for message in body.messages)
         options = body.stream_options
         is_running = options.include_usage and options.continuous_usage_stats
-        envelope = AnswerHead(form, call_id, int(time.time()), body.model, options.include_usage, is_running)
+        head = form, call_id, int(time.time()), body.model, options.include_usage, is_running
+        envelope = ResponseHead(*head, body=asked) if isinstance(asked, ResponsesBody) else AnswerHead(*head)
         needs = envelope, requests, tokenizer.vocabulary, gateway.delivery, slot
         call: Completion
         if body.stream:
             stream = EventStream(socket, gateway.settings.gateway.stream_buffer_tokens)
-            call = StreamedCompletion(stream, *needs)
+            kind = StreamedResponse if isinstance(asked, ResponsesBody) else StreamedChoices
+            call = kind(stream, *needs)
         else:
             call = WholeCompletion(*needs)
         call.num_prompt_tokens = sum(len(one.prompt_token_ids) for one in requests[:: body.n])

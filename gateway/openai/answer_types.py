@@ -5,9 +5,9 @@ Answers are written as bytes (`gateway.openai.formats`), and tests hold them to 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, RootModel
 
 
 class AnswerType(BaseModel):
@@ -154,6 +154,160 @@ class ChatChunk(_Head):
     object: Literal["chat.completion.chunk"]
     choices: list[ChunkChoice]
     usage: Usage | None = None
+
+
+class InputDetails(CachedTokens):
+    cache_write_tokens: Literal[0]
+    """KV of prompts is kept without being asked for."""
+
+
+class OutputDetails(AnswerType):
+    reasoning_tokens: Literal[0]
+    """Reasoning is part of the text."""
+
+
+class ResponseUsage(AnswerType):
+    """The tokens of a call of /v1/responses."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class OutputText(AnswerType):
+    type: Literal["output_text"]
+    text: str
+    annotations: Annotated[list[str], Field(max_length=0)]
+    logprobs: list[ScoredChoice]
+    """Empty unless asked for."""
+
+
+class OutputMessage(AnswerType):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[OutputText]
+
+
+class PlainFormat(AnswerType):
+    type: Literal["text"]
+
+
+class TextForm(AnswerType):
+    format: PlainFormat
+    verbosity: Literal["medium"]
+
+
+class ResponseFailure(AnswerType):
+    code: Literal["server_error"]
+    message: str
+
+
+class CutShort(AnswerType):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseAnswer(AnswerType):
+    """The answer of /v1/responses."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    """Unix time in seconds."""
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    model: str
+    output: list[OutputMessage]
+    usage: ResponseUsage | None
+    """Null until the end."""
+    error: ResponseFailure | None
+    incomplete_details: CutShort | None
+    system_fingerprint: str | None
+    """The shape that made the answer."""
+    precision: list[PrecisionSpan] | None = None
+    """With return_precision."""
+    # What was asked for, and what is the same in every answer.
+    background: Literal[False]
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: Literal[True]
+    previous_response_id: None
+    service_tier: Literal["default"]
+    store: Literal[False]
+    temperature: float
+    text: TextForm
+    tool_choice: Literal["auto"]
+    tools: Annotated[list[str], Field(max_length=0)]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    user: str | None
+
+
+class _Numbered(AnswerType):
+    sequence_number: int
+    """From 0, in order."""
+
+
+class StateEvent(_Numbered):
+    type: Literal[
+        "response.created",
+        "response.in_progress",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
+    ]
+    response: ResponseAnswer
+
+
+class ItemEvent(_Numbered):
+    type: Literal["response.output_item.added", "response.output_item.done"]
+    output_index: int
+    item: OutputMessage
+
+
+class _OfText(_Numbered):
+    item_id: str
+    output_index: int
+    content_index: int
+
+
+class PartEvent(_OfText):
+    type: Literal["response.content_part.added", "response.content_part.done"]
+    part: OutputText
+
+
+class TextDeltaEvent(_OfText):
+    type: Literal["response.output_text.delta"]
+    delta: str
+    logprobs: list[ScoredChoice]
+
+
+class TextDoneEvent(_OfText):
+    type: Literal["response.output_text.done"]
+    text: str
+    logprobs: list[ScoredChoice]
+
+
+class ErrorEvent(_Numbered):
+    type: Literal["error"]
+    code: str | None
+    message: str
+    param: str | None
+
+
+class ResponseEvent(
+    RootModel[
+        Annotated[
+            StateEvent | ItemEvent | PartEvent | TextDeltaEvent | TextDoneEvent | ErrorEvent,
+            Field(discriminator="type"),
+        ]
+    ]
+):
+    """The data of one event of a stream of /v1/responses."""
 
 
 class ServedModel(AnswerType):

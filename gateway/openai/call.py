@@ -14,6 +14,7 @@ from gateway.http.limits import Slot
 from gateway.http.sse import DONE, EventStream
 from gateway.openai.choice import ChoicePiece, ChoiceText
 from gateway.openai.formats import AnswerHead, ChunkWriter
+from gateway.openai.response_format import ResponseHead, ResponseWriter
 from gateway.text.vocabulary import Vocabulary
 
 
@@ -148,14 +149,7 @@ class StreamedCompletion(Completion):
     def __init__(self, stream: EventStream, *args: Any) -> None:
         super().__init__(*args)
         self.stream = stream
-        usage = self.usage_so_far if self.envelope.has_running_usage else None
-        self._writers = [ChunkWriter(self.envelope, index, usage) for index in range(len(self.choices))]
         self._is_open = False
-
-    def submit(self) -> None:
-        for opening in filter(None, (writer.opening() for writer in self._writers)):
-            self.stream.push(opening)
-        super().submit()
 
     def open(self) -> None:
         """Let events out: the status line and the headers are sent."""
@@ -170,6 +164,28 @@ class StreamedCompletion(Completion):
         self.stream.flush()
         if self.stream.is_over_limit:
             self.fail(slow_reader(self.stream.max_pending))
+
+    def _on_failed(self, error: ApiError) -> None:
+        if self._is_open:
+            self.stream.push(self._failure(error))
+
+    def _failure(self, error: ApiError) -> bytes:
+        """Return the events that end a stream in its middle."""
+        raise NotImplementedError
+
+
+class StreamedChoices(StreamedCompletion):
+    """The chunks of completions and chats."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        usage = self.usage_so_far if self.envelope.has_running_usage else None
+        self._writers = [ChunkWriter(self.envelope, index, usage) for index in range(len(self.choices))]
+
+    def submit(self) -> None:
+        for opening in filter(None, (writer.opening() for writer in self._writers)):
+            self.stream.push(opening)
+        super().submit()
 
     def _emit(self, index: int, made: str | ChoicePiece) -> None:
         if isinstance(made, str):
@@ -188,9 +204,36 @@ class StreamedCompletion(Completion):
             self.stream.push(self.envelope.usage_event(self.usage(), self.fingerprint))
         self.stream.push(DONE)
 
-    def _on_failed(self, error: ApiError) -> None:
-        if self._is_open:
-            self.stream.push(b"data: %b\n\n" % error.body() + DONE)
+    def _failure(self, error: ApiError) -> bytes:
+        return b"data: %b\n\n" % error.body() + DONE
+
+
+class StreamedResponse(StreamedCompletion):
+    """The events of /v1/responses. The last one says how it ended, so `[DONE]` does not follow."""
+
+    envelope: ResponseHead
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._writer = ResponseWriter(self.envelope)
+
+    def submit(self) -> None:
+        self.stream.push(self._writer.opening())
+        super().submit()
+
+    def _emit(self, index: int, made: str | ChoicePiece) -> None:
+        piece = ChoicePiece(made) if isinstance(made, str) else made
+        form = self.envelope.format
+        logprobs = form.logprobs(piece.tokens, self.vocabulary)["content"] if piece.tokens else []
+        if piece.text or logprobs:
+            self.stream.push(self._writer.text(piece.text, logprobs))
+
+    def _on_all_ended(self) -> None:
+        ended, precision = self.states[0].ended, self.choices[0].precision
+        self.stream.push(self._writer.end(ended, self.usage(), self.fingerprint, precision))
+
+    def _failure(self, error: ApiError) -> bytes:
+        return self._writer.failure(error)
 
 
 class WholeCompletion(Completion):

@@ -1,4 +1,4 @@
-"""The two formats of an answer: completions and chat completions, whole and in chunks.
+"""The formats of completions and chat completions, whole and in chunks.
 
 Everything around the text is built once per choice and fingerprint; per token only text is escaped.
 """
@@ -6,7 +6,7 @@ Everything around the text is built once per choice and fingerprint; per token o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -54,6 +54,8 @@ CHAT = Format(
     empty=b'"delta":{}',
     opening=b'"delta":{"role":"assistant","content":""}',
 )
+# A chat with one choice, whose answer `gateway.openai.response_format` has in another form.
+RESPONSE = replace(CHAT, id_prefix="resp_", whole_object="response")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """The fields of /v1/completions and /v1/chat/completions, with their types and ranges.
 
+Those that /v1/responses has beside them are in `gateway.openai.responses`.
+
 `gateway.openai.parsing` makes these from the bytes of a body, and errors from what does not fit.
 """
 
@@ -161,7 +163,11 @@ class Body(BaseModel):
     )
 
 
-_METADATA = Described(lambda schema: schema | {"maxProperties": MAX_METADATA})
+Metadata = Annotated[
+    dict[str, str],
+    _at_most(MAX_METADATA),
+    Described(lambda schema: schema | {"maxProperties": MAX_METADATA}),
+]
 
 
 class StreamOptions(Body):
@@ -174,7 +180,7 @@ class StreamOptions(Body):
 
 
 class SamplingBody(Body):
-    """The fields that both calls have."""
+    """The fields that all calls have."""
 
     model: Annotated[str, Field(min_length=1, examples=["demo"])]
     """The name of a served model."""
@@ -202,12 +208,8 @@ class SamplingBody(Body):
     """Texts before which the output ends."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] = []
     """Tokens that end the output, beside the model's own."""
-    n: Annotated[int, between(1, MAX_N)] = 1
-    """Choices for each prompt."""
     stream: bool = False
     """Answer in server-sent events, as tokens are made."""
-    stream_options: StreamOptions = StreamOptions()
-    """Only with stream: true."""
     ignore_eos: bool = False
     """Go on after the model's end token, up to max_tokens."""
     min_precision: Precision | None = None
@@ -222,8 +224,21 @@ class SamplingBody(Body):
     """Report how many layers below full precision made each token."""
     user: str | None = None
     """Ignored."""
-    metadata: Annotated[dict[str, str], _at_most(MAX_METADATA), _METADATA] | None = None
+    metadata: Metadata | None = None
     """Ignored."""
+    prompt_cache_key: str | None = None
+    """Ignored: a prompt that begins as another did takes its KV without being asked to."""
+    safety_identifier: str | None = None
+    """Ignored."""
+
+
+class ChoicesBody(SamplingBody):
+    """The fields of both calls that answer in choices."""
+
+    n: Annotated[int, between(1, MAX_N)] = 1
+    """Choices for each prompt."""
+    stream_options: StreamOptions = StreamOptions()
+    """Only with stream: true."""
 
 
 _Text = Annotated[str, Field(min_length=1, examples=["The quick fox"])]
@@ -231,7 +246,7 @@ _TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Prompts = _Text | _TokenIds | Annotated[list[_Text | _TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 
-class CompletionBody(SamplingBody):
+class CompletionBody(ChoicesBody):
     """The body of /v1/completions. `max_tokens` 0 with echo scores the prompt and generates nothing."""
 
     prompt: Annotated[Any, DescribedAs(Prompts)]  # `parsing.prompts` checks it
@@ -245,7 +260,11 @@ class CompletionBody(SamplingBody):
 
 
 class TextPart(Body):
-    type: Literal["text"]
+    """A text of a message, under the name of either API. Fields that other programs add are ignored."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
@@ -293,8 +312,9 @@ class Message(Body):
 
     @property
     def num_ignored(self) -> int:
-        """The fields of it that have no effect here."""
-        return len(self.model_extra or ())
+        """The fields of it and its parts that have no effect here."""
+        parts = [] if isinstance(self.content, str) else self.content
+        return sum(len(one.model_extra or ()) for one in (self, *parts))
 
     def for_template(self) -> dict[str, str]:
         """Return what chat templates take: plain text; `developer` is OpenAI's new name of `system`."""
@@ -303,7 +323,7 @@ class Message(Body):
         return {"role": role, "content": text} | ({"name": self.name} if self.name else {})
 
 
-class ChatBody(SamplingBody):
+class ChatBody(ChoicesBody):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
@@ -326,12 +346,14 @@ HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
     "function_call": ("none",),
     "functions": ([],),
     "add_generation_prompt": (True,),
+    "background": (False,),
     "continue_final_message": (False,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1.0, 1),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),  # without tools
     "priority": (0,),
+    "reasoning": ({},),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
@@ -345,12 +367,30 @@ HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
 # Parameters of OpenAI or vLLM, for a better message than "unknown".
 UNSUPPORTED: Final = frozenset(
     """
-    audio best_of function_call functions modalities prediction reasoning_effort response_format
-    service_tier store suffix tool_choice tools verbosity web_search_options prompt_cache_key
-    safety_identifier add_generation_prompt allowed_token_ids bad_words chat_template
+    audio background best_of context_management conversation function_call functions image max_tool_calls
+    modalities moderation prediction previous_response_id prompt_cache_options prompt_cache_retention
+    reasoning reasoning_effort response_format service_tier store suffix tool_choice tools verbosity
+    web_search_options add_generation_prompt allowed_token_ids bad_words chat_template
     chat_template_kwargs continue_final_message documents guided_choice guided_grammar guided_json
     guided_regex include_stop_str_in_output length_penalty priority
     prompt_logprobs skip_special_tokens spaces_between_special_tokens structured_outputs
     truncate_prompt_tokens use_beam_search
     """.split()  # noqa: SIM905
 )
+# Why some of them are.
+_NO_STATE: Final = "no answer is stored; send the whole conversation"
+REASONS: Final = {
+    "background": "an answer goes to the call that asks for it",
+    "conversation": _NO_STATE,
+    "previous_response_id": _NO_STATE,
+    "store": "no answer is stored",
+    "suffix": "models have no common form of a prompt with a gap",
+}
+# Parameters of one call that another has not.
+ELSEWHERE: Final = {
+    **dict.fromkeys(("echo", "prompt"), "/v1/completions"),
+    **dict.fromkeys(("max_completion_tokens", "messages", "top_logprobs"), "/v1/chat/completions"),
+    **dict.fromkeys(("include", "input", "instructions", "max_output_tokens", "text"), "/v1/responses"),
+    "max_tokens": "/v1/completions and /v1/chat/completions; here it is max_output_tokens",
+    "truncation": "/v1/responses",
+}

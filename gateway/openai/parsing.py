@@ -14,10 +14,13 @@ from pydantic import ValidationError
 from gateway.errors import ApiError, invalid, too_long, unsupported
 from gateway.openai.json_body import json_object
 from gateway.openai.params import (
+    ELSEWHERE,
     HARMLESS,
     MAX_PROMPTS,
+    REASONS,
     UNSUPPORTED,
     ChatBody,
+    ChoicesBody,
     CompletionBody,
     SamplingBody,
     StreamOptions,
@@ -29,9 +32,10 @@ B = TypeVar("B", bound=SamplingBody)
 
 def parse(kind: type[B], data: bytes) -> B:
     """Return the body of one call. Raises ApiError 400."""
-    fields = {name: value for name, value in json_object(data).items() if not _is_harmless(name, value)}
+    given, known = json_object(data), kind.model_fields
+    fields = {name: value for name, value in given.items() if name in known or not _is_harmless(name, value)}
     for name in fields:
-        if name not in kind.model_fields:
+        if name not in known:
             raise _unknown(name, kind)
     try:
         body = kind.model_validate(fields)
@@ -83,11 +87,11 @@ def _is_harmless(name: str, value: Any) -> bool:
 
 
 def _unknown(name: str, kind: type[SamplingBody]) -> ApiError:
-    if name in ("echo", "prompt") or name in ("messages", "max_completion_tokens", "top_logprobs"):
-        other = "/v1/completions" if kind is ChatBody else "/v1/chat/completions"
-        return unsupported(name, f"{name} belongs to {other}")
+    if name in ELSEWHERE:
+        return unsupported(name, f"{name} belongs to {ELSEWHERE[name]}")
     if name in UNSUPPORTED:
-        return unsupported(name, f"{name} is not supported here{_best_value(name)}")
+        why = f": {REASONS[name]}" if name in REASONS else ""
+        return unsupported(name, f"{name} is not supported here{why}{_best_value(name)}")
     name = name[:200]
     near = get_close_matches(name.lower(), kind.model_fields, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -100,7 +104,7 @@ def _best_value(name: str) -> str:
 
 
 def _check_together(body: SamplingBody) -> None:
-    if body.stream_options != StreamOptions() and not body.stream:
+    if isinstance(body, ChoicesBody) and body.stream_options != StreamOptions() and not body.stream:
         raise invalid("stream_options is only allowed with stream: true", "stream_options")
     has_floor = body.min_precision is not None or body.max_loss is not None
     if not body.min_precision_wait and not has_floor:

@@ -46,8 +46,8 @@ HEADERS: Final = {
 
 READ: Final = ["GET", "HEAD"]
 ENDPOINTS: Final = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize"),
-    *("/version", "/health", "/ready", "/metrics", "/docs", "/openapi.json"),
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models"),
+    *("/tokenize", "/detokenize", "/version", "/health", "/ready", "/metrics", "/docs", "/openapi.json"),
 )
 
 

@@ -22,7 +22,11 @@ from gateway.openai.request_log import RequestLog
 Facts = dict[str, AttributeValue]
 TimedFacts = tuple[float, Facts]
 
-OPERATIONS: Final = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+OPERATIONS: Final = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/responses": "chat",
+}
 ENDED_WELL: Final = ("stop", "length", "abort")
 
 

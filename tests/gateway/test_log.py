@@ -67,7 +67,7 @@ async def test_every_other_request_has_a_line_too(gate: Gate, log: pytest.LogCap
     async with gate.http() as http:
         for method, path in [
             ("GET", "/v1/models"),
-            ("POST", "/v1/responses"),
+            ("POST", "/v1/moderations"),
             ("PUT", "/v1/completions"),
             ("GET", "/nothing%0athere"),
             ("GET", "/admin/morphs/none"),
@@ -77,7 +77,7 @@ async def test_every_other_request_has_a_line_too(gate: Gate, log: pytest.LogCap
     lines = await ended(gate, log, 5)
     assert [(one["method"], one["path"], one["status"], one.get("error")) for one in lines] == [
         ("GET", "/v1/models", 200, None),
-        ("POST", "/v1/responses", 404, "not_found"),
+        ("POST", "/v1/moderations", 404, "not_found"),
         ("PUT", "/v1/completions", 405, "method_not_allowed"),
         ("GET", "/nothing%0Athere", 404, "not_found"),
         ("GET", "/admin/morphs/none", 404, "morph_not_found"),

@@ -24,6 +24,8 @@ from gateway.openai.answer_types import (
     ErrorAnswer,
     HealthAnswer,
     ReadyAnswer,
+    ResponseAnswer,
+    ResponseEvent,
     ServedModels,
     TokenizeAnswer,
     VersionAnswer,
@@ -175,7 +177,12 @@ async def test_answers_have_the_described_types(gate: Gate) -> None:
         await holds(ChatAnswer, "POST", "/v1/chat/completions", chat)
         await holds(ChatAnswer, "POST", "/v1/chat/completions", chat | scored)
         await holds(ChatChunk, "POST", "/v1/chat/completions", chat | stream | scored)
+        response = {"model": BODY["model"], "input": "fox", "max_output_tokens": 5}
+        await holds(ResponseAnswer, "POST", "/v1/responses", response)
+        rich = {"top_logprobs": 2, "return_precision": True}
+        await holds(ResponseEvent, "POST", "/v1/responses", response | rich | {"stream": True})
         await holds(ErrorAnswer, "POST", "/v1/chat/completions", {})
+        await holds(ErrorAnswer, "POST", "/v1/responses", {})
         await holds(ErrorAnswer, "GET", "/nowhere")
         await holds(ServedModels, "GET", "/v1/models")
         await holds(TokenizeAnswer, "POST", "/tokenize", {"model": BODY["model"], "prompt": "fox"})
@@ -188,14 +195,16 @@ async def test_answers_have_the_described_types(gate: Gate) -> None:
 async def test_a_body_of_all_defaults_is_accepted(gate: Gate, document: dict[str, Any]) -> None:
     """Generated clients send every default that the schema names."""
     given: dict[str, dict[str, Any]] = {
-        "/v1/completions": {"prompt": "fox"},
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "fox"}]},
+        "/v1/completions": {"prompt": "fox", "max_tokens": 5},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "fox"}], "max_tokens": 5},
+        "/v1/responses": {"input": "fox", "max_output_tokens": 5},
     }
+    assert given.keys() == CALLS.keys()
     for path, needs in given.items():
         kind = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         fields = document["components"]["schemas"][kind.split("/")[-1]]["properties"]
         body = {name: one["default"] for name, one in fields.items() if "default" in one}
         assert len(body) > 20
         async with gate.http() as http:
-            answer = await http.post(path, json=body | needs | {"model": BODY["model"], "max_tokens": 5})
+            answer = await http.post(path, json=body | needs | {"model": BODY["model"]})
         assert answer.status_code == 200, answer.text

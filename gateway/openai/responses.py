@@ -1,0 +1,125 @@
+"""The body of /v1/responses, and the chat that it asks for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, FailFast, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from bus.fields import MAX_COUNT
+from gateway.openai.params import (
+    MAX_MESSAGES,
+    Body,
+    ChatBody,
+    Message,
+    Metadata,
+    SamplingBody,
+    between,
+    or_text,
+    sampling,
+)
+
+LOGPROBS: Final = "message.output_text.logprobs"
+Includable = Literal[
+    "message.output_text.logprobs",
+    # Of items that no answer has here.
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+# Fields of a chat by their names in this body, for errors that the chat's own checks find.
+NAMES: Final = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
+
+
+class InputItem(Message):
+    """A message, as a client writes it or as an earlier answer had it."""
+
+    type: Literal["message"] = "message"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_message(cls, value: Any) -> Any:
+        kind = value.get("type", "message") if isinstance(value, dict) else "message"
+        if kind != "message":
+            raise PydanticCustomError(
+                "item", "its type is {kind}, and only 'message' is supported here", {"kind": repr(kind)[:60]}
+            )
+        return value
+
+
+def _listed(value: Any) -> Any:
+    """Return a text as the message of a user."""
+    if value == "":
+        raise PydanticCustomError("string_too_short", "it is empty")
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+_LISTED = BeforeValidator(_listed)
+
+
+class PlainText(Body):
+    """A text of any form."""
+
+    type: Literal["text"] = "text"
+
+
+class TextOptions(Body):
+    """The form of the text."""
+
+    format: PlainText = PlainText()
+    verbosity: Literal["medium"] = "medium"
+
+
+class ResponseStreamOptions(Body):
+    include_obfuscation: Literal[False] = False
+    """Padding of events, of which there is none here."""
+
+
+class ResponsesBody(SamplingBody):
+    """The body of /v1/responses. No answer is stored, so every call has the whole conversation."""
+
+    input: Annotated[
+        list[InputItem],
+        Field(min_length=1, max_length=MAX_MESSAGES),
+        FailFast(),
+        _LISTED,
+        or_text(minLength=1, examples=["The quick fox"]),
+    ]
+    """A text, or the messages so far."""
+    instructions: str | None = None
+    """A system message before the input."""
+    max_output_tokens: Annotated[int, between(1, MAX_COUNT)] | None = None
+    """Most tokens of output."""
+    top_logprobs: Annotated[int, sampling("logprobs")] = 0
+    """Log-probabilities of each token, and of so many of the likeliest; 0: none but by `include`."""
+    include: list[Includable] = Field(default=[], max_length=16)
+    """message.output_text.logprobs: log-probabilities of each token. The others change nothing here."""
+    text: TextOptions = TextOptions()
+    """The output is plain text of medium verbosity."""
+    truncation: Literal["disabled"] = "disabled"
+    """An input longer than the model's context is refused."""
+    stream_options: ResponseStreamOptions = ResponseStreamOptions()
+    """Options of a stream. The last event always has the numbers of tokens."""
+    metadata: Metadata | None = None
+    """Repeated in the answer."""
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.top_logprobs > 0 or LOGPROBS in self.include
+
+    def as_chat(self) -> ChatBody:
+        """Return the chat that this asks for: whatever a chat can do is said in a chat's fields here."""
+        shared = {name: getattr(self, name) for name in SamplingBody.model_fields}
+        told = [Message(role="system", content=self.instructions)] if self.instructions else []
+        return ChatBody.model_construct(  # every field was validated
+            **shared,
+            messages=[*told, *self.input],
+            max_completion_tokens=self.max_output_tokens,
+            logprobs=self.has_logprobs,
+            top_logprobs=self.top_logprobs if self.has_logprobs else None,
+        )
