@@ -19,6 +19,7 @@ from gateway.http.limits import KeyUse, Slot
 from gateway.http.sse import HEADERS, EventStream
 from gateway.openai.call import (
     Completion,
+    RankedCompletion,
     StreamedChoices,
     StreamedCompletion,
     StreamedResponse,
@@ -124,7 +125,7 @@ class CompletionsEndpoint:
         card = gateway.models.card(body.model)
         context = gateway.request_builder.context(card)
         given: list[Prompt] = prompts(body.prompt, context) if isinstance(body, CompletionBody) else [""]
-        slot.grow(len(given) * body.n)
+        slot.grow(len(given) * body.num_samples)
         tokenizer = await gateway.models.tokenizer(card)
         call_id = form.id_prefix + secrets.token_hex(12)
         build = gateway.request_builder.build
@@ -147,9 +148,11 @@ class CompletionsEndpoint:
             stream = EventStream(socket, gateway.settings.gateway.stream_buffer_tokens)
             kind = StreamedResponse if isinstance(asked, ResponsesBody) else StreamedChoices
             call = kind(stream, *needs)
+        elif isinstance(body, CompletionBody) and body.is_ranked:
+            call = RankedCompletion(body, *needs)
         else:
             call = WholeCompletion(*needs)
-        call.num_prompt_tokens = sum(len(one.prompt_token_ids) for one in requests[:: body.n])
+        call.num_prompt_tokens = sum(len(one.prompt_token_ids) for one in requests[:: body.num_samples])
         return call
 
     async def _stream(

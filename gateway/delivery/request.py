@@ -65,6 +65,7 @@ class GenerationRequest:
     echo: str | None = None  # the prompt's text, to be sent before the output's
     has_output: bool = True  # False: the prompt is echoed and scored, nothing else (max_tokens 0)
     returns_precision: bool = False
+    skips_special_tokens: bool = True  # False: they are text
 
     @property
     def num_tokens(self) -> int:

@@ -14,6 +14,7 @@ from gateway.http.limits import Slot
 from gateway.http.sse import DONE, EventStream
 from gateway.openai.choice import ChoicePiece, ChoiceText
 from gateway.openai.formats import AnswerHead, ChunkWriter
+from gateway.openai.params import CompletionBody
 from gateway.openai.response_format import ResponseHead, ResponseWriter
 from gateway.text.vocabulary import Vocabulary
 
@@ -259,3 +260,22 @@ class WholeCompletion(Completion):
         rest = {"logprobs": logprobs, "finish_reason": pieces[-1].finish_reason if pieces else None}
         spans = {} if precision is None else {"precision": precision}
         return {"index": index} | form.text_field(text) | rest | spans
+
+
+class RankedCompletion(WholeCompletion):
+    """The best samples of each prompt, by their mean log-probability."""
+
+    def __init__(self, body: CompletionBody, *args: Any) -> None:
+        super().__init__(*args)
+        self._body = body
+
+    def answer(self) -> bytes:
+        body = self._body
+        choices: list[dict[str, Any]] = []
+        for first in range(0, len(self.choices), body.num_samples):
+            samples = range(first, first + body.num_samples)
+            best = sorted(samples, key=lambda sample: self.choices[sample].mean_logprob, reverse=True)
+            for sample in best[: body.n]:
+                choice = self._choice(sample, self._pieces[sample]) | {"index": len(choices)}
+                choices.append(choice if body.logprobs is not None else choice | {"logprobs": None})
+        return self.envelope.whole(choices, self.usage(), self.fingerprint)

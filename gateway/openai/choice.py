@@ -26,10 +26,11 @@ class ChoiceText:
 
     def __init__(self, request: GenerationRequest, vocabulary: Vocabulary) -> None:
         self.num_tokens = 0
+        self._logprob = 0.0  # sum of the tokens that have scores
         # Spans of output tokens [start, end), each with the shape that made it; neighbours differ.
         self.precision: list[dict[str, Any]] | None = [] if request.returns_precision else None
         self._request, self._vocabulary = request, vocabulary
-        self._text = TextStream(vocabulary)
+        self._text = TextStream(vocabulary if request.skips_special_tokens else vocabulary.spelled)
         self._matcher = StopMatcher(request.stop) if request.stop else None
         self._scores = LogprobQueue() if request.sampling.logprobs is not None else None
         self._echo = request.echo
@@ -64,6 +65,11 @@ class ChoiceText:
             tokens = self._scores.release(out) if finish is None else self._scores.finish(out, is_cut)
         return ChoicePiece(text, tokens, finish, is_cut) if text or tokens or finish is not None else None
 
+    @property
+    def mean_logprob(self) -> float:
+        """The mean log-probability of the tokens, the end token among them; 0.0 unless they have scores."""
+        return self._logprob / max(1, self.num_tokens)
+
     def _note_precision(self, step: StepOutput | None) -> None:
         """Note that `step` made the tokens that have no span yet."""
         spans = self.precision
@@ -85,11 +91,13 @@ class ChoiceText:
         has_end_token = delta.finish_reason == "stop" and token_ids and token_ids[-1] in stop_ids
         for position, token_id in enumerate(token_ids):
             self.num_tokens += 1
+            value = values[position] if position < len(values) else None
+            if value is not None:
+                self._logprob += value.logprob
             if has_end_token and position == len(token_ids) - 1:
                 break
             piece = self._text.feed(token_id)
             if self._scores is not None:
-                value = values[position] if position < len(values) else None
                 self._scores.add(token_id, value, self._num_chars, self._num_chars + len(piece))
             self._num_chars += len(piece)
             if self._matcher is not None and piece and self.num_tokens > self._request.sampling.min_tokens:

@@ -54,7 +54,10 @@ class RequestBuilder:
         log: RequestLog,
         caller: ApiKey = ANONYMOUS,
     ) -> list[GenerationRequest]:
-        """Return each prompt of a call `n` times, numbered as OpenAI does. Raises ApiError 400."""
+        """Return each prompt of a call as often as it is sampled, numbered as OpenAI does.
+
+        Raises ApiError 400.
+        """
         if isinstance(body, CompletionBody):
             is_batch = isinstance(body.prompt, list) and isinstance(body.prompt[0], str | list)
             token_ids = [
@@ -73,13 +76,14 @@ class RequestBuilder:
         check_ids(body.stop_token_ids, card, "stop_token_ids")
         own = () if body.ignore_eos else tokenizer.stop_token_ids
         sampling = _sampling(body, max_tokens, tuple(sorted({*own, *body.stop_token_ids})))
-        self._check_total(token_ids, sampling, max_tokens)
+        times = "best_of" if body.num_samples > body.n else "n"
+        self._check_total(token_ids, sampling, max_tokens, times)
         best_kv = self._cluster.best_kv(card.model, time.monotonic())
         floor = floor_of(body.min_precision, body.max_loss, card, best_kv)
         return [
             GenerationRequest(
-                id=f"{call_id}-{i * body.n + choice}",
-                index=i * body.n + choice,
+                id=f"{call_id}-{i * body.num_samples + choice}",
+                index=i * body.num_samples + choice,
                 model=body.model,
                 prompt_token_ids=token_ids[i],
                 sampling=sampling[choice],
@@ -94,27 +98,33 @@ class RequestBuilder:
                 echo=_echo(body, given[i], token_ids[i], tokenizer),
                 has_output=max_tokens > 0,
                 returns_precision=body.return_precision,
+                skips_special_tokens=body.skip_special_tokens,
             )
             for i in range(len(given))
-            for choice in range(body.n)
+            for choice in range(body.num_samples)
         ]
 
-    def _check_total(self, prompts: list[list[int]], choices: list[SamplingParams], max_tokens: int) -> None:
-        """Raise ApiError 400 if a call asks for too many tokens, or for too many scores of prompt tokens."""
+    def _check_total(
+        self, prompts: list[list[int]], choices: list[SamplingParams], max_tokens: int, times: str
+    ) -> None:
+        """Raise ApiError 400 if a call asks for too many tokens, or for too many scores of prompt tokens.
+
+        times: the field that says how often each prompt is sampled.
+        """
         n = len(choices)
         num_tokens = len(prompts) * n * max_tokens
         if num_tokens > self._max_n_tokens:
             raise invalid(
-                f"{len(prompts)} prompts times n={n} times max_tokens={max_tokens} is "
+                f"{len(prompts)} prompts times {times}={n} times max_tokens={max_tokens} is "
                 f"{num_tokens} tokens; one call may ask for {self._max_n_tokens} (gateway.max_n_tokens)",
                 "max_tokens",
             )
         num_scored = sum(map(len, prompts)) * n
         if choices[0].prompt_logprobs is not None and num_scored + num_tokens > self._max_n_tokens:
             raise invalid(
-                f"echo with logprobs of {num_scored // n} prompt tokens times n={n}, and {num_tokens} new "
-                f"ones, is {num_scored + num_tokens} log-probabilities; one call may ask for "
-                f"{self._max_n_tokens} (gateway.max_n_tokens)",
+                f"echo with logprobs of {num_scored // n} prompt tokens times {times}={n}, and "
+                f"{num_tokens} new ones, is {num_scored + num_tokens} log-probabilities; one call may "
+                f"ask for {self._max_n_tokens} (gateway.max_n_tokens)",
                 "logprobs",
             )
 
@@ -177,22 +187,26 @@ def _floor_within(max_loss: float, card: InstanceCard, best_kv: KVPrecision) -> 
 
 
 def _sampling(body: CallBody, max_tokens: int, stop_token_ids: tuple[int, ...]) -> list[SamplingParams]:
-    """Return the parameters of each of `n` choices: each has its own seed, the first the client's."""
+    """Return the parameters of each sample of a prompt: each has its own seed, the first the client's."""
+    logprobs: int | None
+    prompt_logprobs: int | None
     if isinstance(body, ChatBody):
-        logprobs, has_echo = (body.top_logprobs or 0) if body.logprobs else None, False
+        logprobs, prompt_logprobs = (body.top_logprobs or 0) if body.logprobs else None, None
     else:
-        logprobs, has_echo = body.logprobs, body.echo
+        logprobs, prompt_logprobs = body.logprobs, body.logprobs if body.echo else None
+        if body.is_ranked:
+            logprobs = logprobs or 0
     seed = secrets.randbits(63) if body.seed is None else body.seed
     return [
         SamplingParams(
             max_tokens=max(1, max_tokens),
             seed=(seed + choice * _GOLDEN) & _SEED_MASK,
             logprobs=logprobs,
-            prompt_logprobs=logprobs if has_echo else None,
+            prompt_logprobs=prompt_logprobs,
             stop_token_ids=stop_token_ids,
             **{name: getattr(body, name) for name in _PASSED_ON},
         )
-        for choice in range(body.n)
+        for choice in range(body.num_samples)
     ]
 
 
@@ -200,7 +214,10 @@ def _echo(body: CallBody, given: Prompt, token_ids: list[int], tokenizer: Tokeni
     """Return the prompt's text as the client wrote it, or the text of its token ids; None without echo."""
     if isinstance(body, ChatBody) or not body.echo:
         return None
-    return given if isinstance(given, str) else tokenizer.vocabulary.text_of(token_ids)
+    if isinstance(given, str):
+        return given
+    vocabulary = tokenizer.vocabulary
+    return (vocabulary if body.skip_special_tokens else vocabulary.spelled).text_of(token_ids)
 
 
 async def _tokenize_chat(body: ChatBody, context: int, tokenizer: Tokenizer) -> list[int]:

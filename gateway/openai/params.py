@@ -30,7 +30,7 @@ from bus.fields import MAX_COUNT
 from bus.messages import SAMPLING_RANGES
 from bus.precisions import Precision
 
-MAX_STOPS = 4
+MAX_STOPS = 16  # OpenAI takes 4, vLLM any number
 MAX_STOP_TOKENS = 128
 MAX_STOP_CHARS = 512  # each is searched in every token's text
 MAX_N = 128
@@ -208,6 +208,8 @@ class SamplingBody(Body):
     """Texts before which the output ends."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] = []
     """Tokens that end the output, beside the model's own."""
+    skip_special_tokens: bool = True
+    """False: special tokens of the output are part of its text, by their names."""
     stream: bool = False
     """Answer in server-sent events, as tokens are made."""
     ignore_eos: bool = False
@@ -240,6 +242,11 @@ class ChoicesBody(SamplingBody):
     stream_options: StreamOptions = StreamOptions()
     """Only with stream: true."""
 
+    @property
+    def num_samples(self) -> int:
+        """Requests for each prompt."""
+        return self.n
+
 
 _Text = Annotated[str, Field(min_length=1, examples=["The quick fox"])]
 _TokenIds = Annotated[list[TokenId], Field(min_length=1)]
@@ -257,6 +264,17 @@ class CompletionBody(ChoicesBody):
     """Log-probabilities of each token, and of so many of the likeliest."""
     echo: bool = False
     """Begin the text with the prompt; with max_tokens 0 and logprobs, score it and generate nothing."""
+    best_of: Annotated[int, between(1, MAX_N)] | None = None
+    """Samples for each prompt, of which the `n` of the highest mean log-probability are the choices."""
+
+    @property
+    def num_samples(self) -> int:
+        return self.best_of or self.n
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether there are more samples than choices."""
+        return self.num_samples > self.n
 
 
 class TextPart(Body):
@@ -356,7 +374,6 @@ HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
     "reasoning": ({},),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
@@ -373,7 +390,7 @@ UNSUPPORTED: Final = frozenset(
     web_search_options add_generation_prompt allowed_token_ids bad_words chat_template
     chat_template_kwargs continue_final_message documents guided_choice guided_grammar guided_json
     guided_regex include_stop_str_in_output length_penalty priority
-    prompt_logprobs skip_special_tokens spaces_between_special_tokens structured_outputs
+    prompt_logprobs spaces_between_special_tokens structured_outputs
     truncate_prompt_tokens use_beam_search
     """.split()  # noqa: SIM905
 )

@@ -116,5 +116,15 @@ def _check_together(body: SamplingBody) -> None:
         if old is not None and new is not None and old != new:
             message = f"max_tokens is {old} and max_completion_tokens {new}; send one"
             raise invalid(message, "max_completion_tokens")
-    elif isinstance(body, CompletionBody) and body.max_tokens == 0 and not body.echo:
-        raise invalid("max_tokens must be at least 1 (0 only with echo: true)", "max_tokens")
+    elif isinstance(body, CompletionBody):
+        if body.max_tokens == 0 and not body.echo:
+            raise invalid("max_tokens must be at least 1 (0 only with echo: true)", "max_tokens")
+        if body.num_samples < body.n:
+            message = f"best_of is {body.best_of} and n is {body.n}; send at least n, or leave best_of out"
+            raise invalid(message, "best_of")
+        if body.is_ranked and body.stream:
+            message = (
+                f"best_of is {body.best_of} and n is {body.n}, so the choices are known at the end only; "
+                "leave stream or best_of out"
+            )
+            raise invalid(message, "best_of")

@@ -8,6 +8,8 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from copy import copy
+from functools import cached_property
 from typing import Final
 
 from tokenizers import Tokenizer as RustTokenizer
@@ -43,6 +45,16 @@ class Vocabulary:
             self.data[token_id] = b""
         self.texts: list[str | None] = [_whole(data) for data in self.data]
         self.longest = max(map(len, self.data), default=1)
+
+    @cached_property
+    def spelled(self) -> Vocabulary:
+        """The same vocabulary, in which special tokens are text: their names."""
+        spelled = copy(self)
+        spelled.data, spelled.texts = list(self.data), list(self.texts)
+        for token_id in self.special_ids:
+            spelled.texts[token_id] = name = self.names[token_id]
+            spelled.data[token_id] = name.encode()
+        return spelled
 
     def label(self, token_id: int) -> str:
         """Return a unique name of the token for people; bytes that are no text are written out."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from bus.messages import StepOutput, Submit
 from bus.settings import RedisSettings
 from tests.conftest import settings_of
 from tests.support import tiny_model
@@ -271,6 +273,68 @@ async def test_n_choices_have_seeds_of_their_own_and_count_the_prompt_once(gate:
     assert answer.usage.completion_tokens == 12
 
 
+async def test_the_best_samples_are_the_choices_and_all_of_them_count(gate: Gate) -> None:
+    """The fake worker's scores are made those of this list, by the number of the request."""
+    scores = [-0.5, -0.1, -0.9, -0.2, -0.3, -0.1]
+    prompts = ["fox", "dog"]
+    texts = [["the", " quick", " lazy"], ["over", " jumps", " words"]]
+    numbers: dict[str, int] = {}
+
+    def reply(submit: Submit) -> list[int]:
+        number = numbers[submit.request_id] = int(submit.request_id.rsplit("-", 1)[1])
+        return [*gate.ids(texts[number // 3][number % 3]), gate.tokenizer.stop_token_ids[0]]
+
+    def scored(step: StepOutput) -> list[StepOutput]:
+        deltas = []
+        for delta in step.deltas:
+            score = scores[numbers[delta.request_id]]
+            values = [replace(one, logprob=score) for one in delta.logprobs or []]
+            deltas.append(replace(delta, logprobs=values if delta.logprobs is not None else None))
+        return [replace(step, deltas=deltas)]
+
+    gate.worker.reply, gate.worker.mangle = reply, scored
+    async with gate.client() as client:
+        best: Any = {"model": MODEL, "prompt": prompts, "best_of": 3, "max_tokens": 20}
+        one = await client.completions.create(**best)
+        assert [(choice.index, choice.text) for choice in one.choices] == [(0, " quick"), (1, " words")]
+        two = await client.completions.create(**best, n=2, logprobs=1, seed=5)
+        assert [choice.text for choice in two.choices] == [" quick", "the", " words", "over"]
+        assert [choice.index for choice in two.choices] == [0, 1, 2, 3]
+    first, second = gate.worker.submits[:6], gate.worker.submits[6:]
+    assert [choice.logprobs for choice in one.choices] == [None, None]
+    assert {submit.sampling.logprobs for submit in first} == {0}
+    assert two.choices[0].logprobs is not None and set(two.choices[0].logprobs.token_logprobs) == {-0.1}
+    assert {submit.sampling.logprobs for submit in second} == {1}
+    assert len({submit.sampling.seed for submit in second}) == 3
+    num_made = sum(len(reply(submit)) for submit in first)
+    num_prompt = sum(len(submit.prompt_token_ids) for submit in first) // 3
+    assert one.usage is not None
+    assert (one.usage.completion_tokens, one.usage.prompt_tokens) == (num_made, num_prompt)
+
+
+async def test_an_echoed_prompt_has_no_part_in_which_sample_is_the_best(gate: Gate) -> None:
+    async with gate.client() as client:
+        answer = await client.completions.create(
+            model=MODEL, prompt="lazy dog", echo=True, best_of=2, max_tokens=2
+        )
+    (choice,) = answer.choices
+    assert choice.text == "lazy dog" + gate.tokenizer.vocabulary.text_of(gate.ids(ANSWER)[:2])
+    assert choice.logprobs is None
+    assert {submit.sampling.prompt_logprobs for submit in gate.worker.submits} == {None}
+
+
+async def test_best_of_no_more_than_n_is_n_and_may_be_streamed(gate: Gate) -> None:
+    async with gate.client() as client:
+        stream = await client.completions.create(
+            model=MODEL, prompt="fox", n=2, best_of=2, max_tokens=100, stream=True
+        )
+        parts = ["", ""]
+        async for chunk in stream:
+            parts[chunk.choices[0].index] += chunk.choices[0].text
+    assert parts == [ANSWER, ANSWER]
+    assert {submit.sampling.logprobs for submit in gate.worker.submits} == {None}
+
+
 async def test_batched_prompts_are_numbered_in_order(gate: Gate) -> None:
     gate.worker.reply = lambda submit: submit.prompt_token_ids[1:]
     prompts = ["fox", "lazy dog", "quick"]
@@ -308,6 +372,37 @@ async def test_stop_strings_cut_across_token_borders(gate: Gate, stop: str | lis
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (wanted, "stop")
     assert "".join(chunk.choices[0].text for chunk in chunks) == wanted
     assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+async def test_sixteen_stop_strings_are_searched(gate: Gate) -> None:
+    stops = [f"none {number}" for number in range(15)] + ["jumps"]
+    async with gate.client() as client:
+        answer = await client.completions.create(model=MODEL, prompt="fox", max_tokens=100, stop=stops)
+    assert answer.choices[0].text == ANSWER[: ANSWER.find("jumps")]
+
+
+async def test_special_tokens_are_text_if_they_are_not_skipped(gate: Gate) -> None:
+    gate.worker.tokens_per_step = 1
+    bos = gate.tokenizer._rust.token_to_id(tiny_model.BOS)
+    assert bos is not None
+    said = [*gate.ids("the"), bos, *gate.ids(" fox"), gate.tokenizer.stop_token_ids[0]]
+    gate.worker.reply = lambda submit: said
+    async with gate.client() as client:
+        for skips, text in ((True, "the fox"), (False, f"the{tiny_model.BOS} fox")):
+            asked: Any = {"model": MODEL, "prompt": "fox", "max_tokens": 100}
+            asked["extra_body"] = {"skip_special_tokens": skips}
+            for logprobs in (None, 0):
+                answer = await client.completions.create(**asked, logprobs=logprobs)
+                assert answer.choices[0].text == text
+            offsets = answer.choices[0].logprobs.text_offset
+            assert offsets[len(gate.ids("the")) + 1] == text.find(" fox")
+            stream = await client.completions.create(**asked, stream=True)
+            assert "".join([chunk.choices[0].text async for chunk in stream]) == text
+        ids = [bos, *gate.ids("dog")]
+        echo: Any = {"model": MODEL, "prompt": ids, "echo": True, "max_tokens": 0, "logprobs": 0}
+        answer = await client.completions.create(**echo, extra_body={"skip_special_tokens": False})
+    assert answer.choices[0].text == f"{tiny_model.BOS}dog"
+    assert answer.choices[0].logprobs.text_offset[:2] == [0, len(tiny_model.BOS)]
 
 
 async def test_a_stop_string_ends_the_work_and_the_count(gate: Gate) -> None:
