@@ -133,6 +133,7 @@ class Submit:
     cache_salt: str = ""  # requests with unlike salts share no KV blocks
     key: str = ""  # id of the API key: between keys the queue is fair by tokens
     weight: float = 1.0  # the key's share beside that of others, above 0
+    embeds: bool = False  # no token is wanted, but the direction of the prompt's last hidden state
     choices: list[SiblingChoice] = field(default_factory=list)  # the others, so that the prompt is sent once
 
     def each(self) -> list[Submit]:
@@ -165,7 +166,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """The tokens that one step added to one request.
+    """The tokens that one step added to one request, or the embedding that ends one.
 
     Empty `token_ids` without a `finish_reason` mean that the request was admitted (its first prefill chunk
     ran, which ends its time in the queue) or that it is still alive after a long silence.
@@ -181,6 +182,7 @@ class Delta:
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # sent once, with the first token; [0] is None
     reject_reason: RejectReason | None = None  # set with an error that another attempt may avoid
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; sent once, at admission
+    embedding: bytes | None = None  # of a request that `embeds`: float32, little-endian, of length 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,7 +60,12 @@ class ToyModel:
         return [LayerShape()] * 2
 
     def forward(
-        self, token_ids: torch.Tensor, plan: AttentionPlan, kv: ToyCache, logit_rows: torch.Tensor
+        self,
+        token_ids: torch.Tensor,
+        plan: AttentionPlan,
+        kv: ToyCache,
+        logit_rows: torch.Tensor,
+        hidden: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         assert len(plan.slot_mapping.unique()) == len(token_ids)
         if self.fail_on is not None and self.fail_on in token_ids.tolist():
@@ -75,6 +80,8 @@ class ToyModel:
             context = kv.slots[slots[:context_len]].tolist()
             for t in range(cu[s], cu[s + 1]):
                 answers[t, next_token(context[: int(plan.positions[t]) + 1])] = 10.0
+        if hidden is not None:
+            hidden.append(answers[logit_rows])
         return answers[logit_rows]
 
 
@@ -107,6 +114,7 @@ def request(
     *,
     sent: list[int] | None = None,
     min_precision: Any = "",
+    embeds: bool = False,
     **sampling: Any,
 ) -> Submit:
     params = SamplingParams(**{"max_tokens": max_tokens, "seed": 1, "temperature": 0.0, **sampling})
@@ -119,6 +127,7 @@ def request(
         sampling=params,
         sent_token_ids=sent or [],
         min_precision=min_precision,
+        embeds=embeds,
     )
 
 

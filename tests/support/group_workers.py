@@ -146,12 +146,12 @@ class GroupWorker(ThreadedWorker):
     def peer(self) -> Peer:
         return Peer(self.name, self.epoch, self.transport.address, self.transport.key)
 
-    def submit(self, name: str, prompt: list[int], max_tokens: int) -> None:
+    def submit(self, name: str, prompt: list[int], max_tokens: int, *, embeds: bool = False) -> None:
         sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0)
         self.tokens[name] = []
         self.thread.submit(
             self.instance.id,
-            replace(own_request(name, prompt, sampling), cache_salt=""),
+            replace(own_request(name, prompt, sampling), cache_salt="", embeds=embeds),
         )
 
     def wait_degree(self, tp: int) -> None:

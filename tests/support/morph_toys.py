@@ -142,7 +142,12 @@ class PagedToyModel:
         ]
 
     def forward(
-        self, token_ids: torch.Tensor, plan: AttentionPlan, kv: KVCache, logit_rows: torch.Tensor
+        self,
+        token_ids: torch.Tensor,
+        plan: AttentionPlan,
+        kv: KVCache,
+        logit_rows: torch.Tensor,
+        hidden: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         time.sleep(self.step_s)
         shape = self.shape()
@@ -165,6 +170,8 @@ class PagedToyModel:
             context = read[0].tolist()
             for t in range(cu[s], cu[s + 1]):
                 answers[t, next_token(context[: int(plan.positions[t]) + 1])] = 10.0
+        if hidden is not None:
+            hidden.append(answers[logit_rows])
         return answers[logit_rows]
 
 

@@ -91,12 +91,21 @@ class StageWorker(ThreadedWorker):
     def wake(self) -> None:
         self.thread._inbox.put(lambda: None)
 
-    def submit(self, instance: str, name: str, prompt: list[int], max_tokens: int, **sampling: Any) -> None:
+    def submit(
+        self,
+        instance: str,
+        name: str,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        embeds: bool = False,
+        **sampling: Any,
+    ) -> None:
         params = sampling_of(max_tokens, **sampling)
         self.tokens[name] = []
         self.thread.submit(
             instance,
-            replace(own_request(name, prompt, params), cache_salt=""),
+            replace(own_request(name, prompt, params), cache_salt="", embeds=embeds),
         )
 
     def is_empty(self) -> bool:

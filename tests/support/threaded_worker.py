@@ -25,6 +25,7 @@ class ThreadedWorker:
         self.name, self.epoch = name, 1
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, str] = {}
+        self.embeddings: dict[str, bytes] = {}
         self.reject_reasons: dict[str, RejectReason | None] = {}
         self.death: BaseException | None = None
         self._changed = threading.Condition()
@@ -71,6 +72,8 @@ class ThreadedWorker:
                     if delta.error is None:
                         assert delta.index == len(self.tokens[name]), f"{name}: a token is lost or repeated"
                     self.tokens[name] += delta.token_ids
+                    if delta.embedding is not None:
+                        self.embeddings[name] = delta.embedding
                     self.take(result, output)
                     if delta.finish_reason:
                         self.ends[name] = delta.error or delta.finish_reason

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -227,6 +227,7 @@ class EngineCore:
     def _update(self, finished: FinishedBatch) -> None:
         """Take the tokens of a finished batch; sequences that left since it was scheduled get none."""
         batch, logits, token_ids = finished.batch, finished.logits, finished.token_ids
+        hidden = finished.hidden
         self._may_schedule = True
         if not (self._all_count(batch) or all(map(self._counts, batch.chunks))):
             here = {id(chunk.seq) for chunk in batch.chunks if self._counts(chunk)}
@@ -235,9 +236,11 @@ class EngineCore:
                 logits = logits[torch.from_numpy(rows).to(logits.device)]
             else:
                 token_ids = token_ids[rows]
+            if hidden is not None:
+                hidden = hidden[torch.from_numpy(rows).to(hidden.device)]
         self._commit(batch)
         sampled = self._sample(batch, logits, token_ids)
-        self._outputs += self._publish(batch, sampled)
+        self._outputs += self._publish(batch, sampled, hidden)
         self.num_steps += 1
         began, now = max(batch.began, self._updated_at if self.executor.runs_ahead else 0.0), self._clock()
         self.step_s, self._updated_at = now - began, now
@@ -463,14 +466,18 @@ class EngineCore:
             seq.prompt_logprobs += token_logprobs(logits[at : at + end - first], targets, num_top)
             at += end - first
 
-    def _publish(self, batch: ScheduledBatch, sampled: Sampled) -> list[Output]:
+    def _publish(self, batch: ScheduledBatch, sampled: Sampled, hidden: torch.Tensor | None) -> list[Output]:
         now, logprobs = self._clock(), sampled.logprobs
         prefilling = [chunk.seq for chunk in batch.chunks if not chunk.seq.is_prompt_counted]
         outputs = [output for seq in prefilling if (output := self._started(seq, now))]
         seqs = [chunk.seq for chunk in batch.sampling]
         self._time_tokens(seqs, now)
         for i, (seq, token) in enumerate(zip(seqs, sampled.token_ids.tolist(), strict=True)):
-            outputs.append(self._add_token(seq, token, logprobs.get(i) if logprobs else None, now))
+            if seq.request.embeds:
+                assert hidden is not None, "the batch embeds"
+                outputs.append(self._embedded(seq, hidden[i]))
+            else:
+                outputs.append(self._add_token(seq, token, logprobs.get(i) if logprobs else None, now))
         return outputs + self._signs_of_life(now)
 
     def _signs_of_life(self, now: float) -> list[Output]:
@@ -517,9 +524,16 @@ class EngineCore:
             self.residence_s += weight * (ran_s - self.residence_s)
         return Output(seq.request, self._delta(seq, index, [token], finished, logprobs))
 
+    def _embedded(self, seq: Sequence, hidden: torch.Tensor) -> Output:
+        """End a request with the direction of its last token's state before the head [H]."""
+        self._drop(seq)
+        direction = torch.nn.functional.normalize(hidden.float(), dim=0).cpu().numpy()
+        ended = self._end(seq, "stop")
+        return replace(ended, delta=replace(ended.delta, embedding=direction.astype("<f4").tobytes()))
+
     def _time_tokens(self, seqs: list[Sequence], now: float) -> None:
         """Count the tokens that come to these sequences now, most of which had their last one together."""
-        seqs = [seq for seq in seqs if seq.request.sampling.max_tokens]
+        seqs = [seq for seq in seqs if seq.request.sampling.max_tokens and not seq.request.embeds]
         self.stats.generation_tokens += len(seqs)
         for last_token_at, times in Counter([seq.last_token_at for seq in seqs]).items():
             if last_token_at:

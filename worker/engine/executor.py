@@ -35,6 +35,7 @@ class FinishedBatch:
     batch: ScheduledBatch
     logits: torch.Tensor
     token_ids: Ints | None = None  # [R] chosen already; None: by the logits
+    hidden: torch.Tensor | None = None  # [R + P, H] before the head, where a request embeds
 
 
 class Executor(ABC):
@@ -146,7 +147,12 @@ class RunnableModel(Protocol):
     """The part of `worker.model.Model` that `LocalExecutor` needs."""
 
     def forward(
-        self, token_ids: torch.Tensor, plan: AttentionPlan, kv: Any, logit_rows: torch.Tensor
+        self,
+        token_ids: torch.Tensor,
+        plan: AttentionPlan,
+        kv: Any,
+        logit_rows: torch.Tensor,
+        hidden: list[torch.Tensor] | None = None,
     ) -> torch.Tensor: ...
 
     def shape(self) -> list[LayerShape]: ...
@@ -159,6 +165,7 @@ class Flight:
     batch: ScheduledBatch
     logits: torch.Tensor
     choice: ChosenTokens | None  # None: the host chooses by the logits
+    hidden: torch.Tensor | None = None
 
 
 # Launches the choice of a batch's tokens by its logits [R, V], into int64 [R]; None: the host takes part.
@@ -197,28 +204,32 @@ class LocalExecutor(Executor):
         return self._flights[-1].batch if self._flights and self._flights[-1].choice else None
 
     def execute(self, batch: ScheduledBatch) -> None:
-        recorded = self.recorded
+        hidden = batch.hidden_states()
+        recorded = self.recorded if hidden is None else None  # a recording keeps no hidden states
         made = recorded.run(batch.input, batch.follows) if recorded else None
         assert made is not None or batch.follows is None, "only recordings read tokens on the device"
         choice = None
         if recorded and made is not None and self._choose:
             choice = self._choose(batch, made, recorded.sampled(len(made)))
-        self._flights.append(Flight(batch, self._run(batch.input) if made is None else made, choice))
+        logits = self._run(batch.input, hidden) if made is None else made
+        self._flights.append(Flight(batch, logits, choice, hidden[0] if hidden else None))
         self.num_steps += 1
 
     def collect(self) -> list[FinishedBatch]:
         if not self._flights:
             return []
         one = self._flights.popleft()
-        return [FinishedBatch(one.batch, one.logits, one.choice.wait() if one.choice else None)]
+        token_ids = one.choice.wait() if one.choice else None
+        return [FinishedBatch(one.batch, one.logits, token_ids, one.hidden)]
 
     def shape(self) -> list[LayerShape]:
         return self._model.shape()
 
-    def _run(self, given: ModelInput) -> torch.Tensor:
-        return self._model.forward(
+    def _run(self, given: ModelInput, hidden: list[torch.Tensor] | None) -> torch.Tensor:
+        step = (
             to_tensor(given.token_ids, self._device),
             attention_plan(given, self._block_tokens, self._device),
             self._kv,
             to_tensor(given.logit_rows, self._device),
         )
+        return self._model.forward(*step) if hidden is None else self._model.forward(*step, hidden)

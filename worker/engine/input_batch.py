@@ -57,6 +57,11 @@ class ScheduledBatch:
     follows: Ints | None = (
         None  # [T] rows of the batch before it, whose tokens it takes; None: they are known
     )
+    embeds: bool = False  # a chunk that samples is the end of a prompt to embed
+
+    def hidden_states(self) -> list[torch.Tensor] | None:
+        """Return a list for the states before the head, if anything asks for them."""
+        return [] if self.embeds else None
 
     def only(self, is_kept: Callable[[Sequence], bool]) -> tuple[ScheduledBatch, Ints]:
         """Return this batch without the sequences that are not kept, and the rows of its logits that stay."""
@@ -150,6 +155,7 @@ class InputBatch:
             ),
             prompt_ranges=prompt_ranges,
             num_released=self.num_released,
+            embeds=any(chunk.seq.request.embeds for chunk in sampling),
         )
 
     def _build_decodes(self, chunks: list[ScheduledChunk]) -> ScheduledBatch:
@@ -232,7 +238,9 @@ class InputBatch:
 
 
 def _is_plain_decode(chunk: ScheduledChunk) -> bool:
-    return chunk.num_tokens == 1 == chunk.seq.num_uncomputed_tokens and not chunk.seq.prompt_logprobs
+    seq = chunk.seq
+    is_one = chunk.num_tokens == 1 == seq.num_uncomputed_tokens
+    return is_one and not seq.prompt_logprobs and not seq.request.embeds
 
 
 def merge_inputs(inputs: Seq[ModelInput]) -> ModelInput:

@@ -99,15 +99,20 @@ class Model:
             self.layers[layer].feed_forward = half
 
     def forward(
-        self, token_ids: torch.Tensor, plan: AttentionPlan, kv: KVCache, logit_rows: torch.Tensor
+        self,
+        token_ids: torch.Tensor,
+        plan: AttentionPlan,
+        kv: KVCache,
+        logit_rows: torch.Tensor,
+        hidden: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Run one step alone: token_ids int64 [T], packed as `plan` says, to float32 [R, vocab].
 
         logit_rows int64 [R] are the rows whose logits are returned. The keys and values of the step go to
-        `kv`.
+        `kv`. hidden: gets the states of these rows before the head, [R, H].
         """
         alone = Segment(0, len(self.layers), plan)
-        return self._transformer.forward(token_ids, [alone], lambda _: kv.layers, logit_rows)
+        return self._transformer.forward(token_ids, [alone], lambda _: kv.layers, logit_rows, hidden=hidden)
 
     def step_memory(
         self, sizes: Sequence[StepSize], table_width: int, max_context_len: int
@@ -134,9 +139,14 @@ class Model:
         """Run the layers of a stage, as `Transformer.run`; the keys and values go to `kv`."""
         return self._transformer.run(residual, plan, kv.layers, rows, group)
 
-    def logits(self, residual: torch.Tensor, group: RankGroup | None = None) -> torch.Tensor:
+    def logits(
+        self,
+        residual: torch.Tensor,
+        group: RankGroup | None = None,
+        hidden: list[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """Run norm and head of a first stage on the last stage's output, as `Transformer.logits`."""
-        return self._transformer.logits(residual, group)
+        return self._transformer.logits(residual, group, hidden)
 
     def forward_segments(
         self,
@@ -145,12 +155,13 @@ class Model:
         kv: KVCache,
         logit_rows: torch.Tensor,
         own: slice,
+        hidden: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Run one step of a group, which all members run together, as `Transformer.forward`.
 
         Each member passes its own planner's rows in `own`.
         """
-        return self._transformer.forward(token_ids, segments, kv.layers_at, logit_rows, own)
+        return self._transformer.forward(token_ids, segments, kv.layers_at, logit_rows, own, hidden)
 
     def release(self) -> None:
         """Free all pages; variants must have freed theirs. The model cannot run any more."""

@@ -108,6 +108,7 @@ class Transformer:
         caches_at: CachesAt,
         logit_rows: torch.Tensor,
         own: slice = slice(None),
+        hidden: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Run a step: token_ids int64 [T] of the first segment's rows to float32 [R, vocab].
 
@@ -115,13 +116,17 @@ class Transformer:
         logit_rows that this rank's planner wants, R of them. In the last layer only logit_rows continue after
         attention: nothing reads the others any more.
 
+        hidden: gets the states before the head, [R, H] in the model's dtype. Such a step is no recorded one.
+
         The result may lie in memory that the next step writes to.
 
         Raises ValueError for segments that are not the layers as they are, and PeerLost of the group.
         """
         self._check(segments)
-        if (logits := self._recorded_step(token_ids, segments, caches_at, logit_rows)) is not None:
-            return logits[own]
+        if hidden is None:
+            logits = self._recorded_step(token_ids, segments, caches_at, logit_rows)
+            if logits is not None:
+                return logits[own]
         residual = self.embed(token_ids)
         x = self._norm(residual, self.layers[0].attention.input_norm, self.eps)
         before = segments[0]
@@ -135,7 +140,10 @@ class Transformer:
             norm = self.ends.norm if is_last else self.layers[segment.end].attention.input_norm
             x, residual = self._run(segment, caches_at(segment.degree), x, residual, rows, norm)
             before = segment
-        return self._logits(x[own])
+        x = x[own]
+        if hidden is not None:
+            hidden.append(x)
+        return self._logits(x)
 
     def _recorded_step(
         self,
@@ -277,13 +285,22 @@ class Transformer:
         stage = Segment(0, len(self.layers), plan, group.size if group else 1, group)
         return self._run(stage, caches, x, residual, rows, None)[1]
 
-    def logits(self, residual: torch.Tensor, group: RankGroup | None = None) -> torch.Tensor:
+    def logits(
+        self,
+        residual: torch.Tensor,
+        group: RankGroup | None = None,
+        hidden: list[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """Return float32 [R, vocab] of the residual [R, H] behind the model's last layer.
 
         group: the ranks of a fixed degree, which all call this; the first gets all logits, the others get
         none ([R, 0]). Then PeerLost may be raised.
+
+        hidden: gets the states before the head, [R, H], at any rank.
         """
         x = self._norm(residual, self.ends.norm, self.eps)
+        if hidden is not None:
+            hidden.append(x)
         if self._cut is None:
             return self._logits(x)
         assert group, "one rank alone has no logits"

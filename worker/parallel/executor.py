@@ -299,7 +299,8 @@ class TensorParallelExecutor(Executor):
         self._proposed = None
         if not any(step.works):
             return []
-        logits = MergedStep(member).forward([work or empty_input() for work in step.works])
+        hidden = batch.hidden_states() if batch else None
+        logits = MergedStep(member).forward([work or empty_input() for work in step.works], hidden)
         if canary:
             self.heard, logits = logits[-1].log_softmax(0), logits[:-1]
             canary.close()
@@ -307,7 +308,7 @@ class TensorParallelExecutor(Executor):
         if batch is None:
             return []
         batch.began = began
-        return [FinishedBatch(batch, logits)]
+        return [FinishedBatch(batch, logits, hidden=hidden[0] if hidden else None)]
 
     # ----------------------------------------------------------------------------- after a step
 

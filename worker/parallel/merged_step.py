@@ -21,8 +21,11 @@ class MergedStep:
         self._member = member
         self._local, self._formation, self._rank = member.local, member.formation, member.rank
 
-    def forward(self, works: Sequence[ModelInput]) -> torch.Tensor:
-        """Run the inputs of all ranks; return this rank's logits, float32 [R, vocab]. Raises PeerLost."""
+    def forward(self, works: Sequence[ModelInput], hidden: list[torch.Tensor] | None = None) -> torch.Tensor:
+        """Run the inputs of all ranks; return this rank's logits, float32 [R, vocab]. Raises PeerLost.
+
+        hidden: gets the states of this rank's rows before the head, [R, H].
+        """
         local, device = self._local, self._local.instance.device
         runs = self._formation.runs(local.num_layers)
         batches = [self._batch(run, works) for run in runs]
@@ -32,6 +35,7 @@ class MergedStep:
             local.cache,
             to_tensor(batches[-1].logit_rows, device),
             self._own_rows(runs[-1], works),
+            hidden,
         )
         for group in (self._member.high, self._member.low):
             if group:

@@ -67,17 +67,21 @@ class PipelineExecutor(Executor):
 
     def execute(self, batch: ScheduledBatch) -> None:
         """Run this stage's layers and send the residual on. Any error among several ranks is PipelineLost."""
+        hidden = batch.hidden_states()
         with self._among_ranks():
-            made = self._run(batch)
+            made = self._run(batch, hidden)
         if self.pipeline.num_stages == 1:
-            self._finished.append(FinishedBatch(batch, made))
+            self._finished.append(FinishedBatch(batch, made, hidden=hidden[0] if hidden else None))
         else:
             self.pipeline.send(batch.input, made)
             self._in_flight.append(batch)
         self.num_steps += 1
 
-    def _run(self, batch: ScheduledBatch) -> torch.Tensor:
-        """Run this stage to the residual [T, H], or to the logits [R, vocab] if there is no other."""
+    def _run(self, batch: ScheduledBatch, hidden: list[torch.Tensor] | None) -> torch.Tensor:
+        """Run this stage to the residual [T, H], or to the logits [R, vocab] if there is no other.
+
+        hidden: gets the states before the head, if there is no other.
+        """
         work, group, is_alone = batch.input, self.ranks.group, self.pipeline.num_stages == 1
         attention = attention_plan(work, self._cache.block_tokens, self._device)
         self.pipeline.share(work)
@@ -86,7 +90,7 @@ class PipelineExecutor(Executor):
         residual = self._model.run(residual, attention, self._cache, rows, group)
         if group:
             group.settle()
-        return self._model.logits(residual, group) if is_alone else residual
+        return self._model.logits(residual, group, hidden) if is_alone else residual
 
     def collect(self) -> list[FinishedBatch]:
         """Return the batches that came back, oldest first. Raises PipelineLost when there is none of them."""
@@ -95,10 +99,12 @@ class PipelineExecutor(Executor):
             while (payload := self.pipeline.take_done()) is not None:
                 rows = payload.view(self._model.dtype).view(-1, self._model.config.hidden_size)
                 self.pipeline.share_rows(rows)
+                hidden = self._in_flight[0].hidden_states()
                 with self._among_ranks():
                     here = rows.to(self._device, non_blocking=True)
-                    logits = self._model.logits(here, self.ranks.group)
-                finished.append(FinishedBatch(self._in_flight.popleft(), logits))
+                    logits = self._model.logits(here, self.ranks.group, hidden)
+                batch = self._in_flight.popleft()
+                finished.append(FinishedBatch(batch, logits, hidden=hidden[0] if hidden else None))
         except RanksLost:
             self._in_flight.clear()
             raise

@@ -250,13 +250,18 @@ class Fingerprint:
         self._next = (self._next + num_layers) % len(layers)
 
     def forward(
-        self, token_ids: torch.Tensor, plan: AttentionPlan, kv: KVCache, logit_rows: torch.Tensor
+        self,
+        token_ids: torch.Tensor,
+        plan: AttentionPlan,
+        kv: KVCache,
+        logit_rows: torch.Tensor,
+        hidden: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Run a step as `Model.forward`. The logits of a share mean nothing: no other rank adds to them."""
         if self._group is None:
-            return self.model.forward(token_ids, plan, kv, logit_rows)
+            return self.model.forward(token_ids, plan, kv, logit_rows, hidden)
         part = Segment(0, len(self.model.layers), plan, self._group.size, self._group)
-        return self.model.forward_segments(token_ids, [part], kv, logit_rows, slice(None))
+        return self.model.forward_segments(token_ids, [part], kv, logit_rows, slice(None), hidden)
 
     def shape(self) -> list[LayerShape]:
         return self.model.shape()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -245,6 +246,29 @@ def test_max_tokens_0_scores_the_prompt_and_generates_nothing() -> None:
     client = run(engine, Client())
     assert client.tokens["a"] == [] and client.ends["a"] == "length"
     assert client.deltas[-1].prompt_logprobs and len(client.deltas[-1].prompt_logprobs) == 5
+
+
+@pytest.mark.parametrize("tokens", [3, 100])
+def test_an_embedding_is_that_of_the_prompts_last_token_whatever_the_chunks(tokens: int) -> None:
+    """The toy's state before the head is what its logits are: one number, at the next token."""
+    engine, instance = toy_engine(tokens=tokens, prefix_cache=True)
+    prompts = {"a": [9, 8, 7, 6, 5, 4, 3], "one": [4], "again": [9, 8, 7, 6, 5, 4, 3]}
+    client = Client()
+    engine.submit("toy@w0", request("older", [1], 12))
+    for name, prompt in prompts.items():
+        engine.submit("toy@w0", request(name, prompt, 1, embeds=True))
+        run(engine, client)
+    for name, prompt in prompts.items():
+        (found,) = [
+            delta.embedding for delta in client.deltas if delta.request_id == name and delta.embedding
+        ]
+        vector = np.frombuffer(found, "<f4")
+        assert vector.tolist() == [float(i == continuation(prompt, 1)[0]) for i in range(VOCAB)]
+        assert (client.tokens[name], client.ends[name]) == ([], "stop")
+    assert client.tokens["older"] == continuation([1], 12)
+    assert instance.stats.generation_tokens == 12
+    assert instance.stats.finished == {"stop": 3, "length": 1}
+    assert instance.scheduler.num_prefix_hits == 4  # of the second time, in blocks of four
 
 
 def test_two_instances_share_a_worker_and_neither_starves() -> None:

@@ -257,6 +257,22 @@ def test_logprobs_and_prompt_logprobs_are_those_of_the_model(case: Case, saved: 
     )
 
 
+def test_an_embedding_is_the_direction_of_the_last_state_before_the_head(case: Case, saved: Saved) -> None:
+    case.engine.submit("m@w0", request("beside", saved.prompts[2], NUM_NEW))
+    for i, prompt in enumerate(saved.prompts):
+        case.engine.submit("m@w0", request(f"e{i}", prompt, 1, embeds=True))
+    client = run(case.engine, Client())
+    assert client.tokens["beside"] == saved.expected[2]
+    found = {delta.request_id: delta.embedding for delta in client.deltas if delta.embedding}
+    oracle = saved.oracle.to(DEVICE).base_model
+    for i, prompt in enumerate(saved.prompts):
+        with torch.no_grad():
+            last = oracle(torch.tensor([prompt], device=DEVICE)).last_hidden_state[0, -1]
+        got = torch.frombuffer(bytearray(found[f"e{i}"]), dtype=torch.float32)
+        expected = torch.nn.functional.normalize(last.float(), dim=0).cpu()
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+
+
 @SOME
 def test_the_canary_finds_weights_that_are_not_numbers(saved: Saved) -> None:
     case = Case(saved.folder, prefix_cache=True)

@@ -169,6 +169,26 @@ def test_logprobs_do_not_depend_on_where_the_model_is_cut(folder: Path, prompts:
     assert len(own) == 4 + len(prompts[4])  # None for the first of the prompt
 
 
+@pytest.mark.parametrize(("bounds", "tp"), [([0, 1, 3, 5], 1), ([0, 2, 5], 2), ([0, 5], 2)])
+def test_embeddings_come_from_the_stage_that_has_the_head(
+    folder: Path, oracle: Any, prompts: list[list[int]], expected: list[list[int]], bounds: list[int], tp: int
+) -> None:
+    with Line(folder, bounds, tp=tp) as line:
+        line.submit("beside", prompts[2], NUM_NEW)
+        for i, prompt in enumerate(prompts):
+            line.submit(str(i), prompt, 1, embeds=True)
+        line.leader.wait_ends("beside", *map(str, range(len(prompts))))
+        assert line.leader.tokens["beside"] == expected[2]
+        found = line.leader.embeddings
+    for i, prompt in enumerate(prompts):
+        with torch.no_grad():
+            last = oracle.base_model(torch.tensor([prompt])).last_hidden_state[0, -1]
+        got = torch.frombuffer(bytearray(found[str(i)]), dtype=torch.float32)
+        torch.testing.assert_close(
+            got, torch.nn.functional.normalize(last, dim=0), rtol=1e-3, atol=1e-4, msg=str(i)
+        )
+
+
 def test_a_place_is_free_for_each_stage_and_no_sequence_is_on_its_way_twice(folder: Path) -> None:
     with Line(folder, [0, 1, 2, 5]) as line:
         most = 0

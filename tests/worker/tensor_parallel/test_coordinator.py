@@ -81,9 +81,9 @@ def test_no_step_of_a_group_has_more_tokens_than_one_worker_has_memory_for(
     steps: list[int] = []
     plain = MergedStep.forward
 
-    def forward(self: MergedStep, works: list[ModelInput]) -> Any:
+    def forward(self: MergedStep, works: list[ModelInput], hidden: Any = None) -> Any:
         steps.append(sum(work.num_tokens for work in works))
-        return plain(self, works)
+        return plain(self, works, hidden)
 
     monkeypatch.setattr(MergedStep, "forward", forward)
     with workers(tmp_path, 2, max_num_batched_tokens=40) as each:

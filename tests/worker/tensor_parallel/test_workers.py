@@ -231,6 +231,28 @@ def test_a_request_that_only_a_group_can_hold_gets_the_blocks_of_all(
         assert transformed(each, 1).state == "applied"
 
 
+def test_every_member_of_a_group_embeds_its_own_prompts(folder: Path, model: Any) -> None:
+    lengths = (1, 9, 70)  # the last in chunks
+    with workers(folder, 2) as each:
+        assert transformed(each, 2).state == "applied"
+        for k, worker in enumerate(each):
+            worker.submit(f"{worker.name}-text", prompt(k, 9), 20)
+            for n in lengths:
+                worker.submit(f"{worker.name}-{n}", prompt(k + n, n), 1, embeds=True)
+        for k, worker in enumerate(each):
+            worker.wait_ends(f"{worker.name}-text", *(f"{worker.name}-{n}" for n in lengths))
+            assert worker.tokens[f"{worker.name}-text"] == oracle(model, prompt(k, 9), 20)
+            for n in lengths:
+                with torch.no_grad():
+                    last = model.base_model(torch.tensor([prompt(k + n, n)])).last_hidden_state[0, -1]
+                found = torch.frombuffer(
+                    bytearray(worker.embeddings[f"{worker.name}-{n}"]), dtype=torch.float32
+                )
+                wanted = torch.nn.functional.normalize(last, dim=0)
+                torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+        assert transformed(each, 1).state == "applied"
+
+
 def test_what_is_so_already_is_applied_and_says_so(folder: Path) -> None:
     with workers(folder, 2) as each:
         for tp in (1, 2):
