@@ -34,10 +34,12 @@ from gateway.openai.answer_types import (
     ChatChunk,
     CompletionAnswer,
     CompletionChunk,
+    EmbeddingsAnswer,
     ResponseAnswer,
     ResponseEvent,
 )
-from gateway.openai.formats import CHAT, COMPLETION, RESPONSE
+from gateway.openai.embeddings import EmbeddingsBody
+from gateway.openai.formats import CHAT, COMPLETION, EMBEDDING, RESPONSE
 from gateway.openai.params import ChatBody, CompletionBody
 from gateway.openai.problems import sentence
 from gateway.openai.request_log import RequestLog
@@ -52,11 +54,12 @@ log = logging.getLogger("gateway")
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 ROUTERS: Final = (public.router, schema.router, tokens.router, admin.router, deployments.router)
-# The calls that carry the load: body, answer, and event of a stream.
+# The calls that carry the load.
 CALLS: Final[schema.Calls] = {
     "/v1/completions": (CompletionBody, CompletionAnswer, CompletionChunk),
     "/v1/chat/completions": (ChatBody, ChatAnswer, ChatChunk),
     "/v1/responses": (ResponsesBody, ResponseAnswer, ResponseEvent),
+    "/v1/embeddings": (EmbeddingsBody, EmbeddingsAnswer, None),
 }
 # What a 404 under /admin names, in the order of the routes.
 _ADMIN_ROUTES: Final = [*admin.router.routes, *deployments.router.routes]
@@ -103,6 +106,7 @@ def create_app(gateway: Gateway, feeds: Feeds, on_death: Callable[[], None]) -> 
         "/v1/completions": guarded(CompletionsEndpoint(gateway, COMPLETION, CompletionBody)),
         "/v1/chat/completions": guarded(CompletionsEndpoint(gateway, CHAT, ChatBody)),
         "/v1/responses": guarded(CompletionsEndpoint(gateway, RESPONSE, ResponsesBody)),
+        "/v1/embeddings": guarded(CompletionsEndpoint(gateway, EMBEDDING, EmbeddingsBody)),
     }
     front = Front(app, calls)
     if origins := gateway.settings.gateway.cors_origins:

@@ -1,4 +1,4 @@
-"""POST /v1/completions, /v1/chat/completions and /v1/responses as plain ASGI.
+"""POST /v1/completions, /v1/chat/completions, /v1/responses and /v1/embeddings as plain ASGI.
 
 The order of the steps is that of their cost: key, draining, rate, slot, then body, tokens and worker.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bus.api_keys import ANONYMOUS, ApiKey
@@ -25,17 +26,21 @@ from gateway.openai.call import (
     StreamedResponse,
     WholeCompletion,
 )
+from gateway.openai.embeddings import EmbeddingsBody, EmbeddingsCall
 from gateway.openai.formats import AnswerHead, Format
 from gateway.openai.intake import Prompt
 from gateway.openai.params import CallBody, ChatBody, CompletionBody
 from gateway.openai.parsing import parse, prompts
 from gateway.openai.request_log import CLIENT_LEFT, RequestLog
 from gateway.openai.response_format import ResponseHead
-from gateway.openai.responses import NAMES, ResponsesBody
+from gateway.openai.responses import ResponsesBody
 from gateway.state import Gateway
 
 if TYPE_CHECKING:
     from gateway.tracing.tracer import CallTrace
+
+# What a body may ask for. All but the first two stand for one of these.
+Asked = CompletionBody | ChatBody | ResponsesBody | EmbeddingsBody
 
 # For a client to take what is left after the last token.
 DRAIN_S = 30.0
@@ -48,7 +53,7 @@ class CompletionsEndpoint:
         self,
         gateway: Gateway,
         form: Format,
-        body: type[CompletionBody] | type[ChatBody] | type[ResponsesBody],
+        body: type[Asked],
     ) -> None:
         self._gateway, self._format, self._body = gateway, form, body
 
@@ -120,11 +125,14 @@ class CompletionsEndpoint:
         self, data: bytes, slot: Slot, key: ApiKey, socket: ClientSocket, log: RequestLog
     ) -> Completion:
         gateway, form = self._gateway, self._format
-        asked: CallBody | ResponsesBody = parse(self._body, data)
-        body: CallBody = asked.as_chat() if isinstance(asked, ResponsesBody) else asked
+        asked: Asked = parse(self._body, data)
+        body: CallBody = asked if isinstance(asked, CompletionBody | ChatBody) else asked.as_call()
         card = gateway.models.card(body.model)
         context = gateway.request_builder.context(card)
-        given: list[Prompt] = prompts(body.prompt, context) if isinstance(body, CompletionBody) else [""]
+        given: list[Prompt] = [""]
+        if isinstance(body, CompletionBody):
+            field = "input" if isinstance(asked, EmbeddingsBody) else "prompt"
+            given = prompts(body.prompt, context, field)
         slot.grow(len(given) * body.num_samples)
         tokenizer = await gateway.models.tokenizer(card)
         call_id = form.id_prefix + secrets.token_hex(12)
@@ -132,9 +140,11 @@ class CompletionsEndpoint:
         try:
             requests = await build(body, given, context, card, tokenizer, call_id, log, key)
         except ApiError as error:
-            if isinstance(asked, ResponsesBody):
-                error.param = NAMES.get(error.param or "", error.param)
+            if not isinstance(asked, CompletionBody | ChatBody):
+                error.param = asked.NAMES.get(error.param or "", error.param)
             raise
+        if isinstance(asked, EmbeddingsBody):
+            requests = [replace(one, embeds=True) for one in requests]
         gateway.stats.models[body.model].request_params_n.observe(body.n)
         if isinstance(body, ChatBody):
             gateway.stats.ignored_message_fields += sum(message.num_ignored for message in body.messages)
@@ -148,6 +158,8 @@ class CompletionsEndpoint:
             stream = EventStream(socket, gateway.settings.gateway.stream_buffer_tokens)
             kind = StreamedResponse if isinstance(asked, ResponsesBody) else StreamedChoices
             call = kind(stream, *needs)
+        elif isinstance(asked, EmbeddingsBody):
+            call = EmbeddingsCall(asked.encoding_format, *needs)
         elif isinstance(body, CompletionBody) and body.is_ranked:
             call = RankedCompletion(body, *needs)
         else:

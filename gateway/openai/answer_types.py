@@ -310,6 +310,29 @@ class ResponseEvent(
     """The data of one event of a stream of /v1/responses."""
 
 
+class EmbeddingUsage(AnswerType):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddedPrompt(AnswerType):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+    """Of length 1; a text in base64 if it was asked for."""
+
+
+class EmbeddingsAnswer(AnswerType):
+    """The answer of /v1/embeddings."""
+
+    object: Literal["list"]
+    data: list[EmbeddedPrompt]
+    model: str
+    system_fingerprint: str | None
+    """The shape that made the last of them."""
+    usage: EmbeddingUsage
+
+
 class ServedModel(AnswerType):
     id: str
     object: Literal["model"]

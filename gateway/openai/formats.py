@@ -56,6 +56,8 @@ CHAT = Format(
 )
 # A chat with one choice, whose answer `gateway.openai.response_format` has in another form.
 RESPONSE = replace(CHAT, id_prefix="resp_", whole_object="response")
+# Prompts without choices, whose answer `gateway.openai.embeddings` writes.
+EMBEDDING = replace(COMPLETION, id_prefix="embd-", whole_object="list")
 
 
 @dataclass(frozen=True, slots=True)

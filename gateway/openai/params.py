@@ -179,11 +179,26 @@ class StreamOptions(Body):
     """Padding of chunks, of which there is none here."""
 
 
-class SamplingBody(Body):
+class ServedBody(Body):
     """The fields that all calls have."""
 
     model: Annotated[str, Field(min_length=1, examples=["demo"])]
     """The name of a served model."""
+    min_precision: Precision | None = None
+    """Least precision of every layer in every step."""
+    max_loss: Loss | None = None
+    """Most loss of perplexity in every step, as a share or as a text in percent."""
+    min_precision_wait: bool = True
+    """False: 503 at once if no instance keeps min_precision or max_loss, one of which it needs."""
+    cache_salt: Annotated[str, Field(max_length=256)] = ""
+    """Only requests with the same one share KV blocks."""
+    user: str | None = None
+    """Ignored."""
+
+
+class SamplingBody(ServedBody):
+    """The fields that all calls that generate have."""
+
     temperature: Annotated[float, sampling("temperature")] = 1.0
     """0 takes the likeliest token; higher values choose more freely."""
     top_p: Annotated[float, sampling("top_p", above=True)] = 1.0
@@ -214,18 +229,8 @@ class SamplingBody(Body):
     """Answer in server-sent events, as tokens are made."""
     ignore_eos: bool = False
     """Go on after the model's end token, up to max_tokens."""
-    min_precision: Precision | None = None
-    """Least precision of every layer in every step."""
-    max_loss: Loss | None = None
-    """Most loss of perplexity in every step, as a share or as a text in percent."""
-    min_precision_wait: bool = True
-    """False: 503 at once if no instance keeps min_precision or max_loss, one of which it needs."""
-    cache_salt: Annotated[str, Field(max_length=256)] = ""
-    """Only requests with the same one share KV blocks."""
     return_precision: bool = False
     """Report how many layers below full precision made each token."""
-    user: str | None = None
-    """Ignored."""
     metadata: Metadata | None = None
     """Ignored."""
     prompt_cache_key: str | None = None
@@ -384,8 +389,9 @@ HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
 # Parameters of OpenAI or vLLM, for a better message than "unknown".
 UNSUPPORTED: Final = frozenset(
     """
-    audio background best_of context_management conversation function_call functions image max_tool_calls
-    modalities moderation prediction previous_response_id prompt_cache_options prompt_cache_retention
+    audio background best_of context_management conversation dimensions function_call functions image
+    max_tool_calls modalities moderation prediction previous_response_id prompt_cache_options
+    prompt_cache_retention
     reasoning reasoning_effort response_format service_tier store suffix tool_choice tools verbosity
     web_search_options add_generation_prompt allowed_token_ids bad_words chat_template
     chat_template_kwargs continue_final_message documents guided_choice guided_grammar guided_json
@@ -399,6 +405,7 @@ _NO_STATE: Final = "no answer is stored; send the whole conversation"
 REASONS: Final = {
     "background": "an answer goes to the call that asks for it",
     "conversation": _NO_STATE,
+    "dimensions": "an embedding has the size of the model's hidden states",
     "previous_response_id": _NO_STATE,
     "store": "no answer is stored",
     "suffix": "models have no common form of a prompt with a gap",
@@ -407,7 +414,8 @@ REASONS: Final = {
 ELSEWHERE: Final = {
     **dict.fromkeys(("echo", "prompt"), "/v1/completions"),
     **dict.fromkeys(("max_completion_tokens", "messages", "top_logprobs"), "/v1/chat/completions"),
-    **dict.fromkeys(("include", "input", "instructions", "max_output_tokens", "text"), "/v1/responses"),
+    **dict.fromkeys(("include", "instructions", "max_output_tokens", "text", "truncation"), "/v1/responses"),
+    "encoding_format": "/v1/embeddings",
+    "input": "/v1/responses and /v1/embeddings",
     "max_tokens": "/v1/completions and /v1/chat/completions; here it is max_output_tokens",
-    "truncation": "/v1/responses",
 }

@@ -23,46 +23,51 @@ from gateway.openai.params import (
     ChoicesBody,
     CompletionBody,
     SamplingBody,
+    ServedBody,
     StreamOptions,
 )
 from gateway.openai.problems import first_problem, shown
 
-B = TypeVar("B", bound=SamplingBody)
+B = TypeVar("B", bound=ServedBody)
 
 
 def parse(kind: type[B], data: bytes) -> B:
     """Return the body of one call. Raises ApiError 400."""
     given, known = json_object(data), kind.model_fields
-    fields = {name: value for name, value in given.items() if name in known or not _is_harmless(name, value)}
-    for name in fields:
+    if issubclass(kind, SamplingBody):
+        given = {name: one for name, one in given.items() if name in known or not _is_harmless(name, one)}
+    for name in given:
         if name not in known:
             raise _unknown(name, kind)
     try:
-        body = kind.model_validate(fields)
+        body = kind.model_validate(given)
     except ValidationError as error:
         raise first_problem(error) from None
     _check_together(body)
     return body
 
 
-def prompts(value: Any, context: int) -> list[str | list[int]]:
-    """Return the prompts of one call: texts, or lists of at most `context` token ids. Raises ApiError 400."""
+def prompts(value: Any, context: int, field: str = "prompt") -> list[str | list[int]]:
+    """Return the prompts of one call: texts, or lists of at most `context` token ids.
+
+    Raises ApiError 400, which names the field.
+    """
     if isinstance(value, str) or (isinstance(value, list) and value and _is_integer(value[0])):
-        return [_prompt(value, "prompt", context)]
+        return [_prompt(value, field, context)]
     if not isinstance(value, list):
-        raise _bad_prompt("prompt", value)
+        raise _bad_prompt(field, value)
     if not value:
-        raise invalid("prompt is empty", "prompt", "empty_prompt")
+        raise invalid(f"{field} is empty", field, "empty_prompt")
     if len(value) > MAX_PROMPTS:
-        raise invalid(f"prompt holds {len(value)} prompts, at most {MAX_PROMPTS} fit one call", "prompt")
-    return [_prompt(one, f"prompt[{i}]", context) for i, one in enumerate(value)]
+        raise invalid(f"{field} holds {len(value)} prompts, at most {MAX_PROMPTS} fit one call", field)
+    return [_prompt(one, f"{field}[{i}]", context) for i, one in enumerate(value)]
 
 
 def _prompt(value: Any, where: str, context: int) -> str | list[int]:
     if not isinstance(value, str | list):
         raise _bad_prompt(where, value)
     if not value:
-        raise invalid(f"{where} is empty", "prompt", "empty_prompt")
+        raise invalid(f"{where} is empty", where.partition("[")[0], "empty_prompt")
     if isinstance(value, list):
         if len(value) > context:
             raise too_long(len(value), context)
@@ -78,7 +83,8 @@ def _is_integer(value: Any) -> bool:
 
 def _bad_prompt(where: str, value: Any) -> ApiError:
     wanted = "a text, a list of texts, a list of token ids (0 or more) or a list of such lists"
-    return invalid(f"prompt must be {wanted}; {where} is {shown(value)}", "prompt")
+    field = where.partition("[")[0]
+    return invalid(f"{field} must be {wanted}; {where} is {shown(value)}", field)
 
 
 def _is_harmless(name: str, value: Any) -> bool:
@@ -86,8 +92,8 @@ def _is_harmless(name: str, value: Any) -> bool:
     return any(value == known and type(value) is type(known) for known in HARMLESS.get(name, ()))
 
 
-def _unknown(name: str, kind: type[SamplingBody]) -> ApiError:
-    if name in ELSEWHERE:
+def _unknown(name: str, kind: type[ServedBody]) -> ApiError:
+    if name in ELSEWHERE and issubclass(kind, SamplingBody):
         return unsupported(name, f"{name} belongs to {ELSEWHERE[name]}")
     if name in UNSUPPORTED:
         why = f": {REASONS[name]}" if name in REASONS else ""
@@ -103,7 +109,7 @@ def _best_value(name: str) -> str:
     return f"; leave it out or send {' or '.join(values)}" if values else "; leave it out"
 
 
-def _check_together(body: SamplingBody) -> None:
+def _check_together(body: ServedBody) -> None:
     if isinstance(body, ChoicesBody) and body.stream_options != StreamOptions() and not body.stream:
         raise invalid("stream_options is only allowed with stream: true", "stream_options")
     has_floor = body.min_precision is not None or body.max_loss is not None

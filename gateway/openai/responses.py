@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -32,8 +32,6 @@ Includable = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-# Fields of a chat by their names in this body, for errors that the chat's own checks find.
-NAMES: Final = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
 
 
 class InputItem(Message):
@@ -83,6 +81,13 @@ class ResponseStreamOptions(Body):
 class ResponsesBody(SamplingBody):
     """The body of /v1/responses. No answer is stored, so every call has the whole conversation."""
 
+    # Fields of a chat by their names here, for errors that the chat's own checks find.
+    NAMES: ClassVar[dict[str, str]] = {
+        "messages": "input",
+        "prompt": "input",
+        "max_tokens": "max_output_tokens",
+    }
+
     input: Annotated[
         list[InputItem],
         Field(min_length=1, max_length=MAX_MESSAGES),
@@ -112,7 +117,7 @@ class ResponsesBody(SamplingBody):
     def has_logprobs(self) -> bool:
         return self.top_logprobs > 0 or LOGPROBS in self.include
 
-    def as_chat(self) -> ChatBody:
+    def as_call(self) -> ChatBody:
         """Return the chat that this asks for: whatever a chat can do is said in a chat's fields here."""
         shared = {name: getattr(self, name) for name in SamplingBody.model_fields}
         told = [Message(role="system", content=self.instructions)] if self.instructions else []

@@ -46,7 +46,7 @@ HEADERS: Final = {
 
 READ: Final = ["GET", "HEAD"]
 ENDPOINTS: Final = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models"),
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/models"),
     *("/tokenize", "/detokenize", "/version", "/health", "/ready", "/metrics", "/docs", "/openapi.json"),
 )
 

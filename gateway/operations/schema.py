@@ -15,7 +15,7 @@ from starlette.responses import Response
 from bus.version import program_version
 from gateway.openai.answer_types import ErrorAnswer
 from gateway.openai.formats import to_json
-from gateway.openai.params import HARMLESS, Body, SamplingBody
+from gateway.openai.params import HARMLESS, Body, SamplingBody, ServedBody
 from gateway.operations.answers import allowed
 from gateway.operations.inputs import BodyOf, OrderOf, QueryOf, answering
 from gateway.operations.public import READ, page, with_key
@@ -48,10 +48,11 @@ WHEN: Final[Mapping[int, str]] = {
 _RETRY: Final = {
     "retry-after": {"description": "seconds to wait", "schema": {"type": "integer", "minimum": 1}}
 }
-# Of completions, which FastAPI does not route.
+# Of calls, which FastAPI does not route.
 OF_CALLS: Final = (*OF_KEYS, *OF_BODIES, 404, 429, 504)
 
-Calls = Mapping[str, tuple[type[SamplingBody], type[BaseModel], type[BaseModel]]]
+# Body, answer, and event of a stream; None: it has none.
+Calls = Mapping[str, tuple[type[ServedBody], type[BaseModel], type[BaseModel] | None]]
 
 router = APIRouter()
 
@@ -100,14 +101,17 @@ class Describer:
 
     def _call(self, path: str) -> JsonSchema:
         body, answer, event = self._calls[path]
-        of_stream = {"schema": {"type": "string"}, "x-event-schema": self._ref(event, "serialization")}
-        content = {JSON: {"schema": self._ref(answer, "serialization")}, "text/event-stream": of_stream}
+        content: JsonSchema = {JSON: {"schema": self._ref(answer, "serialization")}}
+        if event:
+            of_event = self._ref(event, "serialization")
+            content["text/event-stream"] = {"schema": {"type": "string"}, "x-event-schema": of_event}
+        form = "the answer, whole or as a stream" if event else "the answer"
         return {
             "operationId": _operation_id("post", path),
             "summary": _summary(body.__doc__),
             "tags": ["v1"],
             "requestBody": self._body(body),
-            "responses": {"200": {"description": "the answer, whole or as a stream", "content": content}}
+            "responses": {"200": {"description": form, "content": content}}
             | self._refusals((*ALWAYS, *OF_CALLS), "post", {}),
             **self._security("apiKey"),
         }

@@ -26,6 +26,7 @@ OPERATIONS: Final = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
     "/v1/responses": "chat",
+    "/v1/embeddings": "embeddings",
 }
 ENDED_WELL: Final = ("stop", "length", "abort")
 

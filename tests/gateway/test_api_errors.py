@@ -216,7 +216,7 @@ async def test_what_is_not_there_is_refused_with_what_is(gate: Gate) -> None:
             ("GET", "/xyz", 404, "nothing at GET /xyz; there are: /v1/completions, /v1/chat/completions, "),
             ("GET", "/v1/model", 404, "did you mean /v1/models?"),
             ("POST", "/v1/response", 404, "POST /v1/response; did you mean /v1/responses?"),
-            ("POST", "/v1/embeddings", 404, "POST /v1/embeddings; there are: /v1/completions, "),
+            ("POST", "/v1/embedding", 404, "POST /v1/embedding; did you mean /v1/embeddings?"),
             ("GET", "/admin/everything", 404, "GET /admin/everything; there are: /admin/state, "),
             ("GET", "/v1/completions", 405, "GET /v1/completions: this path takes POST only"),
             ("PUT", "/admin/deployments", 405, "PUT /admin/deployments: this path takes GET and POST only"),

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import struct
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 from bus.client import Bus, BusUnavailable
@@ -45,6 +47,7 @@ from tests.support.fake_shape import NUM_LAYERS, FakeShape
 LEASE_S = 0.8
 Reply = Callable[[Submit], list[int]]
 Mangle = Callable[[StepOutput], list[StepOutput]]
+Embed = Callable[[Submit], bytes]
 
 
 class FakeWorker:
@@ -54,7 +57,8 @@ class FakeWorker:
     `reports_shape`: its reports of an end carry its telemetry. `outcome`, with `numbers`: of every morph it
     is told to make, after a report that it runs; None: no word about any. `morph_gate`: clear it to hold
     morphs before their end; `regroup` changes the cards of all who take part in a transform. Requests whose
-    floor its `shape` does not keep are refused."""
+    floor its `shape` does not keep are refused. `embed`: the embedding of a request that wants one; None: it
+    makes tokens, as one that knows no embeddings."""
 
     def __init__(
         self, bus: Bus, folder: Path, reply: Reply, *, worker: str = "w0", model: str = "demo"
@@ -87,6 +91,7 @@ class FakeWorker:
         self.submits: list[Submit] = []
         self.cancelled: set[str] = set()
         self.drained = False
+        self.embed: Embed | None = embedding_of
         self.shape = FakeShape()
         self.outcome: MorphOutcome | None = "applied"
         self.numbers: dict[str, float] = {}
@@ -310,6 +315,11 @@ class FakeWorker:
             refusal = self._delta(submit, sent, [], "error", error, RejectReason.PRECISION_FLOOR)
             await self.publish(submit.gateway, refusal)
             return
+        if submit.embeds and self.embed is not None:
+            await self.publish(submit.gateway, self._delta(submit, 0, []))
+            ended = replace(self._delta(submit, 0, [], "stop"), embedding=self.embed(submit))
+            await self.publish(submit.gateway, ended)
+            return
         tokens = self.reply(submit)[: submit.sampling.max_tokens]
         await self.publish(submit.gateway, self._delta(submit, sent, []))
         for index in range(sent, len(tokens), self.tokens_per_step):
@@ -349,6 +359,12 @@ class FakeWorker:
             logprobs=None if num_top is None else [score(token, num_top) for token in token_ids],
             prompt_logprobs=prompt_scores(submit) if scored else None,
         )
+
+
+def embedding_of(submit: Submit) -> bytes:
+    """Four float32, little-endian, that tell prompts apart."""
+    ids = submit.prompt_token_ids
+    return struct.pack("<4f", len(ids), ids[0], ids[-1], 0.5)
 
 
 def score(token: int, num_top: int) -> TokenLogprobs:
