@@ -278,7 +278,7 @@ class CompletionBody(ChoicesBody):
 
     @property
     def is_ranked(self) -> bool:
-        """Whether there are more samples than choices."""
+        """True if there are more samples than choices."""
         return self.num_samples > self.n
 
 
