@@ -13,7 +13,7 @@ TILE = 64
 WORD_BYTES = 16  # of a row's scales and zeros in a step, and of their places
 FEW_TOKENS = 32  # a warp has a tile's half of weights in as many registers as the sums of so many
 WARPGROUP = 4  # warps
-SCRATCH_BYTES = 64 << 20  # of weights decoded to memory
+SCRATCH_BYTES = 128 << 20  # of weights decoded to memory
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -72,24 +72,25 @@ class ProductConfig:
 # are decoded to memory.
 TABLE: dict[int, tuple[tuple[int, ProductConfig], ...]] = {
     8: (
-        (16, ProductConfig(16, 64, 4, 4, 3, 2)),
-        (32, ProductConfig(32, 64, 4, 4, 3, 4)),
-        (64, ProductConfig(64, 64, 4, 4, 2, 2)),
-        (128, ProductConfig(128, 128, 4, 8, 2, 1)),
+        (8, ProductConfig(8, 32, 4, 2, 3, 6)),
+        (16, ProductConfig(16, 32, 4, 2, 2, 12)),
+        (32, ProductConfig(32, 64, 4, 2, 2, 6)),
+        (64, ProductConfig(64, 128, 2, 4, 3, 1, True)),
+        (128, ProductConfig(128, 128, 2, 8, 2, 2, True)),
         (256, ProductConfig(256, 128, 1, 8, 4, 1)),
     ),
     4: (
-        (16, ProductConfig(16, 64, 4, 4, 2, 6)),
-        (32, ProductConfig(32, 64, 4, 4, 3, 4)),
+        (8, ProductConfig(8, 32, 4, 2, 2, 12)),
+        (16, ProductConfig(16, 64, 4, 2, 2, 6)),
+        (32, ProductConfig(32, 64, 4, 2, 2, 6)),
         (64, ProductConfig(64, 128, 4, 8, 2, 2)),
-        (128, ProductConfig(128, 128, 2, 8, 3, 1)),
-        (256, ProductConfig(256, 128, 1, 8, 4, 1)),
+        (128, ProductConfig(128, 128, 2, 8, 2, 2, True)),
     ),
     3: (
+        (8, ProductConfig(8, 32, 4, 2, 2, 12)),
         (16, ProductConfig(16, 64, 4, 4, 3, 2)),
-        (32, ProductConfig(32, 64, 4, 4, 3, 4)),
-        (64, ProductConfig(64, 64, 4, 4, 2, 2)),
-        (128, ProductConfig(128, 128, 4, 8, 2, 1)),
+        (64, ProductConfig(64, 64, 2, 4, 2, 3, True)),
+        (128, ProductConfig(128, 128, 2, 8, 2, 2, True)),
     ),
 }
 

@@ -207,12 +207,14 @@ def test_kernels_of_a_model_fit_a_gpu(model: str, gpu: Gpu, names: list[str]) ->
         assert taken.problem == "" and 0 < taken.registers <= 255
 
 
-def test_weights_go_from_registers_into_the_tensor_cores() -> None:
+@pytest.mark.parametrize(("block_t", "instruction"), [(16, "mma.sync"), (64, "wgmma.mma_async")])
+def test_weights_go_from_registers_into_the_tensor_cores(block_t: int, instruction: str) -> None:
     found = launches(MODELS["llama-3-8b"], GPUS[1], precisions=["int4"], max_tp=1)
-    (wanted, *_) = (each for each in found if each.kernel.endswith("tiles_kernel"))
+    tiles = (each for each in found if each.kernel.endswith(".tiles_kernel"))
+    wanted = next(each for each in tiles if each.constants["BLOCK_T"] == block_t)
     ptx = compile_for(H100, wanted).asm["ptx"]
-    loop = ptx[ptx.index("wgmma.mma_async") : ptx.rindex("wgmma.mma_async")]
-    assert "fma.rn.bf16x2" in loop and "st.shared" not in loop and "ld.global" not in loop
+    loop = ptx[ptx.index(instruction) : ptx.rindex(instruction)]
+    assert "bf16x2" in loop and "st.shared" not in loop and "ld.global" not in loop
 
 
 @pytest.mark.slow
