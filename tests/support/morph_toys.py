@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -189,9 +190,10 @@ class Rig:
     order: Sequence[int] = ()
     precisions: Sequence[Precision] = tuple(PAGES)
     reports: list[MorphReport] = field(default_factory=list)
+    beside: Executor | None = None  # maps pages in another thread, as on a GPU
 
     def __post_init__(self) -> None:
-        self.pool = PagePool(CpuBackend(PAGE), self.num_pages * PAGE)
+        self.pool = PagePool(CpuBackend(PAGE), self.num_pages * PAGE, self.beside)
         self.variants = ToyVariants(self.pool, self.num_layers, self.precisions)
         self.model = PagedToyModel(self.variants)
         limits = Limits(self.num_seqs, self.step_tokens, self.model_len, BLOCK_TOKENS)

@@ -123,7 +123,7 @@ class ModelHost:
     ) -> None:
         self.worker, self.pool, self.engine, self.morphs = worker, pool, engine, morphs
         self.settings = settings.in_force(pool.backend.device.type)
-        self.morphs.reclaim = pool.reclaim
+        self.morphs.reclaim, pool.wake = pool.reclaim, lambda: self.morphs.wake()
         self.memory = host_memory(settings, pool.backend.device)
         self.models: dict[str, HostedModel] = {}
         self.listener = HostListener()

@@ -62,8 +62,8 @@ class Backend(Protocol):
     """The physical memory of one device.
 
     The pool's owner makes the calls, except `begin_write`; on a GPU other threads may map pages that were
-    made, not zeroed, and unmap pages that the owner leaves alone. An unmapped page keeps its memory for its
-    next owner, since getting it from the system again takes longer than filling it.
+    made (`map_beside`), and unmap pages that the owner leaves alone. An unmapped page keeps its memory for
+    its next owner, since getting it from the system again takes longer than filling it.
     """
 
     page_bytes: int
@@ -91,6 +91,12 @@ class Backend(Protocol):
         If undoing a partial map fails too, `space.pages` says what is mapped. zeroed: the pages read as
         zeros; without it they hold what their last owner left. Raises MappingFailed, also if the device has
         no memory left for a page.
+        """
+
+    def map_beside(self, space: AddressSpace, first_page: int, pages: PageNumbers, *, zeroed: bool) -> None:
+        """Map pages that were made, as `map` does, in another thread than the owner's.
+
+        zeroed: they are zeros when this returns, and no stream waits for it.
         """
 
     def fence(self) -> Fence | None:

@@ -108,6 +108,9 @@ class CpuBackend:
     def fence(self) -> None:
         """Return None: what uses pages has ended when its call returns."""
 
+    def map_beside(self, space: AddressSpace, first_page: int, pages: PageNumbers, *, zeroed: bool) -> None:
+        self.map(space, first_page, pages, zeroed=zeroed)
+
     def unmap(self, space: AddressSpace, first_page: int, num_pages: int) -> None:
         self._reserve_again(space, first_page, num_pages)
 

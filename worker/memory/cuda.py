@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -177,8 +177,21 @@ class CudaBackend:
             ) from error
 
     def map(self, space: AddressSpace, first_page: int, pages: PageNumbers, *, zeroed: bool = True) -> None:
-        self._context.make_current()
         self.make(pages)
+        self._map(space, first_page, pages, self._zero if zeroed else None)
+
+    def map_beside(self, space: AddressSpace, first_page: int, pages: PageNumbers, *, zeroed: bool) -> None:
+        self._map(space, first_page, pages, self._zero_and_wait if zeroed else None)
+
+    def _map(
+        self,
+        space: AddressSpace,
+        first_page: int,
+        pages: PageNumbers,
+        then: Callable[[int, int], None] | None,
+    ) -> None:
+        """Map pages, and call `then` with their address and bytes."""
+        self._context.make_current()
         at, nbytes = space.address + first_page * self.page_bytes, len(pages) * self.page_bytes
         try:
             for i, page in enumerate(pages.tolist(), first_page):
@@ -186,8 +199,8 @@ class CudaBackend:
                 check(driver.cuMemMap(target, self.page_bytes, 0, self._handles[page], 0))
                 space.pages[i] = page
             check(driver.cuMemSetAccess(at, nbytes, [_read_write(self._prop.location)], 1))
-            if zeroed:
-                self._zero(at, nbytes)
+            if then:
+                then(at, nbytes)
         except RuntimeError:  # the driver's MappingFailed, or torch's own about the stream
             self._stream.synchronize()
             _unmap_runs(at, space.pages[first_page : first_page + len(pages)], self.page_bytes)
@@ -241,6 +254,10 @@ class CudaBackend:
         check(driver.cuMemsetD8Async(address, 0, nbytes, self._stream.cuda_stream))
         for stream in self._users:
             stream.wait_stream(self._stream)
+
+    def _zero_and_wait(self, address: int, nbytes: int) -> None:
+        check(driver.cuMemsetD8Async(address, 0, nbytes, self._stream.cuda_stream))
+        self._stream.synchronize()
 
 
 def _unmap_runs(address: int, pages: PageNumbers, page_bytes: int) -> None:

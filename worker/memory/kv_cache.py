@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from concurrent.futures import Future, wait
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -71,6 +72,8 @@ class KVCache:
         self._addressed_bytes = self._most_bytes = max_blocks * self.block_bytes
         self._precisions: list[KVPrecision] = [precision] * num_layers
         self.layers: list[torch.Tensor] = []  # empty until the first growth
+        self.pages_per_layer = 0
+        self._growth: _Growth | None = None
         self._ranges: list[VirtualRange] = []
         self._allocator = BlockAllocator()
         self.allocator = self._allocator
@@ -115,17 +118,14 @@ class KVCache:
         return self._most_bytes // self.block_bytes
 
     @property
-    def pages_per_layer(self) -> int:
-        return self._ranges[0].num_mapped
-
-    @property
     def num_blocks(self) -> int:
         return self.allocator.capacity
 
     @property
     def growable_pages(self) -> int:
         """The pages per layer by which the cache can grow now."""
-        room = min(self._ranges[0].num_pages, self.pages_for(self._most_blocks)) - self.pages_per_layer
+        present = self._growth.end if self._growth else self.pages_per_layer
+        room = min(self._ranges[0].num_pages, self.pages_for(self._most_blocks)) - present
         return max(0, min(room, self.pool.num_free // len(self._ranges)))
 
     @property
@@ -191,14 +191,67 @@ class KVCache:
         """
         if pages_per_layer == 0:
             return
+        self._check_free(pages_per_layer)
+        before = self.pages_per_layer
+        self._resize(before, before + pages_per_layer)
+        self._count_grown()
+
+    def begin_growth(self, pages_per_layer: int) -> None:
+        """Take so many more pages for every layer; another thread maps them (`PagePool.beside`).
+
+        `end_growth` must follow before the cache changes otherwise. Raises OutOfPages and MappingFailed.
+        """
+        self._check_free(pages_per_layer)
+        end = self.pages_per_layer + pages_per_layer
+        is_wanted = np.arange(self._ranges[0].num_pages) < end
+        try:
+            for layer in self._ranges:
+                layer.claim(is_wanted, zeroed=self._is_zeroed)
+        except RuntimeError:
+            for layer in self._ranges:
+                layer.settle()
+            raise
+        self._growth = _Growth(end, self.pool.run_beside(self._map_claimed, end * self.pool.page_bytes))
+
+    @property
+    def is_growing(self) -> bool:
+        return self._growth is not None and not self._growth.mapping.done()
+
+    def await_growth(self, within_s: float) -> bool:
+        """Wait for the pages of a growth that has not ended. Return True if they are mapped."""
+        return self._growth is not None and bool(wait([self._growth.mapping], within_s).done)
+
+    def end_growth(self) -> None:
+        """Count the blocks of a growth that was begun; wait until its pages are mapped.
+
+        Raises MappingFailed, having given back what was mapped.
+        """
+        if (growth := self._growth) is None:
+            return
+        self._growth = None
+        try:
+            growth.mapping.result()
+            for layer in self._ranges:
+                layer.settle()
+        except RuntimeError as error:
+            self._go_back(error)
+            raise
+        self.pages_per_layer = growth.end
+        self._count_grown()
+
+    def _map_claimed(self, end_bytes: int) -> None:
+        for layer in self._ranges:
+            layer.map_claimed(end_bytes)
+
+    def _check_free(self, pages_per_layer: int) -> None:
         needed, free = pages_per_layer * len(self._ranges), self.pool.num_free
         if needed > free:
             raise OutOfPages(needed, free, self.pool.num_pages, f"{self.owner} KV cache")
-        before = self.pages_per_layer
-        self._resize(before, before + pages_per_layer)
+
+    def _count_grown(self) -> None:
         if not self.layers:
             self.layers = [self._view(i, precision) for i, precision in enumerate(self._precisions)]
-        self.allocator.extend(self.blocks_in(before + pages_per_layer))
+        self.allocator.extend(self.blocks_in(self.pages_per_layer))
 
     def shrink(self, pages_per_layer: int) -> None:
         """Unmap the last so many pages of every layer, or none.
@@ -311,9 +364,13 @@ class KVCache:
 
     def release(self) -> None:
         """Free all pages and addresses, live blocks or not. The views must not be used any more."""
+        if self._growth:
+            wait([self._growth.mapping])
+            self._growth = None
         self.layers = []
         for layer in self._ranges:
             layer.release()
+        self.pages_per_layer = 0
         self.allocator = BlockAllocator()
 
     def check_integrity(self, with_index: bool = True) -> None:
@@ -323,8 +380,10 @@ class KVCache:
         """
         self.allocator.check_integrity(with_index)
         pages = {layer.num_mapped for layer in self._ranges}
-        if len(pages) > 1:
-            raise BrokenInvariant(f"{self.owner} KV cache: layers have {sorted(pages)} pages")
+        if pages != {self.pages_per_layer} and not self._growth:
+            raise BrokenInvariant(
+                f"{self.owner} KV cache: layers have {sorted(pages)} pages, not {self.pages_per_layer}"
+            )
         nbytes, present = self.num_blocks * self.block_bytes, self.pages_per_layer * self.pool.page_bytes
         if nbytes > present:
             raise BrokenInvariant(
@@ -397,12 +456,25 @@ class KVCache:
                 for layer in self._ranges:
                     layer.map(before, after - before, zeroed=self._is_zeroed)
         except (RuntimeError, ValueError) as error:
-            for layer in self._ranges:
-                try:
-                    layer.resize(before)
-                except RuntimeError as another:
-                    error.add_note(f"{layer.owner} keeps {layer.num_mapped} pages, not {before}: {another}")
+            self._go_back(error)
             raise
+        self.pages_per_layer = after
+
+    def _go_back(self, error: Exception) -> None:
+        """Have the pages of before in every layer again; note where that is refused."""
+        before = self.pages_per_layer
+        for layer in self._ranges:
+            try:
+                layer.resize(before)
+            except RuntimeError as another:
+                error.add_note(f"{layer.owner} keeps {layer.num_mapped} pages, not {before}: {another}")
+
+
+class _Growth(NamedTuple):
+    """Pages that another thread maps."""
+
+    end: int  # pages per layer with them
+    mapping: Future[None]
 
 
 def rewrite_blocks(source: torch.Tensor, target: torch.Tensor, blocks: torch.Tensor) -> None:

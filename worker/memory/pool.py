@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
@@ -69,6 +69,12 @@ class _Leaving:
     spans: list[_Left]
     unmapping: Future[None] | None = None  # in another thread
 
+    def unmap(self, backend: Backend, most: int) -> None:
+        """Unmap the pages once their fence has passed, by up to `most` at once. Raises MappingFailed."""
+        self.fence.wait()
+        for span in self.spans:
+            span.unmap(backend, most)
+
 
 class PagePool:
     """All physical pages of a device: weights + KV + free = budget, always.
@@ -88,8 +94,8 @@ class PagePool:
     On a CPU nothing is in flight between steps, and pages are unmapped at once.
 
     A GPU's driver takes 20 to 30 us for each page, and steps would wait for hundreds of them. With `beside`
-    the calls are made in its thread: `reclaim` begins to unmap pages there, and counts them as free at a
-    later call, and `VirtualRange.claim` takes pages that whoever fills them maps.
+    the calls are made in its thread: `unmap` has it wait for the fence and unmap the pages, which `reclaim`
+    counts as free afterwards, and `VirtualRange.claim` takes pages that another thread maps.
     """
 
     def __init__(self, backend: Backend, budget_bytes: int, beside: Executor | None = None) -> None:
@@ -99,6 +105,7 @@ class PagePool:
         owner's. Raises ValueError for a budget below one page, and MappingFailed.
         """
         self.beside = beside
+        self.wake: Callable[[], None] = lambda: None  # called in that thread when `reclaim` is due
         self.backend = backend
         self.page_bytes = backend.page_bytes
         self.num_pages = budget_bytes // self.page_bytes
@@ -197,10 +204,20 @@ class PagePool:
                 self._unmap_now(owned, slice(first, first + num))
             return
         left = [_Left(owned, first, owned.mapped[first : first + num].copy()) for owned, first, num in given]
-        self._leaving.append(_Leaving(fence, left))
+        leaving = _Leaving(fence, left)
+        self._leaving.append(leaving)
         for owned, first, num in given:
             owned.is_leaving[first : first + num] = True
             self._set_use(owned.mapped[first : first + num], _LEAVING)
+        if self.beside:
+            leaving.unmapping = self.run_beside(leaving.unmap, self.backend, _AT_ONCE)
+
+    def run_beside(self, call: Callable[..., None], *args: object) -> Future[None]:
+        """Make a call in the thread for calls of the driver; its end wakes the owner."""
+        assert self.beside
+        running = self.beside.submit(call, *args)
+        running.add_done_callback(lambda _: self.wake())
+        return running
 
     def reclaim(self, num_pages: int = 0) -> None:
         """Unmap pages that are leaving and whose fence has passed.
@@ -219,12 +236,10 @@ class PagePool:
     def _is_unmapped(self, leaving: _Leaving, may_wait: bool) -> bool:
         """Unmap pages whose fence has passed. Return whether that is done. Raises as `reclaim` does."""
         if leaving.unmapping is None:
-            if not leaving.fence.has_passed:
-                if not may_wait:
-                    return False
-                leaving.fence.wait()
+            if not (leaving.fence.has_passed or may_wait):
+                return False
             if self.beside and not may_wait:
-                leaving.unmapping = self.beside.submit(_unmap_all, self.backend, leaving.spans, _AT_ONCE)
+                leaving.unmapping = self.run_beside(leaving.unmap, self.backend, _AT_ONCE)
         unmapping = leaving.unmapping
         if unmapping and not (unmapping.done() or may_wait):
             return False
@@ -233,7 +248,7 @@ class PagePool:
             if unmapping:
                 unmapping.result()
             else:
-                _unmap_all(self.backend, leaving.spans, self.num_pages)
+                leaving.unmap(self.backend, self.num_pages)
         finally:
             self._note_unmapped(leaving.spans)
         return True
@@ -274,11 +289,11 @@ class PagePool:
         finally:
             self.record(pages, owned.kind, owned.mapped[where] != NO_PAGE)
 
-    def begin_claim(self, owned: VirtualRange, is_missing: npt.NDArray[np.bool_]) -> PageClaim:
+    def begin_claim(self, owned: VirtualRange, is_missing: npt.NDArray[np.bool_], zeroed: bool) -> PageClaim:
         """Take free pages for those of a range that are missing. Raises as `VirtualRange.claim` does."""
         pages = self.lowest_free(int(is_missing.sum()), owned.owner)
         self.backend.make(pages)
-        claim = PageClaim(self.backend, owned, is_missing, pages)
+        claim = PageClaim(self.backend, owned, is_missing, pages, zeroed)
         self._claims.append(claim)
         self._set_use(pages, _KINDS[owned.kind])
         return claim
@@ -289,20 +304,20 @@ class PagePool:
         self.record(claim.pages, claim.owned.kind, claim.owned.mapped[claim.is_missing] != NO_PAGE)
 
 
-def _unmap_all(backend: Backend, spans: list[_Left], most: int) -> None:
-    for span in spans:
-        span.unmap(backend, most)
-
-
 class PageClaim:
     """Pages of the pool taken for a range, which one other thread maps as it fills them."""
 
     def __init__(
-        self, backend: Backend, owned: VirtualRange, is_missing: npt.NDArray[np.bool_], pages: PageNumbers
+        self,
+        backend: Backend,
+        owned: VirtualRange,
+        is_missing: npt.NDArray[np.bool_],
+        pages: PageNumbers,
+        zeroed: bool,
     ) -> None:
         """is_missing: bool [num_pages of the range], which of them shall be mapped to `pages`, in order."""
         self.owned, self.is_missing, self.pages = owned, is_missing, pages
-        self._backend = backend
+        self._backend, self._zeroed = backend, zeroed
         self._left: deque[tuple[int, PageNumbers]] = deque()  # the first page of a part, and what it takes
         taken = 0
         for first, length in runs_of(is_missing):
@@ -314,7 +329,7 @@ class PageClaim:
     def map_until(self, end_page: int) -> None:
         """Map those below `end_page`, and neighbours of them. Raises MappingFailed."""
         while self._left and self._left[0][0] < end_page:
-            self._backend.map(self.owned.space, *self._left[0], zeroed=False)
+            self._backend.map_beside(self.owned.space, *self._left[0], zeroed=self._zeroed)
             self._left.popleft()
 
 
@@ -414,16 +429,17 @@ class VirtualRange:
         for first, length in runs_of(is_wanted & ~is_mapped):
             self.map(first, length, zeroed=zeroed)
 
-    def claim(self, is_wanted: npt.NDArray[np.bool_]) -> None:
+    def claim(self, is_wanted: npt.NDArray[np.bool_], *, zeroed: bool = False) -> None:
         """Take free pages for those that `is_wanted` marks and that are not mapped: all or none.
 
-        `map_claimed` maps them, not zeroed, and `settle` must follow. Raises OutOfPages and MappingFailed.
+        `map_claimed` maps them, and `settle` must follow. zeroed: as `map` has it. Raises OutOfPages and
+        MappingFailed.
         """
         self.settle()
         is_missing = is_wanted & (self.pages == NO_PAGE)
         if np.any(self.is_leaving & is_missing):
             self._pool.reclaim(self._pool.num_pages)
-        self._claim = self._pool.begin_claim(self, is_missing)
+        self._claim = self._pool.begin_claim(self, is_missing, zeroed)
 
     def map_claimed(self, end_bytes: int) -> None:
         """Map claimed pages below `end_bytes`, in the thread that fills them. Raises MappingFailed."""

@@ -254,7 +254,7 @@ class MorphManager:
         return max(ordered, self.urgencies.get(job.command.instance, 0.0))
 
     def _await_copy(self, job: Job) -> bool:
-        """Wait for the next copy of an urgent morph, as long as there is time. Return True if one has ended.
+        """Wait for pages or the next copy of an urgent morph, if there is time. Return True if it came.
 
         Without a step beside it a copy takes least, and a step with prompts would take much longer.
         """
@@ -262,7 +262,8 @@ class MorphManager:
         if not (left_s and self._is_busy and job.run.awaits_copies and self._urgency(job)):
             return False
         self._is_awaiting = True
-        has_ended = self._copier.wait(left_s)
+        cache = self.targets[job.command.instance].resizer.cache
+        has_ended = cache.await_growth(left_s) or self._copier.wait(left_s)
         self._is_awaiting = False
         awaited_s = self._pace.spent()
         job.boundary_s += awaited_s

@@ -206,18 +206,22 @@ class Members:
         """Give the KV cache the free pages that are its own, as far as they make a page of every layer.
 
         The member with the fewest sets the number for all. Return True if a worker alone has more of them,
-        for later boundaries (`KVResizer.pages_at_once`).
+        for later boundaries (`KVResizer.pages_at_once`), or maps some in another thread.
         """
         if self.is_lost or not self.has_settled:  # the statuses do not show yet what an action takes
             return False
+        resizer = self.target.resizer
+        if resizer.is_growing:
+            return True
+        resizer.end_growth()
         pages = min(
             min(each.own_pages // each.num_layers, each.growable_pages, each.useful_pages - each.kv_pages)
             for each in self.statuses()
         )
-        now = pages if self.num_workers > 1 else min(pages, self.target.resizer.pages_at_once())
+        now = pages if self.num_workers > 1 else min(pages, resizer.pages_at_once())
         if now > 0:
             self.begin(GrowKV(pages=now, blocks=self.blocks_after(now), purpose="swap"))
-        return now < pages
+        return now < pages or resizer.is_growing
 
     def in_use(self, num_used: int, num_asked: int) -> NotApplied:
         """Make the refusal of a size that the blocks in use do not fit into."""

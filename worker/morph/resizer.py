@@ -12,7 +12,6 @@ from worker.memory import KVCache, MappingFailed, plan_moves_below
 
 # Room of every running sequence that only an order may take: else the next steps would preempt it.
 HEADROOM_TOKENS = 64
-PAGES_AT_ONCE = 16  # pages of a GPU, of all layers, that are mapped at one boundary: half a millisecond
 
 
 class KVResizer:
@@ -43,6 +42,7 @@ class KVResizer:
         # Returns, for the reason of an order that misses so many pages, who else has KV here, or "".
         self.kv_beside: Callable[[int], str] = lambda missing: ""
         self._instance, self._is_stage = instance, is_stage
+        self._growing = 0  # pages per layer that another thread maps
         # Free pages that are the cache's own: what swaps set free, and what was left when it was filled, too
         # few for a page of every layer. Below 0: so many of its pages swaps have borrowed.
         is_rest = owns_rest and not is_stage and self.num_spare_pages < self.num_layers
@@ -102,19 +102,37 @@ class KVResizer:
         return pages + max(0, self.num_lent) if self._is_stage else max(pages, self.useful_pages_per_layer)
 
     def pages_at_once(self) -> int:
-        """Return the pages per layer by which the cache can grow at one boundary without a wait.
+        """Return the pages per layer by which the cache can grow now without a wait.
 
-        On a GPU these are few, since its driver takes 30 us for each, and none that a step in flight may use.
+        On a GPU these are none that a step in flight may use.
         """
         pool = self.cache.pool
-        if pool.beside is None:
+        if not self.grows_beside:
             return self.growable()
         try:
             pool.reclaim()
         except MappingFailed:  # as soon as they are needed, it is told
             return self.growable()
-        at_once = max(1, PAGES_AT_ONCE // self.num_layers)
-        return min(self.growable(), at_once, (pool.num_free - pool.num_leaving) // self.num_layers)
+        return min(self.growable(), (pool.num_free - pool.num_leaving) // self.num_layers)
+
+    @property
+    def grows_beside(self) -> bool:
+        """True if another thread maps what the cache grows by: where no other member waits for it."""
+        return self.cache.pool.beside is not None and self._degree == 1 and not self._is_stage
+
+    @property
+    def is_growing(self) -> bool:
+        """True while another thread maps pages for the cache."""
+        return self.cache.is_growing
+
+    def end_growth(self) -> None:
+        """Count the blocks of the growth that was begun, if any, and wait for it. Raises MappingFailed."""
+        pages, self._growing = self._growing, 0
+        try:
+            self.cache.end_growth()
+        except MappingFailed:
+            self.own_pages += pages * self.num_layers
+            raise
 
     def own_all(self) -> None:
         """Count all its pages as its own, after an order; a stage goes on to miss what the others have."""
@@ -123,6 +141,7 @@ class KVResizer:
 
     def keep(self, num_blocks: int) -> None:
         """Unmap what is not needed for `num_blocks`; the pages stay its own."""
+        self.end_growth()
         pages = max(0, self.cache.pages_per_layer - self.cache.pages_for(num_blocks))
         self.cache.shrink(pages)
         self.own_pages += pages * self.num_layers
@@ -132,12 +151,14 @@ class KVResizer:
 
         Sequences keep all they had.
         """
+        self.end_growth()
         self.vacate(self.cache.blocks_in(self.cache.pages_per_layer - pages_per_layer))
         self.cache.shrink(pages_per_layer)
         self.num_lent += pages_per_layer
 
     def borrow(self, pages_per_layer: int) -> None:
         """Take pages of another model, or its own again. Raises as `KVCache.grow` does."""
+        self.end_growth()
         self.cache.grow(pages_per_layer)
         self.num_lent -= pages_per_layer
 
@@ -174,7 +195,11 @@ class KVResizer:
 
         The pages of a swap are the cache's own, those of an order are not.
         """
-        if isinstance(action, GrowKV):
+        self.end_growth()
+        if isinstance(action, GrowKV) and action.purpose == "swap" and self.grows_beside:
+            self.cache.begin_growth(action.pages)
+            self._growing = action.pages
+        elif isinstance(action, GrowKV):
             self.cache.grow(action.pages)
         else:
             self._move(action.moves)
@@ -186,6 +211,7 @@ class KVResizer:
 
     def carry_out_conversion(self, action: CountKV | ConvertKV) -> None:
         """Convert a layer, or count blocks anew after or before all layers are converted."""
+        self.end_growth()
         if isinstance(action, CountKV):
             self._move(action.moves)
             self.cache.count_as(action.precision)

@@ -60,7 +60,7 @@ class SwapRun(Run):
         self._num_halves, self._num_applied = len(halves), 0
         self._pages_mapped = self._pages_unmapped = self._bytes = 0
         self._disk_bytes = 0
-        self._copy_s = self._disk_s = self._blocks_s = 0.0
+        self._copy_s = self._disk_s = self._blocks_s = self._swap_s = 0.0
         self._began_s = time.monotonic()
         self._stands = {"stands_seconds": command.stands_s} if command.stands_s else {}
 
@@ -81,6 +81,7 @@ class SwapRun(Run):
             "copy_seconds": round(self._copy_s, 6),
             "bytes_from_disk": self._disk_bytes,  # the others were in host memory
             "disk_seconds": round(self._disk_s, 6),  # of the disk, beside the copies
+            "swap_seconds": round(self._swap_s, 6),  # until all run in it; 0: they do not yet
             "blocks_seconds": round(self._blocks_s, 6),  # until the KV cache had grown first; 0: it has not
             "wait_seconds": round(self._patience.total_s, 6),
             "pages_mapped": self._pages_mapped,
@@ -93,6 +94,17 @@ class SwapRun(Run):
 
     def steps(self) -> Steps:
         self._target.unmap_rest()
+        try:
+            yield from self._swap_all()
+            yield from self._members.settle()
+            self._swap_s = time.monotonic() - self._began_s
+            while self._members.grow_own():
+                yield not self._target.resizer.grows_beside  # which wakes it
+            yield from self._members.settle()
+        finally:
+            self._target.resizer.end_growth()
+
+    def _swap_all(self) -> Steps:
         running: list[Steps] = []
         with ExitStack() as undo:
             undo.callback(_close, running)
@@ -118,10 +130,6 @@ class SwapRun(Run):
                     yield False
                 else:
                     yield from self._pause(self._obstacle)
-        yield from self._members.settle()
-        while self._members.grow_own():
-            yield True
-        yield from self._members.settle()
 
     def _swap(self, half: Half, kv_pages: int) -> Steps:
         """Swap one half; `kv_pages` of each layer's KV make room for its new variant."""
@@ -165,6 +173,8 @@ class SwapRun(Run):
         yield from members.settle()
 
     def _time_blocks(self) -> None:
+        if not self._target.resizer.is_growing:
+            self._target.resizer.end_growth()
         if not self._blocks_s and self._members.blocks > self._blocks_before:
             self._blocks_s = time.monotonic() - self._began_s
 

@@ -18,7 +18,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from tests.support.memory_backends import checked_pool, cuda, needs_cuda
 from tests.support.memory_faults import FaultyDriver, assert_the_records_are_true
-from worker.memory import KVCache, MappingFailed, PagePool, VirtualRange
+from worker.memory import KVCache, MappingFailed, OutOfPages, PagePool, VirtualRange
 from worker.memory.pool import PageSpan
 
 PAGES = 12
@@ -106,8 +106,9 @@ def test_a_range_that_is_released_leaves_with_its_last_page(driver: FaultyDriver
     assert pool._ranges == [] and not driver.at
 
 
-def test_a_cache_shrinks_behind_one_fence_for_all_layers(driver: FaultyDriver, pool: PagePool) -> None:
-    cache = KVCache(
+def toy_cache(pool: PagePool, driver: FaultyDriver) -> KVCache:
+    """Return a cache of three layers, a block of which fills a page."""
+    return KVCache(
         pool,
         num_layers=3,
         num_kv_heads=1,
@@ -117,6 +118,10 @@ def test_a_cache_shrinks_behind_one_fence_for_all_layers(driver: FaultyDriver, p
         max_blocks=8,
         owner="demo",
     )
+
+
+def test_a_cache_shrinks_behind_one_fence_for_all_layers(driver: FaultyDriver, pool: PagePool) -> None:
+    cache = toy_cache(pool, driver)
     cache.grow(4)
     driver.launch(pool)
     cache.shrink(3)
@@ -325,6 +330,38 @@ def test_a_claim_takes_pages_at_once_and_frees_what_was_not_mapped(driver: Fault
     owned.settle()
     assert (owned.num_mapped, pool.num_free) == (13, 27)
     assert_the_records_are_true(driver, pool)
+    pool.close()
+    assert not driver.at and not driver.handles
+
+
+def test_a_cache_grows_in_another_thread_and_counts_its_blocks_at_the_end(driver: FaultyDriver) -> None:
+    later = Later()
+    pool = PagePool(driver.backend(), PAGES * driver.PAGE, later)
+    cache = toy_cache(pool, driver)
+    cache.grow(1)
+    cache.begin_growth(2)
+    cache.check_integrity()
+    assert (cache.pages_per_layer, cache.num_blocks, cache.growable_pages) == (1, 1, 1)
+    assert pool.num_free == PAGES - 9 and cache.is_growing and not cache.await_growth(0.0)
+    later.run()
+    assert not cache.is_growing and cache.await_growth(0.0) and cache.num_blocks == 1
+    cache.end_growth()
+    assert (cache.pages_per_layer, cache.num_blocks) == (3, 3)
+    cache.check_integrity()
+    assert_the_records_are_true(driver, pool)
+    cache.begin_growth(1)
+    driver.arm(3, 1)  # the first layer has its page
+    with pytest.raises(MappingFailed):
+        cache.end_growth()
+    driver.disarm()
+    assert (cache.pages_per_layer, cache.num_blocks, pool.num_free) == (3, 3, PAGES - 9)
+    cache.check_integrity()
+    assert_the_records_are_true(driver, pool)
+    with pytest.raises(OutOfPages, match="needs 6 pages; 3 of the device's 12 are free"):
+        cache.begin_growth(2)
+    cache.begin_growth(1)
+    later.run()
+    cache.release()
     pool.close()
     assert not driver.at and not driver.handles
 

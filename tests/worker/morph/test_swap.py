@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,9 +26,9 @@ LOW = LayerShape(attention="int4", ffn="int4")
 FULL = LayerShape()
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    made = Rig()
+@pytest.fixture(params=["alone", "with a thread that maps"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    made = Rig(beside=None if request.param == "alone" else ThreadPoolExecutor(1))
     yield made
     made.check_integrity()
     made.close()
@@ -506,7 +507,7 @@ def test_a_new_epoch_gives_up_what_the_old_one_began(rig: Rig) -> None:
 def test_what_the_instance_does_not_have_is_refused_by_name(
     rig: Rig, fields: dict[str, Any], says: str
 ) -> None:
-    swap(rig, fields.pop("precision", "int4"), **fields)
+    swap(rig, **{"precision": "int4", **fields})
     report = ended(rig)
     assert report.state == "failed" and says in report.reason
     assert rig.instance.shape_id == "tp1-full"
