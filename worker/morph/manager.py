@@ -312,6 +312,7 @@ class MorphManager:
     ) -> None:
         report = job.report(state, reason, numbers)
         del self._jobs[job.command.id]
+        self._is_hurried |= bool(self._jobs)  # another may have waited for this one alone
         if target := self.targets.get(instance := job.command.instance):
             target.check_integrity(is_brief=self._is_busy)
             if self._is_busy:

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from bus.logs import Text, extras
-from bus.messages import PARTS, LayerShape
+from bus.messages import PARTS, LayerShape, Number
 from bus.morphs import CancelMorph, HalfOrder, MorphReport, Swap
 from bus.precisions import PRECISIONS, Precision
 from tests.support.engine_toys import Client, continuation, request, run
 from tests.support.morph_toys import PAGE, Rig
 from worker.engine.sequence import Sequence
 from worker.morph.manager import MorphManager
+from worker.morph.run import Run, Steps
 from worker.morph.swap import halves_text
 from worker.shape.copier import Pace
 
@@ -511,6 +512,38 @@ def test_what_the_instance_does_not_have_is_refused_by_name(
     report = ended(rig)
     assert report.state == "failed" and says in report.reason
     assert rig.instance.shape_id == "tp1-full"
+
+
+def test_a_morph_that_waits_for_another_goes_on_when_that_has_ended(rig: Rig) -> None:
+    """Nothing else would wake the engine's thread: the end of a morph is no copy's."""
+
+    class Ends(Run):
+        touches = frozenset({"one"})
+
+        def numbers(self) -> dict[str, Number]:
+            return {}
+
+        def steps(self) -> Steps:
+            yield False
+            yield False
+
+    class Waits(Ends):
+        touches = frozenset({"another"})
+
+        def steps(self) -> Steps:
+            while rig.executor.num_running > 1:
+                yield False
+
+    runs = iter([Waits(1.0), Ends(1.0)])
+    rig.executor.starters[Swap] = lambda *_: next(runs)
+    swap(rig, "int4", "waits", count=1)
+    swap(rig, "int4", "ends", count=1)
+    for _ in range(3):
+        rig.advance()
+    assert [one.id for one in rig.reports if one.state == "applied"] == ["ends"]
+    assert rig.executor.patience_s == 0.0
+    rig.advance()
+    assert rig.executor.num_running == 0 and rig.executor.patience_s is None
 
 
 def test_two_swaps_of_one_half_conflict_and_of_others_do_not(rig: Rig) -> None:
