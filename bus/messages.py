@@ -72,6 +72,22 @@ def _between(low: float, high: float, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"range": (low, high)})
 
 
+GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """The form that an answer must have (`bus.grammars`).
+
+    `text`: a JSON schema, a regular expression, a JSON list of texts, or a grammar in Lark or GBNF.
+    """
+
+    kind: GrammarKind
+    text: str
+    is_lenient: bool = False  # keywords of a schema that are not supported are ignored, not refused
+    end_token_ids: tuple[int, ...] = ()  # the model's own; one ends an answer that is complete
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """The rules for choosing tokens.
@@ -96,6 +112,7 @@ class SamplingParams:
     stop_token_ids: tuple[
         int, ...
     ] = ()  # end-of-sequence ids, unless ignore_eos is set, and the client's own
+    grammar: Grammar | None = None  # no token may come that its form does not allow
 
 
 SAMPLING_RANGES: Final[dict[str, tuple[float, float]]] = {
@@ -531,6 +548,7 @@ class InstanceCard:
     max_num_batched_tokens: int = 0
     max_tp: int = 0  # the degree that its weights are padded for; 1: none; 0: unknown
     kv_gain: float = 1.0  # KV blocks in 8 bits in the pages of one in the model's dtype
+    takes_grammars: bool = False  # False: an older worker, which would leave the form of an answer out
 
     @property
     def is_divided(self) -> bool:

@@ -133,6 +133,12 @@ def unavailable(message: str, retry_after_s: float = 1.0) -> ApiError:
     return ApiError(503, message, code="service_unavailable", retry_after_s=retry_after_s)
 
 
+def no_grammars(model: str) -> ApiError:
+    """All workers of the model are of an older version, which would answer in any form."""
+    message = f"no worker of {model!r} can hold an answer to a form; update its workers"
+    return ApiError(503, message, code="structured_output_unavailable", retry_after_s=2.0)
+
+
 def below_floor(model: str, floor: str) -> ApiError:
     """No instance keeps the precision asked for, and the client does not wait for one."""
     message = (

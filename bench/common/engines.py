@@ -31,6 +31,7 @@ from worker.engine.build import (
 )
 from worker.engine.core import EngineCore
 from worker.engine.engine import Engine
+from worker.engine.grammars import GrammarCompiler
 from worker.engine.sequence import Limits, own_request
 from worker.memory import KVCache, PagePool
 from worker.model import Model
@@ -72,21 +73,29 @@ def load_engine(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     load_format: LoadFormat = "safetensors",
+    grammars: Callable[[Path, int, torch.device], GrammarCompiler] | None = None,
 ) -> Engine:
-    """Return an engine that serves the model in a folder as INSTANCE, its weights and KV in `budget_mib`."""
+    """Return an engine that serves the model in a folder as INSTANCE, its weights and KV in `budget_mib`.
+
+    grammars: makes the compiler of grammars from the folder, the size of the vocabulary and the device; None
+    where no request has one.
+    """
     pool = make_pool(device, budget_mib * MIB)
     model = load_model(folder, pool, dtype=dtype, load_format=load_format)
     limits = shape.limits(model)
     cache = make_cache(pool, model, limits, INSTANCE)
     fill_cache(pool, cache, model, limits)
     engine = Engine(device)
-    engine.add_instance(make_instance(INSTANCE, model, cache, limits))
+    compiler = grammars(folder, model.config.vocab_size, device) if grammars else None
+    engine.add_instance(make_instance(INSTANCE, model, cache, limits, grammars=compiler))
     return engine
 
 
 def close(engine: Engine) -> None:
     """Give the memory of `load_engine` back now, not when the garbage is collected."""
-    cache = engine.remove_instance(INSTANCE).kv
+    instance = engine.remove_instance(INSTANCE)
+    instance.close()
+    cache = instance.kv
     assert isinstance(cache, KVCache)
     cache.pool.close()
 
@@ -171,14 +180,23 @@ def fill_cache(pool: PagePool, cache: KVCache, model: Model, limits: Limits, res
 
 
 def make_instance(
-    instance_id: str, model: Model, cache: KVCache, limits: Limits, *, bits: Sequence[int] = ()
+    instance_id: str,
+    model: Model,
+    cache: KVCache,
+    limits: Limits,
+    *,
+    bits: Sequence[int] = (),
+    grammars: GrammarCompiler | None = None,
 ) -> EngineCore:
-    """Return an engine core with compiled kernels. bits: of the quantised variants of its layers."""
+    """Return an engine core with compiled kernels.
+
+    bits: of the quantised variants of its layers. grammars: None where no request has one.
+    """
     device = cache.pool.backend.device
     compile_kernels(model, limits, device, bits=bits)
     if device.type == "cuda":
         kernels.choose_products(model.products(), instance_id, device)
-    instance = instance_of(instance_id, model, cache, limits)
+    instance = instance_of(instance_id, model, cache, limits, grammars)
     if recorded := instance.local_executor.recorded:
         collections.deque(recorded.record(), maxlen=0)
     return instance

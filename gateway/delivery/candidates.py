@@ -88,12 +88,22 @@ class Candidates:
         model: str,
         refused_by: frozenset[InstanceAddress] = frozenset(),
         digests_of: DigestsOf = lambda block_tokens: (),
+        *,
+        with_grammars: bool = False,
     ) -> list[Candidate]:
         """Return the ready instances of `model`, with their load as far as it is known.
 
         digests_of: returns those of the request's prompt (`bus.prefix_keys`) for blocks of so many tokens.
+        with_grammars: only those all of whose members take grammars.
         """
-        return [self._candidate(ready, refused_by, digests_of) for ready in self._cluster.ready(model)]
+        ready = self._cluster.ready(model)
+        if with_grammars:
+            ready = [one for one in ready if self._takes_grammars(one)]
+        return [self._candidate(one, refused_by, digests_of) for one in ready]
+
+    def _takes_grammars(self, ready: ReadyInstance) -> bool:
+        members = self._cluster.seats(ready) if ready.card.tp > 1 and not ready.card.is_divided else ()
+        return all(one.card.takes_grammars for one in (ready, *members))
 
     def _candidate(
         self, ready: ReadyInstance, refused_by: frozenset[InstanceAddress], digests_of: DigestsOf

@@ -15,7 +15,7 @@ from gateway.delivery.dispatch import Candidate, Destination, QueuesAhead, TooLo
 from gateway.delivery.outbox import RequestOutbox
 from gateway.delivery.request import InstanceAddress, RequestState
 from gateway.delivery.table import RequestTable
-from gateway.errors import below_floor, too_long
+from gateway.errors import below_floor, no_grammars, too_long
 
 Found = Candidate | Wait | WaitForSplit
 
@@ -96,7 +96,10 @@ class Placement:
 
     def _candidates(self, state: RequestState) -> list[Candidate]:
         view = Candidates(self._cluster, self._table, self._clock())
-        found = view.of(state.request.model, state.refused_by, state.prompt_digests)
+        model, has_grammar = state.request.model, state.request.sampling.grammar is not None
+        found = view.of(model, state.refused_by, state.prompt_digests, with_grammars=has_grammar)
+        if has_grammar and not found and self._cluster.ready(model):
+            raise no_grammars(model)
         if self._has_last_chance(state):
             return [one for one in found if not any(map(self._has_last_chance, self._requests_at(one)))]
         return found

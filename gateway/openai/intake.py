@@ -10,13 +10,14 @@ from math import inf
 from typing import Final, Literal
 
 from bus.api_keys import ANONYMOUS, ApiKey
-from bus.messages import InstanceCard, SamplingParams
+from bus.messages import Grammar, InstanceCard, SamplingParams
 from bus.precisions import KVPrecision, Precision, is_below, lowest
 from gateway.delivery.cluster import Cluster
 from gateway.delivery.request import GenerationRequest
 from gateway.errors import invalid, never_so_precise, never_so_precise_kv, never_within_loss, too_long
 from gateway.openai.params import CallBody, ChatBody, CompletionBody, SamplingBody
 from gateway.openai.request_log import RequestLog
+from gateway.openai.structured import grammar_of
 from gateway.text.tokenizer import Tokenizer
 
 _SEED_MASK = 2**63 - 1
@@ -74,8 +75,9 @@ class RequestBuilder:
         if body.min_tokens > max_tokens:
             raise invalid(f"min_tokens is {body.min_tokens} and max_tokens {max_tokens}", "min_tokens")
         check_ids(body.stop_token_ids, card, "stop_token_ids")
-        own = () if body.ignore_eos else tokenizer.stop_token_ids
-        sampling = _sampling(body, max_tokens, tuple(sorted({*own, *body.stop_token_ids})))
+        grammar = await grammar_of(body, tokenizer.stop_token_ids)
+        own = () if body.ignore_eos and grammar is None else tokenizer.stop_token_ids
+        sampling = _sampling(body, max_tokens, tuple(sorted({*own, *body.stop_token_ids})), grammar)
         times = "best_of" if body.num_samples > body.n else "n"
         self._check_total(token_ids, sampling, max_tokens, times)
         best_kv = self._cluster.best_kv(card.model, time.monotonic())
@@ -186,7 +188,9 @@ def _floor_within(max_loss: float, card: InstanceCard, best_kv: KVPrecision) -> 
     raise never_within_loss(card.model, max_loss, best_kv, None if least == inf else least)
 
 
-def _sampling(body: CallBody, max_tokens: int, stop_token_ids: tuple[int, ...]) -> list[SamplingParams]:
+def _sampling(
+    body: CallBody, max_tokens: int, stop_token_ids: tuple[int, ...], grammar: Grammar | None
+) -> list[SamplingParams]:
     """Return the parameters of each sample of a prompt: each has its own seed, the first the client's."""
     logprobs: int | None
     prompt_logprobs: int | None
@@ -204,6 +208,7 @@ def _sampling(body: CallBody, max_tokens: int, stop_token_ids: tuple[int, ...]) 
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             stop_token_ids=stop_token_ids,
+            grammar=grammar,
             **{name: getattr(body, name) for name in _PASSED_ON},
         )
         for choice in range(body.num_samples)

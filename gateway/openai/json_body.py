@@ -16,6 +16,8 @@ from gateway.openai.problems import json_type
 MAX_FIELDS = 2048  # fields of one object
 MAX_OBJECTS = 8192  # objects in one body: more would block the event loop
 MAX_DEPTH = 16
+# Fields with JSON schemas: a null says something in one, and `bus.grammars` bounds its size and depth.
+WITH_SCHEMAS: Final = frozenset({"response_format", "guided_json", "structured_outputs"})
 
 # Possessive throughout, so that it reads no byte twice. "[" and "{" in texts do not count.
 _TOO_MANY: Final = re.compile(
@@ -47,7 +49,7 @@ def json_object(data: bytes) -> dict[str, Any]:
     if len(value) > MAX_FIELDS:
         raise bad_json(f"the body has {len(value)} fields; the limit is {MAX_FIELDS}")
     clean = _Cleaner().clean
-    return {name: clean(v, name) for name, v in value.items() if v is not None}
+    return {name: v if name in WITH_SCHEMAS else clean(v, name) for name, v in value.items() if v is not None}
 
 
 class _Cleaner:

@@ -7,9 +7,10 @@ import logging
 from pathlib import Path
 
 from bus.messages import InstanceCard
+from bus.tokenizer_folder import TokenizerError
 from gateway.delivery.cluster import Cluster
 from gateway.errors import ApiError, no_such_model, unavailable
-from gateway.text.tokenizer import Tokenizer, TokenizerError
+from gateway.text.tokenizer import Tokenizer
 
 log = logging.getLogger("gateway")
 

@@ -36,6 +36,7 @@ MAX_STOP_CHARS = 512  # each is searched in every token's text
 MAX_N = 128
 MAX_LOGIT_BIAS = 1024
 MAX_METADATA = 16
+MAX_CHOICES = 1024  # of guided_choice
 MAX_MESSAGES = 2048
 MAX_PARTS = 256  # parts of one message
 MAX_PROMPTS = 1024  # prompts in one call
@@ -155,6 +156,10 @@ LogitBias = Annotated[
         )
     ),
 ]
+Choices = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True),  # not FailFast(): the union hashes it
+]
 
 
 class Body(BaseModel):
@@ -177,6 +182,47 @@ class StreamOptions(Body):
     """With include_usage, every chunk has the numbers so far, as in vLLM."""
     include_obfuscation: Literal[False] = False
     """Padding of chunks, of which there is none here."""
+
+
+class JsonSchemaFormat(Body):
+    """A schema that an answer keeps."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    """Ignored, but needed, as OpenAI needs it."""
+    description: str | None = None
+    """Ignored."""
+    schema_: Annotated[JsonSchema, Field(alias="schema")]
+    """The schema itself."""
+    strict: bool | None = None
+    """Refuse keywords that are not supported; else they are ignored."""
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    """Any text, a JSON object of any fields, or what `json_schema` allows."""
+    json_schema: JsonSchemaFormat | None = None
+    """Needed by the type json_schema, and only by it."""
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError("schema", "json_schema and the type 'json_schema' need each other")
+        return self
+
+
+class StructuredOutputs(Body):
+    """One of the fields guided_*, under vLLM's newer names."""
+
+    json_: Annotated[JsonSchema | str | None, Field(alias="json")] = None
+    """A JSON schema, as an object or as text."""
+    regex: str | None = None
+    """A regular expression that the whole answer matches."""
+    choice: Choices | None = None
+    """Texts of which the answer is one."""
+    grammar: str | None = None
+    """A grammar in Lark or GBNF."""
+    json_object: bool | None = None
+    """True: a JSON object of any fields."""
 
 
 class ServedBody(Body):
@@ -225,6 +271,16 @@ class SamplingBody(ServedBody):
     """Tokens that end the output, beside the model's own."""
     skip_special_tokens: bool = True
     """False: special tokens of the output are part of its text, by their names."""
+    guided_json: JsonSchema | str | None = None
+    """A JSON schema that the answer keeps, as an object or as text."""
+    guided_regex: str | None = None
+    """A regular expression that the whole answer matches."""
+    guided_choice: Choices | None = None
+    """Texts of which the answer is one."""
+    guided_grammar: str | None = None
+    """A grammar of the answer, in Lark or GBNF."""
+    structured_outputs: StructuredOutputs | None = None
+    """The same as guided_json, guided_regex, guided_choice and guided_grammar, in vLLM's newer names."""
     stream: bool = False
     """Answer in server-sent events, as tokens are made."""
     ignore_eos: bool = False
@@ -244,6 +300,8 @@ class ChoicesBody(SamplingBody):
 
     n: Annotated[int, between(1, MAX_N)] = 1
     """Choices for each prompt."""
+    response_format: ResponseFormat | None = None
+    """The form of the answer: any text, a JSON object, or what a JSON schema allows."""
     stream_options: StreamOptions = StreamOptions()
     """Only with stream: true."""
 
@@ -377,7 +435,6 @@ HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
     "parallel_tool_calls": (True, False),  # without tools
     "priority": (0,),
     "reasoning": ({},),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
@@ -392,11 +449,10 @@ UNSUPPORTED: Final = frozenset(
     audio background best_of context_management conversation dimensions function_call functions image
     max_tool_calls modalities moderation prediction previous_response_id prompt_cache_options
     prompt_cache_retention
-    reasoning reasoning_effort response_format service_tier store suffix tool_choice tools verbosity
+    reasoning reasoning_effort service_tier store suffix tool_choice tools verbosity
     web_search_options add_generation_prompt allowed_token_ids bad_words chat_template
-    chat_template_kwargs continue_final_message documents guided_choice guided_grammar guided_json
-    guided_regex include_stop_str_in_output length_penalty priority
-    prompt_logprobs spaces_between_special_tokens structured_outputs
+    chat_template_kwargs continue_final_message documents include_stop_str_in_output length_penalty priority
+    prompt_logprobs spaces_between_special_tokens
     truncate_prompt_tokens use_beam_search
     """.split()  # noqa: SIM905
 )
@@ -418,4 +474,5 @@ ELSEWHERE: Final = {
     "encoding_format": "/v1/embeddings",
     "input": "/v1/responses and /v1/embeddings",
     "max_tokens": "/v1/completions and /v1/chat/completions; here it is max_output_tokens",
+    "response_format": "/v1/completions and /v1/chat/completions",
 }

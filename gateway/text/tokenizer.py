@@ -1,7 +1,4 @@
-"""A model's own tokenizer and chat template, from its folder.
-
-The `tokenizers` library is used directly: transformers' AutoTokenizer takes seconds and may import torch.
-"""
+"""A model's own tokenizer and chat template, from its folder."""
 
 from __future__ import annotations
 
@@ -13,10 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer as RustTokenizer
-
-from bus.sentencepiece import FILE as SENTENCEPIECE
-from bus.sentencepiece import BadSentencePiece, load_sentencepiece
+from bus.tokenizer_folder import TokenizerError, load_tokenizer
 from gateway.errors import invalid
 from gateway.text.vocabulary import UnknownTokenizer, Vocabulary
 
@@ -27,10 +21,6 @@ INLINE_MESSAGES = 32
 _threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
 
-class TokenizerError(Exception):
-    """A folder has no usable tokenizer: the message names the folder, what is wrong and what is needed."""
-
-
 class Tokenizer:
     """One model's tokenizer. `stop_token_ids`: from the generation, model and tokenizer configs together."""
 
@@ -38,7 +28,7 @@ class Tokenizer:
         """Read the folder; takes up to a second for a large vocabulary. Raises TokenizerError."""
         self.folder = folder
         self._config = _read_json(folder / "tokenizer_config.json")
-        self._rust = _load(folder)
+        self._rust = load_tokenizer(folder)
         try:
             self.vocabulary = Vocabulary(self._rust, vocab_size)
         except UnknownTokenizer as error:
@@ -80,33 +70,6 @@ class Tokenizer:
         eos = _content(self._config.get("eos_token"))
         token_id = self._rust.token_to_id(eos) if eos else None
         return tuple(sorted(found if token_id is None else found | {token_id}))
-
-
-def _load(folder: Path) -> RustTokenizer:
-    file = folder / "tokenizer.json"
-    try:
-        if file.is_file():
-            tokenizer = RustTokenizer.from_file(str(file))
-        elif (folder / SENTENCEPIECE).is_file():
-            tokenizer = load_sentencepiece(folder)
-        else:
-            tokenizer = _convert(folder)
-    except BadSentencePiece as error:
-        raise TokenizerError(str(error)) from error
-    except Exception as error:  # the Rust library raises nothing narrower
-        one = next((path for path in (file, folder / SENTENCEPIECE) if path.is_file()), folder)
-        raise TokenizerError(f"the tokenizer of {one} cannot be read: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _convert(folder: Path) -> RustTokenizer:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from transformers import AutoTokenizer
-
-    converted: RustTokenizer = AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
-    return converted
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -12,7 +12,8 @@ import sentencepiece
 from tokenizers import Tokenizer as RustTokenizer
 
 from bus.sentencepiece import BadSentencePiece, load_sentencepiece
-from gateway.text.tokenizer import Tokenizer, TokenizerError
+from bus.tokenizer_folder import TokenizerError
+from gateway.text.tokenizer import Tokenizer
 from gateway.text.vocabulary import TextStream
 from worker.model.config import ModelError
 from worker.offline.calibration import _tokenizer

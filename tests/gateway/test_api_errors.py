@@ -146,7 +146,7 @@ BAD_CHAT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"mesages": []}, "mesages", "did you mean 'messages'?"),
     ({"tools": [{"type": "function"}]}, "tools", "not supported"),
     ({"functions": [{}]}, "functions", "not supported"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "'json_schema'"),
     ({"audio": {}}, "audio", "not supported"),
     ({"store": True}, "store", "not supported"),
     ({"best_of": 2}, "best_of", "leave it out or send 1"),

@@ -6,7 +6,8 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -226,7 +227,8 @@ async def test_a_call_is_checked_against_the_kv_caches_of_the_cluster() -> None:
 
     async def floor(**limit: Any) -> str:
         body = parse(CompletionBody, json.dumps(asked | limit).encode())
-        (one,) = await core.gateway.request_builder.build(body, [[1]], 100, card, cast(Any, None), "c", log)
+        tokenizer: Any = SimpleNamespace(stop_token_ids=())
+        (one,) = await core.gateway.request_builder.build(body, [[1]], 100, card, tokenizer, "c", log)
         return one.min_precision
 
     told_of_kv(core, "int8")

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models
 
+from bus.tokenizer_folder import TokenizerError
 from gateway.text.stops import StopMatcher
-from gateway.text.tokenizer import Tokenizer, TokenizerError
+from gateway.text.tokenizer import Tokenizer
 from gateway.text.vocabulary import TextStream, UnknownTokenizer, Vocabulary
 from tests.support import tiny_model
 

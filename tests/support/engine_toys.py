@@ -16,6 +16,7 @@ from bus.precisions import KVPrecision
 from kernels.plan import AttentionPlan
 from worker.engine.core import EngineCore
 from worker.engine.engine import Engine
+from worker.engine.grammars import GrammarCompiler
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Limits
 from worker.memory import BlockAllocator
@@ -94,11 +95,12 @@ def toy_instance(
     model_len: int = 200,
     prefix_cache: bool = False,
     kv_dtype: KVPrecision = "full",
+    grammars: GrammarCompiler | None = None,
 ) -> EngineCore:
     limits = Limits(num_seqs, tokens, model_len, block_tokens, prefix_cache, kv_dtype)
     cache = ToyCache(num_blocks, block_tokens, prefix_cache=prefix_cache, precision=kv_dtype)
     device = torch.device("cpu")
-    return EngineCore("toy@w0", ToyModel(), cache, limits, vocab_size=VOCAB, device=device)
+    return EngineCore("toy@w0", ToyModel(), cache, limits, vocab_size=VOCAB, device=device, grammars=grammars)
 
 
 def toy_engine(**changes: Any) -> tuple[Engine, EngineCore]:

@@ -72,6 +72,7 @@ class FakeWorker:
         self.variants = list(PRECISIONS)
         self.host, self.device, self.dtype = "test", "cpu", "float32"
         self.kv_heads, self.degrees, self.group = 8, [1, 2, 4], [worker]
+        self.takes_grammars = True
         self.tokens_at: dict[int, int] = {}
         self.behave(reply)
         self._morphs: dict[str, asyncio.Task[None]] = {}
@@ -132,6 +133,7 @@ class FakeWorker:
             kv_heads=self.kv_heads,
             degrees=self.degrees,
             tokens_at=self.tokens_at,
+            takes_grammars=self.takes_grammars,
         )
         return WorkerCard(
             id=self.id,

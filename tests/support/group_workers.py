@@ -18,10 +18,11 @@ import torch
 from bench.common.engines import EngineShape, fill_cache, make_instance
 from bench.common.loading import load_model
 from bench.common.oracles import make_oracle
-from bus.messages import Event, SamplingParams
+from bus.messages import Event, Grammar, SamplingParams
 from bus.morphs import MorphReport, Resize, Swap, Transform
 from bus.precisions import KVPrecision, Precision
 from tests.support.threaded_worker import ThreadedWorker
+from tests.support.toy_grammars import ToyGrammars
 from worker.distributed.messages import Peer
 from worker.distributed.transport import Transport
 from worker.engine.build import make_cache, useful_blocks
@@ -36,7 +37,7 @@ from worker.morph.target import Target
 from worker.morph.variants import NoVariants, Variants
 from worker.parallel.grouping import Grouping
 from worker.parallel.local_instance import LocalInstance
-from worker.service.engine_thread import EngineThread
+from worker.service.engine_thread import EngineThread, Snapshot
 from worker.service.groups import use_grouping
 from worker.shape.copier import Copier
 from worker.shape.host_store import HostMemory
@@ -64,7 +65,7 @@ def model_fixtures(family: str = "llama", **changes: Any) -> tuple[Any, Any]:
 
 class GroupWorker(ThreadedWorker):
     """`reports` of morphs; `events` of its reflex; `cached[request]`: tokens of its prompt that were found in
-    the prefix cache."""
+    the prefix cache; `grammars`: in use if it has grammars."""
 
     def __init__(
         self,
@@ -82,6 +83,7 @@ class GroupWorker(ThreadedWorker):
         prefix_cache: bool = False,
         kv_dtype: KVPrecision = "full",
         context: int = 0,
+        has_grammars: bool = False,
     ) -> None:
         super().__init__(name)
         self.pool = PagePool(CpuBackend(page_bytes), int(megabytes * 1024 * 1024))
@@ -95,7 +97,9 @@ class GroupWorker(ThreadedWorker):
         ).limits(self.model)
         cache = make_cache(self.pool, self.model, limits, "model")
         fill_cache(self.pool, cache, self.model, limits)
-        self.instance = make_instance(f"model@{name}", self.model, cache, limits)
+        self.grammars = ToyGrammars(self.model.config.vocab_size)
+        given = self.grammars if has_grammars else None
+        self.instance = make_instance(f"model@{name}", self.model, cache, limits, grammars=given)
         resizer = KVResizer(self.instance, cache, reserve_pages=0, useful_blocks=useful_blocks(limits))
         variants: Variants = NoVariants()
         if host_dir:
@@ -125,6 +129,7 @@ class GroupWorker(ThreadedWorker):
         self.engine = engine
         self.fingerprints: set[str] = set()
         self.cached: dict[str, int] = {}
+        self.told: Snapshot | None = None  # the last one
         self.reports: list[MorphReport] = []
         self.events: list[Event] = []
         self.thread = EngineThread(
@@ -134,7 +139,7 @@ class GroupWorker(ThreadedWorker):
             self.grouping,
             snapshot_s=1.0,
             on_results=self._results,
-            on_snapshot=lambda snapshot: None,
+            on_snapshot=self._told,
             on_reports=self._reports,
             on_events=self.events.extend,
             on_death=self._died,
@@ -146,8 +151,16 @@ class GroupWorker(ThreadedWorker):
     def peer(self) -> Peer:
         return Peer(self.name, self.epoch, self.transport.address, self.transport.key)
 
-    def submit(self, name: str, prompt: list[int], max_tokens: int, *, embeds: bool = False) -> None:
-        sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0)
+    def submit(
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int,
+        grammar: Grammar | None = None,
+        *,
+        embeds: bool = False,
+    ) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, grammar=grammar)
         self.tokens[name] = []
         self.thread.submit(
             self.instance.id,
@@ -185,6 +198,11 @@ class GroupWorker(ThreadedWorker):
         self.cached[name] = self.cached.get(name, 0) + output.delta.cached_tokens
         if output.delta.token_ids:
             self.fingerprints.add(result.shape_id)
+
+    def _told(self, snapshot: Snapshot) -> None:
+        with self._changed:
+            self.told = snapshot
+            self._changed.notify_all()
 
     def _reports(self, reports: list[MorphReport]) -> None:
         with self._changed:

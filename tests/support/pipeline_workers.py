@@ -22,6 +22,7 @@ from worker.distributed.transport import Transport
 from worker.engine.build import make_cache, useful_blocks
 from worker.engine.core import EngineCore, Output
 from worker.engine.engine import Engine, StepResult
+from worker.engine.grammars import GrammarCompiler
 from worker.engine.sequence import Limits, own_request
 from worker.memory import CpuBackend, KVCache, PagePool
 from worker.model import Model
@@ -205,6 +206,7 @@ class Line:
         name: str = "m",
         dtype: torch.dtype = torch.float32,
         host_dir: Path | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._host_dir = host_dir
         parts = list(pairwise(bounds))
@@ -238,6 +240,7 @@ class Line:
             blocks=blocks,
             timeout_s=timeout_s,
             wake=self.leader.wake,
+            grammars=grammars,
         )
         self.instance: EngineCore = self.leader.call(lambda: _run(steps))
         assert isinstance(self.instance.executor, PipelineExecutor)

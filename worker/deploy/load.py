@@ -114,6 +114,7 @@ class LoadRun(Run):
             kv_dtype=loader.limits.kv_dtype,
             kv_loss=loader.kv_loss,
             kv_gain=target.resizer.cache.gain_in_8_bits,
+            takes_grammars=target.instance.grammars is not None,
         )
 
     def _came(self) -> None:

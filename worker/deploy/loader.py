@@ -32,6 +32,7 @@ from worker.engine.build import (
     useful_pages,
 )
 from worker.engine.sequence import Limits
+from worker.grammars.compiler import GuidanceCompiler
 from worker.memory import KVCache, VirtualRange
 from worker.memory.backend import NO_PAGE
 from worker.model import Model, ModelError, read_config
@@ -256,7 +257,8 @@ class ModelLoader:
     def make_target(self) -> Target:
         """Return the instance that serves, once the layers are installed and the KV cache has pages."""
         self.model.complete()
-        instance = instance_of(self.command.instance, self.model, self.cache, self.limits)
+        name, grammars = self.command.instance, self.make_grammars()
+        instance = instance_of(name, self.model, self.cache, self.limits, grammars)
         resizer = KVResizer(
             instance,
             self.cache,
@@ -270,6 +272,10 @@ class ModelLoader:
         target.kv_loss = self.kv_loss
         self.let_convert(target)
         return target
+
+    def make_grammars(self) -> GuidanceCompiler:
+        """Return the compiler of grammars for the model's tokenizer, which is read with the first one."""
+        return GuidanceCompiler(self.config.folder, self.config.vocab_size, self.pool.backend.device)
 
     def let_convert(self, target: MemberTarget) -> None:
         """Let morphs of the target compile what KV in 8 bits needs."""

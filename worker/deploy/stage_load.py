@@ -118,6 +118,7 @@ class PipelineLoadRun(LoadRun):
                 wake=lambda: _stages(host).wake(),
                 blocks=max(1, command.blocks),
                 digest=command.digest,
+                grammars=loader.make_grammars(),
             )
         except PipelineLost as error:
             raise NotApplied("failed", str(error)) from error

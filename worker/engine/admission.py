@@ -56,7 +56,7 @@ def why_finished(seq: Sequence, limits: Limits) -> FinishReason | None:
     Only the newest token counts; tokens sent in earlier attempts count towards max_tokens.
     """
     sampling = seq.request.sampling
-    if seq.token_ids[-1] in sampling.stop_token_ids:
+    if seq.token_ids[-1] in sampling.stop_token_ids or (seq.matcher and seq.matcher.is_complete):
         return "stop"
     if seq.num_output >= sampling.max_tokens or len(seq.token_ids) >= limits.max_model_len:
         return "length"

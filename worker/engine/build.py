@@ -12,6 +12,7 @@ import kernels
 from bus.messages import Part, SamplingParams
 from bus.precisions import Precision
 from worker.engine.core import EngineCore, Stats
+from worker.engine.grammars import GrammarCompiler
 from worker.engine.recorded_batches import recorded_batches
 from worker.engine.sequence import Limits, own_request
 from worker.memory import CpuBackend, KVCache, PagePool
@@ -121,10 +122,18 @@ def fair_shares(free: int, useful: Seq[int]) -> list[int]:
     return shares
 
 
-def instance_of(instance_id: str, model: Model, cache: KVCache, limits: Limits) -> EngineCore:
-    """Make an engine core whose kernels are compiled."""
+def instance_of(
+    instance_id: str,
+    model: Model,
+    cache: KVCache,
+    limits: Limits,
+    grammars: GrammarCompiler | None = None,
+) -> EngineCore:
+    """Make an engine core whose kernels are compiled. grammars: None where no request has one."""
     vocab_size, device = model.config.vocab_size, cache.pool.backend.device
-    instance = EngineCore(instance_id, model, cache, limits, vocab_size=vocab_size, device=device)
+    instance = EngineCore(
+        instance_id, model, cache, limits, vocab_size=vocab_size, device=device, grammars=grammars
+    )
     instance.local_executor.recorded = recorded_batches(model, cache, limits, device)
     if instance.local_executor.recorded:
         instance.local_executor.run_ahead(instance.launch_choice)

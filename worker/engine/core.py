@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ from bus.histogram import Accumulator
 from bus.messages import (
     Delta,
     FinishReason,
+    Grammar,
     RejectReason,
     Submit,
     TokenLogprobs,
@@ -25,6 +27,7 @@ from bus.messages import (
 from bus.precisions import LOWEST, PRECISIONS, KVPrecision, Precision, is_below, lowest
 from worker.engine.admission import refusal, why_finished
 from worker.engine.executor import Executor, ExecutorLost, FinishedBatch, LocalExecutor, RunnableModel
+from worker.engine.grammars import GrammarCompiler
 from worker.engine.input_batch import InputBatch, Ints, ScheduledBatch
 from worker.engine.prompt_rate import PromptRate
 from worker.engine.sampler import ChosenTokens, Sampled, Sampler
@@ -78,16 +81,22 @@ class EngineCore:
         vocab_size: int,
         device: torch.device,
         executor: Executor | None = None,
+        grammars: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """executor: None for one that runs `model` on this device."""
+        """Serve `model`.
+
+        executor: None for one that runs it on this device. grammars: None where no request has one.
+        """
         self.id, self.model, self.kv, self.limits = instance_id, model, kv, limits
         self.vocab_size, self.device = vocab_size, device
         self.local_executor = LocalExecutor(model, kv, limits.block_tokens, device)
         self.executor: Executor = executor or self.local_executor
         self.scheduler = Scheduler(limits, kv.allocator)
         self.batch = InputBatch(limits)
-        self.sampler = Sampler(limits.max_num_seqs, vocab_size, device)
+        self.grammars = grammars
+        masks = grammars.masks if grammars else None
+        self.sampler = Sampler(limits.max_num_seqs, vocab_size, device, masks)
         self.stats = Stats()
         self.num_steps = 0
         self.step_s = 0.0  # duration of the last step
@@ -97,6 +106,8 @@ class EngineCore:
         self.on_lost: Callable[[str], None] = lambda reason: None  # called once, between two steps
         self._clock = clock
         self._sequences: dict[str, Sequence] = {}
+        self._unformed: dict[int, Sequence] = {}  # whose grammars are being compiled, by ticket
+        self._num_asked = 0  # the last ticket
         self._refused: dict[Precision, float] = {}  # floors of requests that were refused, and when
         self._looked_at = 0.0  # when silent sequences were last looked for
         self._updated_at = 0.0  # when the last batch was updated
@@ -119,9 +130,10 @@ class EngineCore:
         executor = self.executor
         if executor.has_news or executor.has_peers:
             return executor.has_news
+        has_grammars = bool(self._unformed and self.grammars and self.grammars.has_news)
         if executor.num_in_flight == 0:
-            return bool(self._sequences)
-        return self._may_schedule and executor.has_room and bool(self._sequences)
+            return has_grammars or len(self._sequences) > len(self._unformed)
+        return (self._may_schedule or has_grammars) and executor.has_room and bool(self._sequences)
 
     def step(self, *, may_schedule: bool = True) -> list[Output]:
         """Schedule, execute, update, publish.
@@ -133,6 +145,7 @@ class EngineCore:
         executor = self.executor
         try:
             if may_schedule:
+                self._take_grammars()
                 if batch := self._schedule():
                     self._execute(batch)
                 if batch := self._follow():
@@ -282,7 +295,34 @@ class EngineCore:
             if request.sampling.prompt_logprobs is not None and not request.sent_token_ids:
                 seq.prompt_logprobs.append(None)
             self._sequences[request.request_id] = seq
-            self.scheduler.add(seq)
+            if request.sampling.grammar:
+                self._ask_for_grammar(seq, request.sampling.grammar)
+            else:
+                self.scheduler.add(seq)
+
+    def _ask_for_grammar(self, seq: Sequence, grammar: Grammar) -> None:
+        """Queue `seq` once its grammar is compiled."""
+        if self.grammars is None:
+            del self._sequences[seq.request.request_id]
+            self._outputs.append(self._end(seq, "error", f"{self.id} takes no grammars"))
+            return
+        self._num_asked += 1
+        self._unformed[self._num_asked] = seq
+        self.grammars.ask(self._num_asked, grammar, seq.request.sent_token_ids)
+
+    def _take_grammars(self) -> None:
+        """Queue the sequences whose grammars are compiled; end those whose output is complete or wrong."""
+        for ticket, made in self.grammars.take() if self._unformed and self.grammars else ():
+            if (seq := self._unformed.pop(ticket, None)) is None:  # it was cancelled
+                continue
+            self._may_schedule = True
+            if not isinstance(made, str) and not made.is_complete:
+                seq.matcher = made
+                self.scheduler.add(seq)
+                continue
+            del self._sequences[seq.request.request_id]
+            ended = self._end(seq, "error", made) if isinstance(made, str) else self._end(seq, "stop")
+            self._outputs.append(ended)
 
     def cancel(self, request_ids: Iterable[str]) -> int:
         """Stop these requests and free their blocks. Returns how many were here."""
@@ -295,7 +335,7 @@ class EngineCore:
 
     def fail(self, error: str, reject_reason: RejectReason | None = None) -> list[Output]:
         """End everything that runs with an error, or the whole queue if nothing runs."""
-        victims = list(self.scheduler.running) or list(self.scheduler.waiting)
+        victims = list(self.scheduler.running) or list(self.waiting())
         for seq in victims:
             self._drop(seq)
         return self.take_outputs() + [self._end(seq, "error", error, reject_reason) for seq in victims]
@@ -309,6 +349,8 @@ class EngineCore:
 
     def close(self) -> None:
         """Serve no more; the other devices of this instance hear it."""
+        if self.grammars:
+            self.grammars.close()
         self.executor.close(self.lost or "the instance has ended")
 
     def _lose(self, reason: str) -> None:
@@ -380,10 +422,23 @@ class EngineCore:
 
     # ----------------------------------------------------------------------------- numbers
 
+    def waiting(self) -> Iterator[Sequence]:
+        """Yield what waits: the queue, and what will be in it once its grammar is compiled."""
+        return chain(self.scheduler.waiting, self._unformed.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait, in the queue or for their grammars."""
+        return len(self.scheduler.waiting) + len(self._unformed)
+
     def oldest_wait_seconds(self) -> float:
-        """Return how long the head of the queue has been here; 0.0 without a queue."""
+        """Return how long the head of the queue has been here, or one before it that has no grammar yet.
+
+        0.0 if nothing waits.
+        """
         waiting = self.scheduler.waiting
-        return self._clock() - waiting.head.arrived if waiting else 0.0
+        firsts = [*self._unformed.values(), *([waiting.head] if waiting else [])]
+        return self._clock() - min(seq.arrived for seq in firsts) if firsts else 0.0
 
     def wanting_seconds(self) -> float:
         """Return how long the oldest sequence that misses KV blocks has been here; 0.0 for none."""
@@ -414,8 +469,13 @@ class EngineCore:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a block or a sequence is lost or owned twice."""
-        self.scheduler.check_integrity()
-        assert len(self._sequences) == len(self.scheduler.running) + len(self.scheduler.waiting)
+        scheduler = self.scheduler
+        scheduler.check_integrity()
+        assert len(self._sequences) == len(scheduler.running) + self.num_waiting
+        for seq in chain(scheduler.running, scheduler.waiting):
+            is_formed = seq.matcher is not None
+            assert is_formed == (seq.request.sampling.grammar is not None), seq.request.request_id
+        assert all(self._is_here(seq) and seq.matcher is None for seq in self._unformed.values())
 
     # ----------------------------------------------------------------------------- parts of the step
 
@@ -434,7 +494,7 @@ class EngineCore:
         for seq in scheduled.admitted:
             row = self.batch.admit(seq)
             prompt, output = seq.token_ids[: seq.num_prompt], seq.token_ids[seq.num_prompt :]
-            self.sampler.set_row(row, seq.request.sampling, output, prompt)
+            self.sampler.set_row(row, seq.request.sampling, output, prompt, seq.matcher)
 
     def launch_choice(
         self, batch: ScheduledBatch, logits: torch.Tensor, out: torch.Tensor
@@ -512,6 +572,9 @@ class EngineCore:
         if (index := seq.num_output) >= seq.request.sampling.max_tokens:  # 0: only the prompt was of interest
             self._drop(seq)
             return self._end(seq, "length")
+        if seq.matcher and (error := seq.matcher.accept([token])):
+            self._drop(seq)
+            return self._end(seq, "error", error)
         seq.token_ids.append(token)
         seq.last_token_at = now
         finished = why_finished(seq, self.limits)
@@ -546,9 +609,12 @@ class EngineCore:
         return self._sequences.get(seq.request.request_id) is seq
 
     def _drop(self, seq: Sequence) -> None:
+        del self._sequences[seq.request.request_id]
+        if ticket := next((ticket for ticket, one in self._unformed.items() if one is seq), None):
+            del self._unformed[ticket]
+            return
         self.scheduler.remove(seq)
         self.batch.release(seq)
-        del self._sequences[seq.request.request_id]
 
     def _end(
         self,

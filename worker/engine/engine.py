@@ -59,8 +59,8 @@ def instance_telemetry(instance: EngineCore) -> InstanceTelemetry:
     return InstanceTelemetry(
         id=instance.id,
         running=len(scheduler.running),
-        waiting=len(scheduler.waiting),
-        waiting_tokens=sum(len(seq.token_ids) for seq in scheduler.waiting),
+        waiting=instance.num_waiting,
+        waiting_tokens=sum(len(seq.token_ids) for seq in instance.waiting()),
         kv_blocks=blocks.capacity,
         kv_used=blocks.num_used + instance.executor.num_blocks_used_elsewhere,
         layers=instance.shape,
@@ -122,6 +122,7 @@ class Engine:
     def __init__(self, device: torch.device | None = None) -> None:
         self.instances: dict[str, EngineCore] = {}
         self.stages: RemoteStages | None = None
+        self.wake: Callable[[], None] = lambda: None  # called in any thread when `can_step` has become true
         self._device = device or torch.device("cpu")
         self.num_steps = 0  # steps of instances and stages
         self._stepped_at = self._step_s = 0.0  # when the last step ended, and how long it took
@@ -136,6 +137,8 @@ class Engine:
         """Serve `instance` from the next step on. Raises ValueError for an id that exists."""
         if instance.id in self.instances:
             raise ValueError(f"instance {instance.id} exists already")
+        if instance.grammars:
+            instance.grammars.wake = lambda: self.wake()
         self.instances[instance.id] = instance
 
     def remove_instance(self, instance_id: str) -> EngineCore:

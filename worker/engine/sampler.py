@@ -4,7 +4,7 @@ Order: logit bias and penalties on the logits, temperature, top_k, top_p, min_p,
 likeliest after bias and penalties. The repetition penalty p makes a logit x of a token in the prompt or the
 output x / p, or p * x if it is negative (CTRL, arXiv:1909.05858, section 4.1, as transformers has it). Then
 presence and frequency count output tokens only (OpenAI's formula: frequency times count, plus presence if the
-count is not 0). Before `min_tokens` tokens no end token can come.
+count is not 0). Before `min_tokens` tokens no end token can come, and never one that a grammar forbids.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kernels import choose, least_remaining
 from kernels.filters import min_p_threshold, ranked
 from kernels.noise import gumbel
 from worker.engine import sampling
+from worker.engine.grammars import Matcher, TokenMasks
 from worker.engine.sampling import token_logprobs
 
 Rows = npt.NDArray[np.int64]
@@ -56,8 +57,12 @@ class Sampler:
     The counts and biases live on the model's device and exist only once a request has asked for them.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, vocab_size: int, device: torch.device, masks: TokenMasks | None = None
+    ) -> None:
+        """masks: of the matchers of rows; None where no row has one."""
         self.vocab_size, self.device = vocab_size, device
+        self._masks = masks
         self._seed = np.zeros(num_rows, np.uint64)
         self._temperature, self._top_p, self._min_p, self._presence, self._frequency, self._repetition = (
             np.zeros((6, num_rows), np.float32)
@@ -66,6 +71,8 @@ class Sampler:
         self._stop_ids = [np.zeros(0, np.int64)] * num_rows
         self._num_logprobs = np.full(num_rows, -1, np.int64)
         self._is_filtered, self._is_penalised, self._is_biased = np.zeros((3, num_rows), bool)
+        self._matchers: list[Matcher | None] = [None] * num_rows
+        self._has_matcher = np.zeros(num_rows, bool)
         self._counts: torch.Tensor | None = None  # int32 [num_rows, V]
         self._in_prompt: torch.Tensor | None = None  # bool [num_rows, V]
         self._bias_ids = torch.zeros(num_rows, 0, dtype=torch.int64, device=device)
@@ -77,8 +84,12 @@ class Sampler:
         params: SamplingParams,
         output_token_ids: Sequence[int],
         prompt_token_ids: Sequence[int] = (),
+        matcher: Matcher | None = None,
     ) -> None:
-        """Give `row` to a sequence that has generated `output_token_ids` (before a replay or preemption)."""
+        """Give `row` to a sequence that has generated `output_token_ids` (before a replay or preemption).
+
+        matcher: of its grammar; it has accepted all of the output before each `sample`.
+        """
         self._seed[row] = params.seed & 0xFFFF_FFFF_FFFF_FFFF
         temperature = params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0
         self._temperature[row], self._top_k[row] = temperature, params.top_k
@@ -93,6 +104,7 @@ class Sampler:
         repeats = params.repetition_penalty != 1
         self._is_penalised[row] = bool(params.presence_penalty or params.frequency_penalty or repeats)
         self._is_biased[row] = bool(params.logit_bias)
+        self._matchers[row], self._has_matcher[row] = matcher, matcher is not None
         if self._is_penalised[row]:
             self._count_outputs(row, output_token_ids)
         if repeats:
@@ -112,9 +124,10 @@ class Sampler:
     ) -> ChosenTokens | None:
         """Choose tokens as `sample` does, into int64 out [R], without a wait for them.
 
-        Returns None for log-probabilities, for which the host must know the tokens first.
+        Returns None for log-probabilities, for which the host must know the tokens first, and for grammars,
+        which say on the host what may follow the token before.
         """
-        if (self._num_logprobs[rows] >= 0).any():
+        if (self._num_logprobs[rows] >= 0).any() or self._has_matcher[rows].any():
             return None
         tokens = self._choose(self._adjusted(logits, rows, positions), rows, positions, out)
         if tokens is not out:
@@ -125,7 +138,8 @@ class Sampler:
     def _adjusted(self, logits: torch.Tensor, rows: Rows, positions: Rows) -> torch.Tensor:
         biased, penalised = np.flatnonzero(self._is_biased[rows]), np.flatnonzero(self._is_penalised[rows])
         unended = np.flatnonzero(self._min_tokens[rows] > positions)
-        if not len(biased) and not len(penalised) and not len(unended):
+        formed = np.flatnonzero(self._has_matcher[rows])
+        if not len(biased) and not len(penalised) and not len(unended) and not len(formed):
             return logits
         scores = logits.clone()
         if len(biased):
@@ -145,7 +159,20 @@ class Sampler:
             ends = [self._stop_ids[row] for row in rows[unended]]
             at = np.repeat(unended, [len(each) for each in ends])
             scores[self._tensor(at), self._tensor(np.concatenate(ends))] = -torch.inf
+        if len(formed):
+            self._forbid(scores, rows, formed)
         return scores
+
+    def _forbid(self, scores: torch.Tensor, rows: Rows, formed: Rows) -> None:
+        """Take from scores [R, V] what the grammars of the rows at `formed` do not allow next."""
+        assert self._masks is not None
+        matchers = [matcher for row in rows[formed] if (matcher := self._matchers[row])]
+        forbidden = self._masks.forbidden(matchers)
+        if len(formed) == len(rows):
+            scores.masked_fill_(forbidden, -torch.inf)
+        else:
+            at = self._tensor(formed)
+            scores[at] = scores[at].masked_fill_(forbidden, -torch.inf)
 
     def _less_repetitive(
         self,

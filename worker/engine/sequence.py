@@ -8,6 +8,7 @@ from typing import Literal, Self
 from bus.messages import SamplingParams, Submit, TokenLogprobs
 from bus.precisions import KVPrecision, Precision
 from bus.prefix_keys import first_key, next_key
+from worker.engine.grammars import Matcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class Sequence:
         "generation",
         "is_long",
         "last_token_at",
+        "matcher",
         "num_computed_tokens",
         "num_indexed_blocks",
         "num_lost_tokens",
@@ -101,6 +103,7 @@ class Sequence:
         self.num_lost_tokens = 0  # tokens computed before it gave up its blocks; 0 while it runs
         self.num_unreported_cached = 0  # cached prompt tokens that no delta has reported yet
         self.precision: Precision = "full"  # the lowest that its KV was computed in
+        self.matcher: Matcher | None = None  # where its output stands in its grammar
         self.row = -1
         self.generation = 0  # times it has lost its row: batches scheduled before that are void for it
         self.arrived = arrived  # monotonic seconds, as the next two; 0.0: not yet

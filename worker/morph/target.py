@@ -326,7 +326,7 @@ class Target(MemberTarget):
             used=scheduler.blocks.num_used,
             needed=scheduler.num_blocks_needed,
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            waiting=instance.num_waiting,
             wanting_s=instance.wanting_seconds() if scheduler.num_blocks_wanted else 0.0,
             residence_s=instance.residence_s,
             preemptions=scheduler.num_preemptions,

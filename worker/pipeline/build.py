@@ -8,6 +8,7 @@ from worker.distributed.communicator import PeerLost
 from worker.distributed.messages import Peer
 from worker.distributed.rendezvous import new_rendezvous
 from worker.engine.core import EngineCore
+from worker.engine.grammars import GrammarCompiler
 from worker.engine.sequence import Limits
 from worker.memory import KVCache
 from worker.model import Model, ModelError
@@ -62,12 +63,14 @@ def start_leading(
     wake: Callable[[], None],
     blocks: int = 1,
     digest: str = "",
+    grammars: GrammarCompiler | None = None,
 ) -> Generator[bool, None, EngineCore]:
     """Bring the stages together and return the engine core, as steps of a morph.
 
-    beside: the other ranks of the leader's own stage, who reach it at `host`. All stages keep as many blocks
-    as the worker with the fewest. Raises PipelineLost, and ModelError for fewer than `blocks`; then, and when
-    it is closed, the others have given all back; the model and the cache are the caller's.
+    beside: the other ranks of the leader's own stage, who reach it at `host`. grammars: None where no request
+    has one. All stages keep as many blocks as the worker with the fewest. Raises PipelineLost, and ModelError
+    for fewer than `blocks`; then, and when it is closed, the others have given all back; the model and the
+    cache are the caller's.
     """
     device = cache.pool.backend.device
     pipeline = Pipeline(
@@ -104,6 +107,7 @@ def start_leading(
             vocab_size=model.config.vocab_size,
             device=device,
             executor=PipelineExecutor(model, cache, pipeline, ranks),
+            grammars=grammars,
         )
     except BaseException as error:
         pipeline.close(str(error) or type(error).__name__)

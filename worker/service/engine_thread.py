@@ -55,7 +55,7 @@ class EngineThread:
         self._reflexes = ReflexLoop(morphs)
         self._measuring = measuring or ProfileRunner()
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        morphs.wake = self._wake
+        morphs.wake = engine.wake = self._wake
         if engine.stages:
             engine.stages.wake = self._wake
         self.use_grouping(grouping)
@@ -76,7 +76,7 @@ class EngineThread:
 
     def submit(self, instance_id: str, request: Submit) -> None:
         arrived = time.monotonic()
-        self._inbox.put(lambda: self._engine.submit(instance_id, request, arrived))
+        self._inbox.put(lambda: self._submit(instance_id, request, arrived))
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         ids = list(request_ids)
@@ -236,6 +236,11 @@ class EngineThread:
         """Return the numbers of now. Only in the engine's thread or before `start`."""
         instances = [instance_telemetry(instance) for instance in self._engine.instances.values()]
         return Snapshot(self._num_steps, instances, self._pages())
+
+    def _submit(self, instance_id: str, request: Submit, arrived: float) -> None:
+        self._engine.submit(instance_id, request, arrived)
+        if request.sampling.grammar:  # while it is compiled there may be no step that would report it
+            self._is_told = False
 
     def _cancel(self, request_ids: list[str]) -> None:
         self._engine.cancel(request_ids)

@@ -14,6 +14,7 @@ from bus.messages import SamplingParams
 from kernels import least_remaining
 from kernels.filters import ranked
 from kernels.noise import uniform
+from tests.support.toy_grammars import KINDS, ToyMasks, ToyMatcher
 from worker.engine import sampling
 from worker.engine.sampler import Sampler
 
@@ -275,6 +276,32 @@ def test_tokens_that_are_launched_without_a_wait_are_those_of_a_sample() -> None
     assert by_row[1] == (9, 11, 7, 7, 7)  # the prompt had 7, the output then 9 and 11: 7 is likeliest again
     assert by_row[2] == (11, 11, 11, 7, 7)
     assert by_row[4] == (7, 9, 11, 7, 9)
+
+
+def test_rows_with_a_matcher_take_what_it_allows_and_the_others_what_they_would_without_it() -> None:
+    """The mask comes last: a bias towards a token that is forbidden does not help it."""
+    biased = params(temperature=0, logit_bias={int(token): 50.0 for token in range(0, VOCAB, 7)})
+    rows = (params(temperature=0), biased, params(temperature=0.8, top_k=9, top_p=0.9), params(min_p=0.3))
+    logits, all_rows = logits_of(len(rows)), np.arange(len(rows))
+    plain = make(*rows).sample(logits, all_rows, all_rows).token_ids
+    for formed in ([0, 1, 2, 3], [1, 2], [3]):
+        sampler = Sampler(len(rows), VOCAB, CPU, ToyMasks(VOCAB))
+        matchers = {row: ToyMatcher(30) for row in formed}
+        for row, each in enumerate(rows):
+            sampler.set_row(row, each, [], (), matchers.get(row))
+        before, made = logits.clone(), sampler.sample(logits, all_rows, all_rows).token_ids
+        assert torch.equal(before, logits)
+        for row, token in enumerate(made.tolist()):
+            assert token % KINDS == matchers[row].allowed if row in formed else token == plain[row]
+        free = np.array([row for row in all_rows if row not in formed], np.int64)
+        out = torch.zeros(len(rows), dtype=torch.int64)
+        assert sampler.launch(logits, all_rows, all_rows, out) is None, "the host has the masks"
+        if len(free):
+            launched = sampler.launch(logits[free], free, free, out[: len(free)])
+            assert launched and launched.wait().tolist() == plain[free].tolist()
+        for row, each in enumerate(rows):  # the next sequences of these rows have none
+            sampler.set_row(row, each, [])
+        assert sampler.sample(logits, all_rows, all_rows).token_ids.tolist() == plain.tolist()
 
 
 def test_logit_bias_moves_only_its_own_row_and_is_forgotten_with_it() -> None:
