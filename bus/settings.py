@@ -77,6 +77,8 @@ class GatewaySettings(Section):
     host: str = _key("127.0.0.1", "address to listen on; other than loopback needs api_keys or keys_file")
     port: int = _key(8000, "port to listen on; 0: a free one", ge=0, le=65535)
     published_host: str = _key("", "in a container: the host address that the port is published on")
+    ssl_certfile: str = _key("", "PEM file of the certificate, for HTTPS alone; empty: HTTP")
+    ssl_keyfile: str = _key("", "PEM file of its key; empty: it is in ssl_certfile")
     id: str = _key("", "unique name; empty: made from host name, process id and chance")
     api_keys: list[str] = _key([], "keys of /v1, 8 characters or more; none: loopback only", repr=False)
     admin_keys: list[str] = _key([], "keys of /admin, likewise; none: loopback only", repr=False)
@@ -135,6 +137,12 @@ class GatewaySettings(Section):
                 'cors_origins = ["*"] without api_keys would let every page that a user of this machine '
                 "visits call /v1: set a key, or name the origins"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _key_has_a_certificate(self) -> Self:
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise ValueError("ssl_keyfile is set and ssl_certfile is empty: name the certificate, too")
         return self
 
     @property

@@ -11,12 +11,16 @@ from redis import Redis, RedisError
 
 from bus.names import Names
 from bus.settings import load_settings
+from bus.tls import pinned_context
 
 
 def gateway() -> str:
-    url = f"http://127.0.0.1:{load_settings().gateway.port}/ready"
+    section = load_settings().gateway
+    scheme = "https" if section.ssl_certfile else "http"
+    url = f"{scheme}://127.0.0.1:{section.port}/ready"
     try:
-        urllib.request.urlopen(url, timeout=3).close()
+        trust = pinned_context(section.ssl_certfile) if section.ssl_certfile else None
+        urllib.request.urlopen(url, timeout=3, context=trust).close()
     except urllib.error.HTTPError as error:
         return f"{url} answers {error.code}: no worker serves"
     except OSError as error:

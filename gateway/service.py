@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import resource
 import socket
+import ssl
 import sys
 from collections.abc import Iterator
 from typing import NoReturn
@@ -16,6 +18,7 @@ import uvicorn
 from bus.api_keys import KeysFileError
 from bus.client import Bus
 from bus.settings import GatewaySettings, Settings, SettingsError
+from bus.tls import TLSProblem, server_context
 from gateway.app import create_app
 from gateway.http.connection import Protocol
 from gateway.operations.live import Feeds
@@ -31,9 +34,10 @@ LEFTOVERS_S = 3  # time for connections still open after the drain
 class GatewayServer(uvicorn.Server):
     """uvicorn without its signal handlers: SIGTERM means drain first, then exit with status 0."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None) -> None:
         super().__init__(config)
         self._leave = asyncio.Event()
+        self._tls = tls
 
     def leave(self) -> None:
         """End `serve`."""
@@ -48,9 +52,25 @@ class GatewayServer(uvicorn.Server):
                     await self._leave.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        """Listen. uvicorn would give a client a minute for its handshake, so TLS is set up here."""
+        await super().startup([] if self._tls else sockets)
         if self.started and sockets:
-            log.info("listening on http://%s", _address(sockets[0]))
+            if self._tls:
+                self.servers.append(await self._listen(sockets[0], self._tls))
+            log.info("listening on %s://%s", "https" if self._tls else "http", _address(sockets[0]))
+
+    async def _listen(self, listener: socket.socket, tls: ssl.SSLContext) -> asyncio.Server:
+        make = functools.partial(
+            Protocol, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return await asyncio.get_running_loop().create_server(
+            make,
+            sock=listener,
+            ssl=tls,
+            backlog=self.config.backlog,
+            ssl_handshake_timeout=Protocol.header_timeout_s,
+            ssl_shutdown_timeout=LEFTOVERS_S,
+        )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -65,6 +85,7 @@ async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
             f"gateway.host = {section.host!r} is open to others and gateway.api_keys is empty; "
             "set a key (INSTAR_GATEWAY__API_KEYS), or host = 127.0.0.1"
         )
+    tls = _tls(section)
     listener = _bind(section)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # as many connections as the system permits
@@ -90,7 +111,7 @@ async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
         server_header=False,
         timeout_graceful_shutdown=LEFTOVERS_S,
     )
-    server = GatewayServer(config)
+    server = GatewayServer(config, tls)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await _first_of(serving, stop, died)
     if stop.is_set() and not died.is_set():
@@ -110,6 +131,15 @@ async def _first_of(serving: asyncio.Task[None], *events: asyncio.Event) -> None
     await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
+
+
+def _tls(section: GatewaySettings) -> ssl.SSLContext | None:
+    if not section.ssl_certfile:
+        return None
+    try:
+        return server_context(section.ssl_certfile, section.ssl_keyfile, setting="gateway")
+    except TLSProblem as problem:
+        _fail(str(problem))
 
 
 def _bind(section: GatewaySettings) -> socket.socket:

@@ -15,7 +15,7 @@ from bus.settings import Settings, load_settings
 from bus.settings_sources import Layer, SettingsError, variable_of
 from instar.errors import InputError, ServerError
 from instar.output.progress import progress_line
-from instar.running import locate
+from instar.running import locate, trust_of
 
 Keys = Literal["api_keys", "admin_keys"]
 TIMEOUT_S: Final = 45.0  # longer than a gateway lets ?wait=true wait
@@ -49,7 +49,8 @@ def gateway_client(settings: Settings, url: str | None, key: str | None, keys: K
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     base = found.rstrip("/").removesuffix("/v1")
     try:
-        return httpx.Client(base_url=base, headers=headers, timeout=TIMEOUT_S)
+        trust = trust_of(settings.gateway, is_own=is_own)
+        return httpx.Client(base_url=base, headers=headers, timeout=TIMEOUT_S, verify=trust)
     except httpx.InvalidURL as error:
         raise InputError(f"--url {found}: {error}; write it as http://127.0.0.1:8000") from error
 
@@ -83,6 +84,11 @@ def ask_json(client: httpx.Client, method: str, path: str, body: Any = None, *fi
 
 
 def unreachable(client: httpx.Client, error: httpx.HTTPError) -> ServerError:
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return ServerError(
+            f"the gateway at {client.base_url} shows a certificate that is not trusted here ({error}); name "
+            "its authority's file with SSL_CERT_FILE, or the certificate with INSTAR_GATEWAY__SSL_CERTFILE"
+        )
     return ServerError(
         f"no gateway answers at {client.base_url} ({error}); start one with `instar serve`, or name its "
         "address with --url or INSTAR_HOST and INSTAR_PORT"

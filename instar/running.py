@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import ssl
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from bus.settings import GatewaySettings, is_loopback
+from bus.tls import pinned_context
 from instar.errors import InputError
 
 EVERY_ADDRESS = ("", "0.0.0.0", "::")
@@ -60,7 +62,26 @@ def running_services() -> list[str]:
 def url_of(gateway: GatewaySettings) -> str:
     """Return the URL by which a client on this machine reaches the gateway."""
     host = "127.0.0.1" if gateway.host in EVERY_ADDRESS else gateway.host.strip("[]")
-    return f"http://[{host}]:{gateway.port}" if ":" in host else f"http://{host}:{gateway.port}"
+    scheme = "https" if gateway.ssl_certfile else "http"
+    return f"{scheme}://[{host}]:{gateway.port}" if ":" in host else f"{scheme}://{host}:{gateway.port}"
+
+
+def trust_of(gateway: GatewaySettings, *, is_own: bool) -> ssl.SSLContext | bool:
+    """Return what a client verifies the gateway's certificate with, as httpx takes it.
+
+    The gateway of the settings must have the very certificate that they name, whatever it says of hosts.
+    Others are verified as the system does, or by SSL_CERT_FILE. Raises InputError.
+    """
+    if not (gateway.ssl_certfile and is_own):
+        return True
+    try:
+        return pinned_context(gateway.ssl_certfile)
+    except (OSError, ssl.SSLError) as error:
+        why = getattr(error, "strerror", "") or error
+        raise InputError(
+            f"gateway.ssl_certfile {gateway.ssl_certfile} cannot be read: {why}; name the gateway's "
+            "certificate, or give --url"
+        ) from error
 
 
 def locate(gateway: GatewaySettings, url: str | None) -> tuple[str, bool]:

@@ -44,6 +44,8 @@ FLAGS = (
     ("--host", "gateway.host", "ADDRESS", "[127.0.0.1]; beyond this machine needs --api-key"),
     ("--port", "gateway.port", "N", "[8000]; 0 takes a free one"),
     ("--api-key", "gateway.api_keys", "KEY", "require this key on /v1; may be repeated"),
+    ("--ssl-certfile", "gateway.ssl_certfile", "FILE", "certificate in PEM: serve HTTPS"),
+    ("--ssl-keyfile", "gateway.ssl_keyfile", "FILE", "its key [in the file of the certificate]"),
     ("--workers", "serve.workers", "N", "worker processes, one per GPU [1]"),
     ("--model", "worker.models", "DIR", "the same as MODEL; may be repeated"),
     ("--load-format", "worker.load_format", "FORMAT", "safetensors, or dummy for random weights"),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bus.checkpoints import BadCheckpoint, parse_model, read_checkpoint
 from bus.settings import GatewaySettings, Settings, WorkerSettings
+from bus.tls import TLSProblem, server_context
 from instar.serve.programs import count_gpus
 
 DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
@@ -22,7 +23,10 @@ OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 def settings_problem(settings: Settings) -> str:
     """Return the first reason why no process could work with these settings."""
     worker = settings.worker
-    return models_problem(worker) or device_problem(worker) or exposure_problem(settings.gateway)
+    gateway = settings.gateway
+    return (
+        models_problem(worker) or device_problem(worker) or exposure_problem(gateway) or tls_problem(gateway)
+    )
 
 
 def models_problem(worker: WorkerSettings) -> str:
@@ -58,6 +62,15 @@ def exposure_problem(gateway: GatewaySettings) -> str:
         f"gateway.host (--host) is {gateway.host!r}, which is open to other machines, and no key is set: "
         "add `--api-key KEY`, or listen on 127.0.0.1"
     )
+
+
+def tls_problem(gateway: GatewaySettings) -> str:
+    if gateway.ssl_certfile:
+        try:
+            server_context(gateway.ssl_certfile, gateway.ssl_keyfile, setting="gateway")
+        except TLSProblem as problem:
+            return str(problem)
+    return ""
 
 
 def _folder_problem(folder: Path, load_format: str) -> str:

@@ -11,7 +11,7 @@ import httpx
 
 from bus.checkpoints import parse_model
 from bus.settings import Settings
-from instar.running import url_of
+from instar.running import trust_of, url_of
 from instar.serve.process import Console
 from instar.serve.supervisor import Supervisor
 
@@ -71,7 +71,10 @@ class ServiceWatcher:
         self._next_progress, self._shown = time.monotonic() + PROGRESS_AFTER_S, ""
         gateway = self._settings.gateway
         headers = {"Authorization": f"Bearer {gateway.admin_keys[0]}"} if gateway.admin_keys else {}
-        async with httpx.AsyncClient(base_url=url_of(gateway), headers=headers, timeout=5) as client:
+        trust = trust_of(gateway, is_own=True)
+        async with httpx.AsyncClient(
+            base_url=url_of(gateway), headers=headers, timeout=5, verify=trust
+        ) as client:
             while True:
                 ready = await _get(client, "/ready")
                 state = await _get(client, "/admin/state")

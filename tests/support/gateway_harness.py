@@ -19,6 +19,7 @@ from bus.messages import Metrics, Submit
 from bus.settings import GatewaySettings, RedisSettings, Settings, TracingSettings, WorkerSettings
 from gateway.service import main
 from gateway.text.tokenizer import Tokenizer
+from instar.running import trust_of, url_of
 from tests.support import metrics_samples
 from tests.support.fake_worker import LEASE_S, FakeWorker
 
@@ -40,7 +41,7 @@ class Gate:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.settings.gateway.port}"
+        return url_of(self.settings.gateway)
 
     @property
     def worker(self) -> FakeWorker:
@@ -52,6 +53,7 @@ class Gate:
         return openai.AsyncOpenAI(base_url=self.url + "/v1", **(defaults | options))
 
     def http(self, **options: Any) -> httpx.AsyncClient:
+        options.setdefault("verify", trust_of(self.settings.gateway, is_own=True))
         return httpx.AsyncClient(base_url=self.url, timeout=20, **options)
 
     @contextlib.asynccontextmanager
