@@ -186,7 +186,8 @@ class Delta:
     """The tokens that one step added to one request, or the embedding that ends one.
 
     Empty `token_ids` without a `finish_reason` mean that the request was admitted (its first prefill chunk
-    ran, which ends its time in the queue) or that it is still alive after a long silence.
+    ran, which ends its time in the queue), that more of its prompt is scored, or that it is still alive after
+    a long silence.
     """
 
     request_id: str
@@ -196,7 +197,8 @@ class Delta:
     finish_reason: FinishReason | None = None
     error: str | None = None  # set with finish_reason "error"
     logprobs: list[TokenLogprobs] | None = None  # one per token id
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # sent once, with the first token; [0] is None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # of prompt tokens, None of the very first
+    prompt_index: int = 0  # prompt position of prompt_logprobs[0]; all come by the first token, in order
     reject_reason: RejectReason | None = None  # set with an error that another attempt may avoid
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; sent once, at admission
     embedding: bytes | None = None  # of a request that `embeds`: float32, little-endian, of length 1

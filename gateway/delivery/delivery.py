@@ -105,6 +105,12 @@ class Delivery:
             detail = f"token {len(received)} is missing, {delta.index} came"
             self.attempts.replay(state, RetryReason.GAP, detail, may_still_run=True)
             return
+        if state.misses_scores(delta):
+            self.stats.token_gaps += 1
+            detail = f"log-probabilities of the prompt are missing from {state.num_prompt_scored} on"
+            self.attempts.replay(state, RetryReason.GAP, detail, may_still_run=True)
+            return
+        delta = state.new_scores(delta)
         state.last_sign = now
         if delta.reject_reason is not None:
             self.attempts.reject(state, delta.reject_reason, delta.error or "")
@@ -118,7 +124,7 @@ class Delivery:
         if token_ids:
             self._count(state, len(token_ids), step, now)
             received.extend(token_ids)
-        if token_ids or delta.finish_reason not in (None, "error"):
+        if token_ids or delta.prompt_logprobs or delta.finish_reason not in (None, "error"):
             is_enough = state.sink.on_tokens(state.request, delta, skip, step)
         self.endings.touch(state.sink)
         if is_enough:

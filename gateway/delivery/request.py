@@ -5,7 +5,7 @@ A `GenerationRequest` never changes. Its `RequestState` has all that is needed t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal, NamedTuple, Protocol
 
@@ -100,6 +100,7 @@ class RequestState:
     sink: Sink
     deadline: float  # a worker must begin by then
     received: list[int] = field(default_factory=list)
+    num_prompt_scored: int = 0  # prompt tokens whose log-probabilities the sink has
     attempt: int = 0  # counts submissions
     strikes: int = 0  # attempts that a worker's failure ended
     target: InstanceAddress | None = None  # address for this attempt; None: the request waits
@@ -126,6 +127,24 @@ class RequestState:
     def num_known_tokens(self) -> int:
         """Tokens of the prompt and of the output so far."""
         return len(self.request.prompt_token_ids) + len(self.received)
+
+    def misses_scores(self, delta: Delta) -> bool:
+        """Return True if log-probabilities of the prompt that come before this delta, or in it, did not."""
+        request, known = self.request, self.num_prompt_scored
+        if request.sampling.prompt_logprobs is None or self.received:
+            return False
+        is_last = bool(delta.token_ids) or delta.finish_reason not in (None, "error")
+        end = max(known, delta.prompt_index + len(delta.prompt_logprobs or []))
+        return delta.prompt_index > known or (is_last and end < len(request.prompt_token_ids))
+
+    def new_scores(self, delta: Delta) -> Delta:
+        """Return a delta without the log-probabilities of the prompt that an earlier attempt sent."""
+        if not delta.prompt_logprobs:
+            return delta
+        known, begin = self.num_prompt_scored, delta.prompt_index
+        self.num_prompt_scored = max(known, begin + len(delta.prompt_logprobs))
+        rest = delta.prompt_logprobs[max(0, known - begin) :]
+        return replace(delta, prompt_logprobs=rest or None, prompt_index=max(known, begin))
 
     def prompt_digests(self, block_tokens: int) -> list[int]:
         """Return the digests of the prompt's first blocks (`bus.prefix_keys`), computed once.

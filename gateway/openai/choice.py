@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from bus.messages import Delta, StepOutput, TokenLogprobs
 from gateway.delivery.request import GenerationRequest
+from gateway.openai.echo import PromptEcho
 from gateway.openai.logprobs import LogprobQueue, ScoredToken
 from gateway.text.stops import StopMatcher
 from gateway.text.vocabulary import TextStream, Vocabulary
@@ -33,7 +34,8 @@ class ChoiceText:
         self._text = TextStream(vocabulary if request.skips_special_tokens else vocabulary.spelled)
         self._matcher = StopMatcher(request.stop) if request.stop else None
         self._scores = LogprobQueue() if request.sampling.logprobs is not None else None
-        self._echo = request.echo
+        echo, prompt = request.echo, request.prompt_token_ids
+        self._echo = None if echo is None else PromptEcho(echo, prompt, vocabulary)
         self._num_chars = 0  # decoded so far, the echo included
         self._num_chars_out = 0  # characters given out
         self._is_plain = not self._matcher and self._scores is None and self._echo is None
@@ -113,25 +115,13 @@ class ChoiceText:
         return self._matcher.flush() + rest if self._matcher is not None else rest
 
     def _take_echo(self, delta: Delta) -> str:
-        """Return the prompt before the first token, "" later."""
-        echo, self._echo = self._echo, None
-        if echo is None:
+        """Return what comes of the prompt before the first token, "" later."""
+        if (echo := self._echo) is None:
             return ""
-        self._is_plain = self._matcher is None and self._scores is None and self._request.has_output
-        if self._scores is not None:
-            self._score_prompt(self._scores, echo, delta.prompt_logprobs or [])
-        self._num_chars = len(echo)
-        return echo
-
-    def _score_prompt(self, scores: LogprobQueue, echo: str, values: list[TokenLogprobs | None]) -> None:
-        stream = TextStream(self._vocabulary)
-        at = 0
-        for position, token_id in enumerate(self._request.prompt_token_ids):
-            piece = stream.feed(token_id)
-            if not piece and echo.startswith(label := self._vocabulary.label(token_id), at):
-                piece = label  # a special token, which the client wrote out
-            if at == 0 and self._vocabulary.is_sentencepiece and not echo.startswith(" "):
-                piece = piece.removeprefix(" ")  # SentencePiece puts a space before the first word
-            end = min(at + len(piece), len(echo))
-            scores.add(token_id, values[position] if position < len(values) else None, at, end)
-            at = end
+        text = echo.take(delta.prompt_logprobs or [], self._scores) if self._scores is not None else ""
+        if delta.token_ids or delta.finish_reason is not None:
+            text += echo.rest(self._scores)
+            self._echo = None
+            self._num_chars = len(echo.text)
+            self._is_plain = self._matcher is None and self._scores is None and self._request.has_output
+        return text

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -16,6 +18,7 @@ from bus.messages import Event, StepOutput
 from bus.settings import RedisSettings
 from tests.support.gateway_harness import ANSWER, BODY, Gate, metrics_of, running
 from tests.support.gateway_streams import answer, assert_whole, busy, hang_at
+from worker.service.parcels import parts_of
 
 pytest_plugins = ["tests.support.gateway_fixtures"]
 
@@ -66,6 +69,61 @@ async def test_a_worker_with_a_newer_epoch_gets_its_requests_again(gate: Gate) -
     gate.worker.stop_at = None
     await gate.worker.start()
     await assert_whole(gate, task)
+
+
+SCORED: dict[str, Any] = {"prompt": "lazy 🌍 dog", "echo": True, "logprobs": 2, "max_tokens": 3}
+
+
+async def scored(gate: Gate) -> tuple[str, Any]:
+    async with gate.http() as http:
+        sent = await http.post("/v1/completions", json=BODY | SCORED)
+    choice = sent.json()["choices"][0]
+    return choice["text"], choice["logprobs"]
+
+
+def in_parts(step: StepOutput) -> list[StepOutput]:
+    """Send every score of a prompt by itself, as a worker does with those of a long one."""
+    return [replace(step, deltas=[part]) for delta in step.deltas for part in parts_of(delta, 1)]
+
+
+async def test_scores_of_a_prompt_that_come_in_parts_make_the_same_answer(gate: Gate) -> None:
+    whole = await scored(gate)
+    gate.worker.mangle = in_parts
+    assert await scored(gate) == whole
+    async with gate.client() as client:
+        stream = await client.completions.create(**BODY | SCORED, stream=True)
+        chunks = [chunk.choices[0] async for chunk in stream]
+    assert "".join(chunk.text for chunk in chunks) == whole[0]
+    for name, values in whole[1].items():
+        assert [one for chunk in chunks if chunk.logprobs for one in getattr(chunk.logprobs, name)] == values
+    assert len(chunks) > len(gate.ids("lazy 🌍 dog")), "each part is an event of its own"
+
+
+async def test_scores_of_a_prompt_survive_a_worker_that_dies_among_them(gate: Gate) -> None:
+    whole = await scored(gate)
+    gate.worker.mangle = lambda step: in_parts(step)[:3] if step.deltas[0].prompt_logprobs else []
+    task = asyncio.create_task(scored(gate))
+    await gate.until("some scores", lambda: any(gate.worker.submits) and gate.worker.num_running == 0)
+    await gate.worker.die()
+    await gate.add_worker("w1")
+    gate.workers[1].mangle = in_parts
+    assert await task == whole
+    assert gate.workers[1].submits[0].attempt == 2
+
+
+async def test_a_part_of_the_scores_that_is_lost_is_asked_for_again(gate: Gate) -> None:
+    whole = await scored(gate)
+    for lost in (slice(1, 2), slice(-2, -1)):  # in the middle, and just before the first token
+
+        def drop(step: StepOutput, lost: slice = lost) -> list[StepOutput]:
+            parts = in_parts(step)
+            if gate.worker.submits[-1].attempt == 1 and step.deltas[0].prompt_logprobs:
+                del parts[lost]
+            return parts
+
+        gate.worker.mangle = drop
+        assert await scored(gate) == whole
+        assert gate.worker.submits[-1].attempt == 2
 
 
 async def test_doubled_entries_are_dropped(gate: Gate) -> None:

@@ -293,7 +293,7 @@ class EngineCore:
             self._outputs.append(self._end(seq, finished))
         else:
             if request.sampling.prompt_logprobs is not None and not request.sent_token_ids:
-                seq.prompt_logprobs.append(None)
+                seq.score([None])
             self._sequences[request.request_id] = seq
             if request.sampling.grammar:
                 self._ask_for_grammar(seq, request.sampling.grammar)
@@ -523,7 +523,7 @@ class EngineCore:
         for seq, first, end in batch.prompt_ranges:
             targets = np.asarray(seq.token_ids[first + 1 : end + 1], np.int64)
             num_top = np.full(end - first, seq.request.sampling.prompt_logprobs, np.int64)
-            seq.prompt_logprobs += token_logprobs(logits[at : at + end - first], targets, num_top)
+            seq.score(token_logprobs(logits[at : at + end - first], targets, num_top))
             at += end - first
 
     def _publish(self, batch: ScheduledBatch, sampled: Sampled, hidden: torch.Tensor | None) -> list[Output]:
@@ -556,15 +556,19 @@ class EngineCore:
         ]
 
     def _started(self, seq: Sequence, now: float) -> Output | None:
-        """Note that a request's first chunk has run; return an empty delta unless a token follows."""
+        """Note that a chunk of a prompt has run.
+
+        Return a delta without tokens for the first chunk, and for one with log-probabilities of the prompt,
+        unless a token follows.
+        """
         if (counted := min(seq.num_computed_tokens, seq.num_prompt)) > seq.num_prompt_counted:
             self.stats.prompt_tokens += counted - seq.num_prompt_counted
             seq.num_prompt_counted = counted
-        if seq.started_at:
-            return None
-        seq.started_at = now
-        self.stats.queue.observe(now - seq.arrived)
-        if seq.num_uncomputed_tokens == 0:
+        is_first = not seq.started_at
+        if is_first:
+            seq.started_at = now
+            self.stats.queue.observe(now - seq.arrived)
+        if seq.num_uncomputed_tokens == 0 or not (is_first or seq.prompt_logprobs):
             return None
         return Output(seq.request, self._delta(seq, seq.num_output, []))
 
@@ -638,10 +642,8 @@ class EngineCore:
         error: str | None = None,
         reject_reason: RejectReason | None = None,
     ) -> Delta:
-        prompt_logprobs = None
         cached_tokens, seq.num_unreported_cached = seq.num_unreported_cached, 0
-        if seq.prompt_logprobs and (token_ids or finished) and finished != "error":
-            prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, []
+        prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, []
         return Delta(
             request_id=seq.request.request_id,
             attempt=seq.request.attempt,
@@ -650,7 +652,8 @@ class EngineCore:
             finish_reason=finished,
             error=error,
             logprobs=[logprobs] if logprobs else None,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=prompt_logprobs or None,
+            prompt_index=seq.num_prompt_scored - len(prompt_logprobs),
             reject_reason=reject_reason,
             cached_tokens=cached_tokens,
         )

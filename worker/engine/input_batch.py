@@ -228,7 +228,7 @@ class InputBatch:
         for chunk, chunk_end in zip(chunks, ends.tolist(), strict=True):
             seq = chunk.seq
             if seq.wants_prompt_logits:
-                first = max(seq.num_computed_tokens, len(seq.prompt_logprobs) - 1)
+                first = max(seq.num_computed_tokens, seq.num_prompt_scored - 1)
                 end = min(seq.num_computed_tokens + chunk.num_tokens, seq.num_prompt - 1)
                 if first < end:
                     chunk_begin = chunk_end - chunk.num_tokens - seq.num_computed_tokens
@@ -240,7 +240,7 @@ class InputBatch:
 def _is_plain_decode(chunk: ScheduledChunk) -> bool:
     seq = chunk.seq
     is_one = chunk.num_tokens == 1 == seq.num_uncomputed_tokens
-    return is_one and not seq.prompt_logprobs and not seq.request.embeds
+    return is_one and not seq.wants_prompt_logits and not seq.request.embeds
 
 
 def merge_inputs(inputs: Seq[ModelInput]) -> ModelInput:

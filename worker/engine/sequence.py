@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
 from typing import Literal, Self
 
@@ -82,6 +83,7 @@ class Sequence:
         "num_lost_tokens",
         "num_prompt",
         "num_prompt_counted",
+        "num_prompt_scored",
         "num_unreported_cached",
         "precision",
         "prompt_logprobs",
@@ -110,8 +112,8 @@ class Sequence:
         self.started_at = 0.0
         self.last_token_at = 0.0
         self.num_prompt_counted = 0  # prompt tokens in the statistics: a recomputed one counts once
-        # Collected while prefilling and sent with the first token; [0] is None. Empty if not asked for.
-        self.prompt_logprobs: list[TokenLogprobs | None] = []
+        self.num_prompt_scored = 0  # prompt tokens with a log-probability, the first counts too; 0: not asked
+        self.prompt_logprobs: list[TokenLogprobs | None] = []  # of these, what no delta has; the first: None
 
     @property
     def num_output(self) -> int:
@@ -129,7 +131,12 @@ class Sequence:
     @property
     def wants_prompt_logits(self) -> bool:
         """True while log-probabilities of its prompt are asked for and not all known."""
-        return 0 < len(self.prompt_logprobs) < self.num_prompt
+        return 0 < self.num_prompt_scored < self.num_prompt
+
+    def score(self, logprobs: Seq[TokenLogprobs | None]) -> None:
+        """Note the log-probabilities of the next prompt tokens."""
+        self.prompt_logprobs += logprobs
+        self.num_prompt_scored += len(logprobs)
 
     @property
     def is_prompt_counted(self) -> bool:

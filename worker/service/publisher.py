@@ -26,11 +26,13 @@ from worker.engine.core import Output
 from worker.engine.engine import StepResult
 from worker.service.engine_thread import EngineThread
 from worker.service.ledger import Ledger, Ticket
+from worker.service.parcels import ENTRY_BYTES, MOST_ENTRY_BYTES, bytes_of, parts_of
 from worker.service.tasks import until_taken
 
 log = logging.getLogger(__name__)
 
-MAX_PARCELS_AT_ONCE = 64  # entries of one MULTI: Redis serves no other client while it runs
+# Entries of one MULTI, and the bytes of all but the last: Redis serves no other client while it runs.
+MAX_PARCELS_AT_ONCE, MAX_BYTES_AT_ONCE = 64, 1024 * 1024
 FULL_RETRY_S = 0.2  # Redis at maxmemory: gateways trim as they read
 
 
@@ -112,6 +114,7 @@ class Parcel:
     output: StepOutput | None = None
     stream: str = ""
     acks: list[tuple[str, str]] = field(default_factory=list)  # (requests stream, entry id)
+    num_bytes: int = 0  # of the output, at most
 
 
 class Outbox:
@@ -161,11 +164,21 @@ class Outbox:
         while True:
             await self._filled.wait()
             await self._may_publish()
-            generation, parcels = self._generation, list(islice(self._parcels, MAX_PARCELS_AT_ONCE))
+            generation, parcels = self._generation, self._next_parcels()
             if await self._send(parcels) and generation == self._generation:
                 for _ in parcels:
                     self._parcels.popleft()
                 self._after_removal()
+
+    def _next_parcels(self) -> list[Parcel]:
+        """Return what goes out in one round trip: at least one parcel."""
+        found, num_bytes = list[Parcel](), 0
+        for parcel in islice(self._parcels, MAX_PARCELS_AT_ONCE):
+            if num_bytes >= MAX_BYTES_AT_ONCE:
+                break
+            found.append(parcel)
+            num_bytes += parcel.num_bytes
+        return found
 
     async def _send(self, parcels: list[Parcel]) -> bool:
         batch = self._bus.batch()
@@ -214,7 +227,7 @@ class OutputPublisher:
         self._ledger, self._outbox = ledger, outbox
 
     def take(self, epoch: int, results: list[StepResult]) -> None:
-        """Put the steps' tokens into as few entries as there can be.
+        """Put the steps' tokens into as few entries as there can be, none above `MOST_ENTRY_BYTES`.
 
         Deltas of attempts that were cancelled or replaced meanwhile are dropped here.
         """
@@ -228,11 +241,16 @@ class OutputPublisher:
             ticket = self._ledger.get(delta.request_id)
             if ticket is None or ticket.attempt != delta.attempt:
                 continue
-            if ticket.gateway not in parcels:
-                parcels[ticket.gateway] = self._parcel(ticket.gateway, epoch, entry[0])
-            parcel = parcels[ticket.gateway]
-            assert parcel.output
-            parcel.output.deltas.append(delta)
+            for part in parts_of(delta):
+                parcel, num_bytes = parcels.get(ticket.gateway), bytes_of(part)
+                if parcel is None or parcel.num_bytes + num_bytes > MOST_ENTRY_BYTES:
+                    if parcel is not None:
+                        self._outbox.put(parcel)
+                    parcel = parcels[ticket.gateway] = self._parcel(ticket.gateway, epoch, entry[0])
+                assert parcel.output
+                parcel.output.deltas.append(part)
+                parcel.num_bytes += num_bytes
+            assert parcel is not None
             if delta.finish_reason:
                 self._ledger.end(delta.request_id, delta.attempt)
                 _log(ticket, delta)
@@ -253,7 +271,7 @@ class OutputPublisher:
             layers_below_full=result.layers_below_full,
             step_s=result.step_s,
         )
-        return Parcel(output, self._names.tokens(gateway))
+        return Parcel(output, self._names.tokens(gateway), num_bytes=ENTRY_BYTES)
 
 
 def _log(ticket: Ticket, delta: Delta) -> None:

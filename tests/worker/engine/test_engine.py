@@ -220,7 +220,7 @@ def test_a_long_prompt_says_that_it_was_admitted_before_its_first_token() -> Non
 
 
 @pytest.mark.parametrize("tokens", [3, 100])
-def test_prompt_logprobs_come_once_with_the_first_token_whatever_the_chunks(tokens: int) -> None:
+def test_prompt_logprobs_come_once_and_in_order_by_the_first_token_whatever_the_chunks(tokens: int) -> None:
     engine, instance = toy_engine(tokens=tokens, num_blocks=8, block_tokens=2)
     expect_no_growth(instance.scheduler)
     prompt = [9, 8, 7, 6, 5, 4, 3]
@@ -228,9 +228,14 @@ def test_prompt_logprobs_come_once_with_the_first_token_whatever_the_chunks(toke
     engine.submit("toy@w0", request("a", prompt, 6, prompt_logprobs=2, logprobs=1))
     client = run(engine, Client())
     with_prompt = [delta for delta in client.deltas if delta.prompt_logprobs]
-    assert len(with_prompt) == 1
-    found = with_prompt[0].prompt_logprobs
-    assert found is not None and found[0] is None and with_prompt[0].index == 0
+    assert len(with_prompt) == (1 if tokens == 100 else 3), "with each chunk"
+    found = [score for delta in with_prompt for score in delta.prompt_logprobs or []]
+    assert found[0] is None and {delta.index for delta in with_prompt} == {0}
+    starts = [len(delta.prompt_logprobs or []) for delta in with_prompt]
+    assert [delta.prompt_index for delta in with_prompt] == [sum(starts[:i]) for i in range(len(starts))]
+    of_a = [delta for delta in client.deltas if delta.request_id == "a"]
+    first_token = next(i for i, delta in enumerate(of_a) if delta.token_ids)
+    assert all(delta in of_a[: first_token + 1] for delta in with_prompt)
     assert [each.token_id for each in found[1:] if each] == prompt[1:]
     likeliest = [each.top_ids[0] for each in found[1:] if each]
     assert likeliest == [continuation(prompt[:i], 1)[0] for i in range(1, len(prompt))]

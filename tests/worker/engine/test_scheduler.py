@@ -275,7 +275,7 @@ def test_a_step_has_few_rows_for_the_log_probabilities_of_prompts(monkeypatch: p
     scheduler = make(capacity=100, tokens=32)
     wanted = [sequence("first", 9), sequence("second", 4)]
     for seq in wanted:
-        seq.prompt_logprobs.append(None)
+        seq.score([None])
     for seq in (*wanted, sequence("plain", 20)):
         scheduler.add(seq)
     steps = []
@@ -283,7 +283,7 @@ def test_a_step_has_few_rows_for_the_log_probabilities_of_prompts(monkeypatch: p
         plan = scheduler.schedule()
         steps.append(names(plan))
         for chunk in plan.chunks:
-            chunk.seq.prompt_logprobs += [None] * chunk.num_tokens * bool(chunk.seq.prompt_logprobs)
+            chunk.seq.score([None] * chunk.num_tokens * bool(chunk.seq.num_prompt_scored))
         scheduler.commit(plan.chunks)
     assert steps == [
         {"first": 6},
