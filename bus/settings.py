@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, get_args
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -22,10 +22,13 @@ from bus import settings_sources as sources
 from bus.precisions import QUANTIZED, KVPrecision
 from bus.settings_sources import Layer, SettingsError
 
-__all__ = ["Settings", "SettingsError", "load_settings", "settings_environment"]
+__all__ = ["Settings", "SettingsError", "ToolFormatName", "load_settings", "settings_environment"]
 
 
 MIN_KEY_CHARACTERS: Final = 8
+
+# The ways in which models call tools (`gateway.openai.tools.formats`).
+ToolFormatName = Literal["hermes", "mistral", "llama3"]
 
 
 class Section(BaseModel):
@@ -103,6 +106,9 @@ class GatewaySettings(Section):
     metrics_compat: Literal["", "vllm"] = _key(
         "", '"vllm": also export metrics under the vllm: names that routers read'
     )
+    tool_formats: list[str] = _key(
+        [], "`model=format` for models whose chat template does not tell: hermes, mistral, llama3 or none"
+    )
 
     @field_validator("api_keys", "admin_keys")
     @classmethod
@@ -129,6 +135,16 @@ class GatewaySettings(Section):
                     f"{origin!r} is no origin: https://host, with a port or without, and no path"
                 )
         return origins
+
+    @field_validator("tool_formats")
+    @classmethod
+    def _formats_exist(cls, entries: list[str]) -> list[str]:
+        names = (*get_args(ToolFormatName), "none")
+        for entry in entries:
+            model, _, name = entry.rpartition("=")
+            if not model or name not in names:
+                raise ValueError(f"{entry!r} is no `model=format`; the formats are {', '.join(names)}")
+        return entries
 
     @model_validator(mode="after")
     def _not_for_everyone(self) -> Self:

@@ -138,11 +138,13 @@ class CompletionsEndpoint:
         call_id = form.id_prefix + secrets.token_hex(12)
         build = gateway.request_builder.build
         try:
-            requests = await build(body, given, context, card, tokenizer, call_id, log, key)
+            requests, form_of_answers = await build(body, given, context, card, tokenizer, call_id, log, key)
         except ApiError as error:
             if not isinstance(asked, CompletionBody | ChatBody):
                 error.param = asked.NAMES.get(error.param or "", error.param)
             raise
+        if isinstance(asked, ResponsesBody):
+            form_of_answers = None  # its output is one text
         if isinstance(asked, EmbeddingsBody):
             requests = [replace(one, embeds=True) for one in requests]
         gateway.stats.models[body.model].request_params_n.observe(body.n)
@@ -152,7 +154,7 @@ class CompletionsEndpoint:
         is_running = options.include_usage and options.continuous_usage_stats
         head = form, call_id, int(time.time()), body.model, options.include_usage, is_running
         envelope = ResponseHead(*head, body=asked) if isinstance(asked, ResponsesBody) else AnswerHead(*head)
-        needs = envelope, requests, tokenizer.vocabulary, gateway.delivery, slot
+        needs = envelope, requests, tokenizer.vocabulary, gateway.delivery, slot, form_of_answers
         call: Completion
         if body.stream:
             stream = EventStream(socket, gateway.settings.gateway.stream_buffer_tokens)

@@ -19,7 +19,7 @@ from gateway.delivery.request import InstanceAddress, RetryReason
 from gateway.operations.live import Feeds
 from gateway.operations.picture import active_models, awaited_models
 from gateway.state import BUS_PATIENCE_S, Gateway
-from gateway.text import tokenizer
+from gateway.text import template
 
 log = logging.getLogger("gateway")
 
@@ -75,7 +75,7 @@ class Loops:
     async def _warm_up(self) -> None:
         """Import ahead what chats need; if that fails, the first chat says so to its client."""
         try:
-            await asyncio.to_thread(tokenizer.warm_up)
+            await asyncio.to_thread(template.warm_up)
         except Exception:
             log.exception("chat templates cannot be rendered")
 

@@ -61,7 +61,9 @@ class Gateway:
         self.poll_now = asyncio.Event()  # the registry or the catalogue has news
         self.cluster = Cluster(stale_s=settings.monitor.stale_s)
         self.models = Models(self.cluster)
-        self.request_builder = RequestBuilder(self.cluster, section.max_n_tokens, section.default_max_tokens)
+        self.request_builder = RequestBuilder(
+            self.cluster, section.max_n_tokens, section.default_max_tokens, section.tool_formats
+        )
         self.has_demand = asyncio.Event()
         # Kind, subject, reason and numbers of events to be published.
         self.events: asyncio.Queue[tuple[str, str, str, dict[str, float]]] = asyncio.Queue(MAX_EVENTS)

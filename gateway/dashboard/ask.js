@@ -96,7 +96,7 @@ async function stream(began) {
 function take(chunk, seen) {
   seen.usage = chunk.usage ?? seen.usage;
   const choice = chunk.choices[0];
-  const piece = choice?.text ?? choice?.delta?.content ?? "";
+  const piece = choice?.text ?? choice?.delta?.content ?? choice?.delta?.reasoning_content ?? "";
   if (piece) {
     seen.first ??= performance.now();
     seen.pieces += 1;

@@ -79,7 +79,7 @@ class ChatLogprobs(AnswerType):
     refusal: None
 
 
-FinishReason = Literal["stop", "length"] | None
+FinishReason = Literal["stop", "length", "tool_calls"] | None
 
 
 class _Choice(AnswerType):
@@ -94,10 +94,28 @@ class CompletionChoice(_Choice):
     logprobs: CompletionLogprobs | None
 
 
+class CallOfFunction(AnswerType):
+    name: str
+    arguments: str
+    """The text of a JSON object, as the model wrote it."""
+
+
+class CallOfTool(AnswerType):
+    """A call that the client is to make. The message with its result names the id."""
+
+    id: str
+    type: Literal["function"]
+    function: CallOfFunction
+
+
 class AnswerMessage(AnswerType):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """Null if there are only calls."""
     refusal: None
+    reasoning_content: str | None = None
+    """What the model thought before, where its chat template marks it."""
+    tool_calls: list[CallOfTool] | None = None
 
 
 class ChatChoice(_Choice):
@@ -105,9 +123,28 @@ class ChatChoice(_Choice):
     logprobs: ChatLogprobs | None
 
 
+class FunctionDelta(AnswerType):
+    name: str | None = None
+    arguments: str
+    """The next piece of the arguments' text."""
+
+
+class ToolDelta(AnswerType):
+    """A piece of a call. Its id, its type and its name come once, before its arguments."""
+
+    index: int
+    """Number of the call in its choice."""
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class ChunkDelta(AnswerType):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    """What the model thinks before, where its chat template marks it."""
+    tool_calls: list[ToolDelta] | None = None
 
 
 class ChunkChoice(_Choice):

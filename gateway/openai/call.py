@@ -16,6 +16,7 @@ from gateway.openai.choice import ChoicePiece, ChoiceText
 from gateway.openai.formats import AnswerHead, ChunkWriter
 from gateway.openai.params import CompletionBody
 from gateway.openai.response_format import ResponseHead, ResponseWriter
+from gateway.openai.tools.answer import AnswerForm, DeltaWriter, message_of
 from gateway.text.vocabulary import Vocabulary
 
 
@@ -31,9 +32,11 @@ class Completion:
         vocabulary: Vocabulary,
         delivery: Delivery,
         slot: Slot,
+        form: AnswerForm | None = None,
     ) -> None:
-        self.envelope, self.vocabulary = envelope, vocabulary
-        self.choices = [ChoiceText(request, vocabulary) for request in requests]
+        """form: how thoughts and calls are told from content; None: all is content."""
+        self.envelope, self.vocabulary, self.form = envelope, vocabulary, form
+        self.choices = [ChoiceText(request, vocabulary, form) for request in requests]
         self.states = [delivery.new_state(request, self) for request in requests]
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
@@ -182,6 +185,7 @@ class StreamedChoices(StreamedCompletion):
         super().__init__(*args)
         usage = self.usage_so_far if self.envelope.has_running_usage else None
         self._writers = [ChunkWriter(self.envelope, index, usage) for index in range(len(self.choices))]
+        self._deltas = [] if self.form is None else [DeltaWriter(self.form) for _ in self.choices]
 
     def submit(self) -> None:
         for opening in filter(None, (writer.opening() for writer in self._writers)):
@@ -192,9 +196,15 @@ class StreamedChoices(StreamedCompletion):
         if isinstance(made, str):
             self.stream.push(self._writers[index].text(made))
             return
+        writer = self._writers[index]
+        delta: dict[str, Any] | None = None
+        if self._deltas:
+            *before, delta = [self._deltas[index].delta(part) for part in made.parts] or [{}]
+            for one in before:
+                self.stream.push(writer.rich("", None, None, delta=one))
         logprobs = self.envelope.format.logprobs(made.tokens, self.vocabulary) if made.tokens else None
         spans = self.choices[index].precision if made.finish_reason is not None else None
-        self.stream.push(self._writers[index].rich(made.text, logprobs, made.finish_reason, spans))
+        self.stream.push(writer.rich(made.text, logprobs, made.finish_reason, spans, delta))
 
     def _on_fingerprint(self, fingerprint: str) -> None:
         for writer in self._writers:
@@ -259,7 +269,10 @@ class WholeCompletion(Completion):
         logprobs = form.logprobs(tokens, self.vocabulary) if has_logprobs else None
         rest = {"logprobs": logprobs, "finish_reason": pieces[-1].finish_reason if pieces else None}
         spans = {} if precision is None else {"precision": precision}
-        return {"index": index} | form.text_field(text) | rest | spans
+        fields = form.text_field(text)
+        if self.form is not None:
+            fields = {"message": message_of((part for one in pieces for part in one.parts), self.form)}
+        return {"index": index} | fields | rest | spans
 
 
 class RankedCompletion(WholeCompletion):

@@ -9,36 +9,50 @@ from bus.messages import Delta, StepOutput, TokenLogprobs
 from gateway.delivery.request import GenerationRequest
 from gateway.openai.echo import PromptEcho
 from gateway.openai.logprobs import LogprobQueue, ScoredToken
+from gateway.openai.tools.answer import AnswerForm
+from gateway.openai.tools.call_reader import AnswerPart
+from gateway.openai.tools.parser import AnswerParser, merged
 from gateway.text.stops import StopMatcher
 from gateway.text.vocabulary import TextStream, Vocabulary
 
 
 class ChoicePiece(NamedTuple):
-    """Text with all that may come with it. `is_cut`: a stop string ended it."""
+    """Text with all that may come with it. `is_cut`: a stop string ended it, or the last call that may come.
+
+    `parts`: the text, where thoughts and calls are told from content; `text` is then empty.
+    """
 
     text: str
     tokens: Sequence[ScoredToken] = ()
     finish_reason: str | None = None
     is_cut: bool = False
+    parts: Sequence[AnswerPart] = ()
 
 
 class ChoiceText:
     """The text of one choice. `num_tokens`: to its end, or to the token that completed a stop string."""
 
-    def __init__(self, request: GenerationRequest, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, request: GenerationRequest, vocabulary: Vocabulary, form: AnswerForm | None = None
+    ) -> None:
+        """form: how thoughts and calls are told from content; None: all is content."""
         self.num_tokens = 0
         self._logprob = 0.0  # sum of the tokens that have scores
         # Spans of output tokens [start, end), each with the shape that made it; neighbours differ.
         self.precision: list[dict[str, Any]] | None = [] if request.returns_precision else None
         self._request, self._vocabulary = request, vocabulary
-        self._text = TextStream(vocabulary if request.skips_special_tokens else vocabulary.spelled)
+        self._parser = form.parser() if form is not None else None
+        spelled = vocabulary if request.skips_special_tokens else vocabulary.spelled
+        self._text = TextStream(spelled, form.markers if form is not None else None)
         self._matcher = StopMatcher(request.stop) if request.stop else None
         self._scores = LogprobQueue() if request.sampling.logprobs is not None else None
         echo, prompt = request.echo, request.prompt_token_ids
         self._echo = None if echo is None else PromptEcho(echo, prompt, vocabulary)
         self._num_chars = 0  # decoded so far, the echo included
         self._num_chars_out = 0  # characters given out
-        self._is_plain = not self._matcher and self._scores is None and self._echo is None
+        self._is_plain = (
+            not self._matcher and self._scores is None and self._echo is None and self._parser is None
+        )
 
     def decode(self, delta: Delta, skip: int, step: StepOutput | None) -> str | ChoicePiece | None:
         """Return what can go out, or None. `skip`: how many tokens of `delta` came before."""
@@ -48,7 +62,8 @@ class ChoiceText:
             self._note_precision(step)
             feed = self._text.feed
             return feed(token_ids[0]) if len(token_ids) == 1 else "".join(map(feed, token_ids))
-        text, finish, is_cut = self._take_echo(delta), delta.finish_reason, False
+        text, is_cut = self._take_echo(delta), False
+        finish: str | None = delta.finish_reason
         if self._request.has_output:
             values = delta.logprobs[skip:] if delta.logprobs else []
             more, is_cut = self._decode_scored(token_ids, values, delta)
@@ -61,11 +76,30 @@ class ChoiceText:
         elif finish is not None:
             finish = "length"
         self._num_chars_out += len(text)
+        parts: list[AnswerPart] = []
+        if self._parser is not None:
+            parts, finish, is_cut = self._divide(self._parser, text, finish, is_cut)
+            text = ""
         tokens: list[ScoredToken] = []
         if self._scores is not None:
             out = self._num_chars_out
             tokens = self._scores.release(out) if finish is None else self._scores.finish(out, is_cut)
-        return ChoicePiece(text, tokens, finish, is_cut) if text or tokens or finish is not None else None
+        if not text and not parts and not tokens and finish is None:
+            return None
+        return ChoicePiece(text, tokens, finish, is_cut, parts)
+
+    def _divide(
+        self, parser: AnswerParser, text: str, finish: str | None, is_cut: bool
+    ) -> tuple[list[AnswerPart], str | None, bool]:
+        """Return (the parts of a text, how the choice ends, whether the rest is cut off)."""
+        parts = parser.feed(text)
+        if parser.is_done and finish != "stop":
+            finish, is_cut = "stop", True
+        if finish is not None:
+            parts = merged([*parts, *parser.finish()])
+        if finish == "stop" and parser.num_calls:
+            finish = "tool_calls"
+        return parts, finish, is_cut
 
     @property
     def mean_logprob(self) -> float:

@@ -121,10 +121,16 @@ class ChunkWriter:
         logprobs: dict[str, Any] | None,
         finish_reason: str | None,
         precision: list[dict[str, Any]] | None = None,
+        delta: dict[str, Any] | None = None,
     ) -> bytes:
-        """Return an event with any combination. At a finish without text a chat's delta is empty."""
+        """Return an event with any combination. At a finish without text a chat's delta is empty.
+
+        delta: a chat's, instead of one with the text.
+        """
         body = self._start + self._envelope.format.empty
-        if text or finish_reason is None:
+        if delta is not None:
+            body = self._start + b'"delta":' + to_json(delta)
+        elif text or finish_reason is None:
             body = self._before + to_json(text) + self._after
         rest = b',"logprobs":' + to_json(logprobs) + b',"finish_reason":' + to_json(finish_reason)
         if precision is not None:

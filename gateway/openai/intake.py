@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields
 from math import inf
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from bus.api_keys import ANONYMOUS, ApiKey
 from bus.messages import Grammar, InstanceCard, SamplingParams
@@ -18,6 +18,8 @@ from gateway.errors import invalid, never_so_precise, never_so_precise_kv, never
 from gateway.openai.params import CallBody, ChatBody, CompletionBody, SamplingBody
 from gateway.openai.request_log import RequestLog
 from gateway.openai.structured import grammar_of
+from gateway.openai.tools.answer import AnswerForm
+from gateway.openai.tools.plan import ToolPlan, formats_of, plan_of
 from gateway.text.tokenizer import Tokenizer
 
 _SEED_MASK = 2**63 - 1
@@ -33,11 +35,25 @@ _PASSED_ON: Final = {one.name for one in fields(SamplingParams)} & SamplingBody.
 Prompt = str | list[int]
 
 
+class BuiltCall(NamedTuple):
+    """The requests of a call. `form`: how its answers are divided; None: all is content."""
+
+    requests: list[GenerationRequest]
+    form: AnswerForm | None = None
+
+
 class RequestBuilder:
     """Reads the context limit from the ready instances; `max_n_tokens` bounds the tokens of one answer."""
 
-    def __init__(self, cluster: Cluster, max_n_tokens: int, default_max_tokens: int) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        max_n_tokens: int,
+        default_max_tokens: int,
+        tool_formats: Sequence[str] = (),
+    ) -> None:
         self._cluster = cluster
+        self._formats = formats_of(tool_formats)
         self._max_n_tokens, self._default_max_tokens = max_n_tokens, default_max_tokens
 
     def context(self, card: InstanceCard) -> int:
@@ -54,11 +70,13 @@ class RequestBuilder:
         call_id: str,
         log: RequestLog,
         caller: ApiKey = ANONYMOUS,
-    ) -> list[GenerationRequest]:
+    ) -> BuiltCall:
         """Return each prompt of a call as often as it is sampled, numbered as OpenAI does.
 
         Raises ApiError 400.
         """
+        plan: ToolPlan | None = None
+        text = ""
         if isinstance(body, CompletionBody):
             is_batch = isinstance(body.prompt, list) and isinstance(body.prompt[0], str | list)
             token_ids = [
@@ -66,7 +84,9 @@ class RequestBuilder:
                 for i, prompt in enumerate(given)
             ]
         else:
-            token_ids = [await _tokenize_chat(body, context, tokenizer)]
+            plan = plan_of(body, tokenizer.template, self._formats)
+            text = await _chat_text(body, plan, context, tokenizer)
+            token_ids = [await _tokenize_chat(text, context, tokenizer)]
         max_tokens = self._max_tokens(body, max(map(len, token_ids)), context, card)
         check_ids(list(body.logit_bias), card, "logit_bias")
         for prompt in token_ids:  # the narrower limit, so the one to name first
@@ -75,14 +95,17 @@ class RequestBuilder:
         if body.min_tokens > max_tokens:
             raise invalid(f"min_tokens is {body.min_tokens} and max_tokens {max_tokens}", "min_tokens")
         check_ids(body.stop_token_ids, card, "stop_token_ids")
-        grammar = await grammar_of(body, tokenizer.stop_token_ids)
+        grammar = await _grammar(body, plan, tokenizer)
+        form = None
+        if plan is not None:
+            form = plan.answer_form(text, tokenizer, has_grammar=grammar is not None)
         own = () if body.ignore_eos and grammar is None else tokenizer.stop_token_ids
         sampling = _sampling(body, max_tokens, tuple(sorted({*own, *body.stop_token_ids})), grammar)
         times = "best_of" if body.num_samples > body.n else "n"
         self._check_total(token_ids, sampling, max_tokens, times)
         best_kv = self._cluster.best_kv(card.model, time.monotonic())
         floor = floor_of(body.min_precision, body.max_loss, card, best_kv)
-        return [
+        requests = [
             GenerationRequest(
                 id=f"{call_id}-{i * body.num_samples + choice}",
                 index=i * body.num_samples + choice,
@@ -105,6 +128,7 @@ class RequestBuilder:
             for i in range(len(given))
             for choice in range(body.num_samples)
         ]
+        return BuiltCall(requests, form)
 
     def _check_total(
         self, prompts: list[list[int]], choices: list[SamplingParams], max_tokens: int, times: str
@@ -225,10 +249,24 @@ def _echo(body: CallBody, given: Prompt, token_ids: list[int], tokenizer: Tokeni
     return (vocabulary if body.skip_special_tokens else vocabulary.spelled).text_of(token_ids)
 
 
-async def _tokenize_chat(body: ChatBody, context: int, tokenizer: Tokenizer) -> list[int]:
+async def _grammar(body: CallBody, plan: ToolPlan | None, tokenizer: Tokenizer) -> Grammar | None:
+    """Return the form that the answer must have; None for any. Raises ApiError 400."""
+    grammar = await grammar_of(body, tokenizer.stop_token_ids)
+    if plan is None or not plan.offered:
+        return grammar
+    if grammar is not None:
+        why = "an answer that is held to a form can call no tool: leave out the form"
+        raise invalid(f"{why}, leave out tools, or send tool_choice 'none'", "tools")
+    return await plan.grammar(tokenizer.stop_token_ids)
+
+
+async def _chat_text(body: ChatBody, plan: ToolPlan, context: int, tokenizer: Tokenizer) -> str:
     messages = [message.for_template() for message in body.messages]
     refuse_if_long(sum(len(message["content"]) for message in messages), context, tokenizer)
-    text = await tokenizer.chat_text(messages)
+    return await tokenizer.chat_text(messages, plan.for_template)
+
+
+async def _tokenize_chat(text: str, context: int, tokenizer: Tokenizer) -> list[int]:
     refuse_if_long(len(text), context, tokenizer)
     token_ids = await tokenizer.encode(text, special_tokens=False)  # the template wrote them
     _check_length(len(token_ids), context)

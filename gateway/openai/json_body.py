@@ -17,7 +17,7 @@ MAX_FIELDS = 2048  # fields of one object
 MAX_OBJECTS = 8192  # objects in one body: more would block the event loop
 MAX_DEPTH = 16
 # Fields with JSON schemas: a null says something in one, and `bus.grammars` bounds its size and depth.
-WITH_SCHEMAS: Final = frozenset({"response_format", "guided_json", "structured_outputs"})
+WITH_SCHEMAS: Final = frozenset({"response_format", "guided_json", "structured_outputs", "tools"})
 
 # Possessive throughout, so that it reads no byte twice. "[" and "{" in texts do not count.
 _TOO_MANY: Final = re.compile(
@@ -33,7 +33,7 @@ def json_object(data: bytes) -> dict[str, Any]:
     """Return the object without its nulls. Raises ApiError 400."""
     if not data:
         raise bad_json("the body is empty; a JSON object is needed")
-    if data.count(b"[") + data.count(b"{") > MAX_OBJECTS and _TOO_MANY.match(data):
+    if has_too_many(data):
         raise bad_json(
             f"the body holds more than {MAX_OBJECTS} objects and lists; "
             "send fewer prompts or messages in one call"
@@ -50,6 +50,11 @@ def json_object(data: bytes) -> dict[str, Any]:
         raise bad_json(f"the body has {len(value)} fields; the limit is {MAX_FIELDS}")
     clean = _Cleaner().clean
     return {name: v if name in WITH_SCHEMAS else clean(v, name) for name, v in value.items() if v is not None}
+
+
+def has_too_many(data: bytes) -> bool:
+    """Return True for JSON of more than MAX_OBJECTS objects and lists; brackets in texts do not count."""
+    return data.count(b"[") + data.count(b"{") > MAX_OBJECTS and _TOO_MANY.match(data) is not None
 
 
 class _Cleaner:

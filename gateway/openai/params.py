@@ -17,10 +17,12 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     FailFast,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    Tag,
     TypeAdapter,
     model_validator,
 )
@@ -29,6 +31,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from bus.fields import MAX_COUNT
 from bus.messages import SAMPLING_RANGES
 from bus.precisions import Precision
+from gateway.openai.tools.schemas import arguments_of, schema_problem
 
 MAX_STOPS = 16  # OpenAI takes 4, vLLM any number
 MAX_STOP_TOKENS = 128
@@ -37,6 +40,8 @@ MAX_N = 128
 MAX_LOGIT_BIAS = 1024
 MAX_METADATA = 16
 MAX_CHOICES = 1024  # of guided_choice
+MAX_TOOLS = 128
+MAX_CALLS = 128  # of one message
 MAX_MESSAGES = 2048
 MAX_PARTS = 256  # parts of one message
 MAX_PROMPTS = 1024  # prompts in one call
@@ -355,6 +360,121 @@ def _unless_empty(value: Any) -> Any:
     return value
 
 
+def _as_object(value: Any) -> Any:
+    """Return the arguments of a call, which a message has as text, as the object that templates take."""
+    if not isinstance(value, str):
+        raise PydanticCustomError("string_type", "it must be a string")
+    try:
+        return arguments_of(value)
+    except ValueError as error:
+        raise PydanticCustomError(
+            "arguments", "it must be a JSON object: {why}", {"why": str(error)}
+        ) from None
+
+
+def _as_schema(value: Any) -> Any:
+    if problem := schema_problem(value):
+        raise PydanticCustomError("parameters", "{problem}", {"problem": problem})
+    return value
+
+
+ToolName = Annotated[
+    str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$", examples=["get_weather"])
+]
+Parameters = Annotated[JsonSchema, BeforeValidator(_as_schema)]
+
+
+class FunctionSpec(Body):
+    """A function that the model may call."""
+
+    name: ToolName
+    """Letters, digits, `_`, `.` and `-`; each name only once."""
+    description: str | None = None
+    """What it does, for the model."""
+    parameters: Parameters | None = None
+    """A JSON schema of its arguments, of the type object; left out: it takes none."""
+    strict: bool | None = None
+    """Where a call is forced, refuse keywords of the schema that are not supported; else they are ignored."""
+
+
+class FunctionTool(Body):
+    type: Literal["function"]
+    """The only kind of tool."""
+    function: FunctionSpec
+    """The function itself."""
+
+    def for_template(self) -> dict[str, Any]:
+        """Return what chat templates take, who read every field without asking for it."""
+        function = {
+            "name": self.function.name,
+            "description": self.function.description or "",
+            "parameters": self.function.parameters or {"type": "object", "properties": {}},
+        }
+        return {"type": "function", "function": function}
+
+
+class NamedFunction(Body):
+    name: str
+    """The name of one of the tools."""
+
+
+class NamedTool(Body):
+    """The choice of one tool, which the model then calls."""
+
+    type: Literal["function"]
+    """The only kind of tool."""
+    function: NamedFunction
+    """The function to call."""
+
+
+def _named_once(tools: list[FunctionTool]) -> list[FunctionTool]:
+    names = [tool.function.name for tool in tools]
+    if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
+        raise PydanticCustomError("names", "two tools have the name {name}", {"name": repr(twice)})
+    return tools
+
+
+# The tags are no part of an error's path (`gateway.openai.problems`).
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("str")] | Annotated[NamedTool, Tag("[named]")],
+    Discriminator(lambda value: "str" if isinstance(value, str) else "[named]"),
+]
+
+
+class CalledFunction(Body):
+    """The function of an earlier call. Fields that other programs add are ignored."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[str, Field(min_length=1)]
+    """As the answer had it."""
+    arguments: Annotated[JsonSchema, BeforeValidator(_as_object), DescribedAs(str)]
+    """The text of a JSON object."""
+
+
+class ToolCall(Body):
+    """A call that an earlier answer made. Fields that other programs add are ignored."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: Annotated[str, Field(min_length=1)]
+    """The message with the result names it, too."""
+    type: Literal["function"] = "function"
+    """The only kind of tool."""
+    function: CalledFunction
+    """What was called."""
+
+    @property
+    def num_ignored(self) -> int:
+        """The fields of it that have no effect here."""
+        return len(self.model_extra or ()) + len(self.function.model_extra or ())
+
+    def for_template(self) -> dict[str, Any]:
+        """Return what chat templates take: as in OpenAI's API, but with arguments as an object."""
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
 _EMPTY: Final[JsonSchema] = {"enum": [None, False, 0, "", [], {}]}
 _Unsupported = Annotated[Any, AfterValidator(_unless_empty), Described(lambda _: _EMPTY)]
 
@@ -374,12 +494,16 @@ class Message(Body):
 
     model_config = ConfigDict(extra="allow", json_schema_extra=_says_what)
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
     name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] = []
+    """Only an assistant's: what it called."""
+    tool_call_id: str | None = None
+    """Only of the role tool: the call whose result this is."""
+    reasoning_content: str | None = None
+    """Only an assistant's: what it thought, for templates that take it."""
     # They change what a message says, so they are refused unless they are empty.
-    tool_calls: _Unsupported = None
-    tool_call_id: _Unsupported = None
     function_call: _Unsupported = None
     audio: _Unsupported = None
 
@@ -391,17 +515,36 @@ class Message(Body):
             return value | {"content": ""}
         return value
 
+    @model_validator(mode="after")
+    def _has_its_role(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("role", "only the role 'assistant' has tool_calls")
+        if self.tool_call_id and self.role != "tool":
+            raise PydanticCustomError("role", "only the role 'tool' has a tool_call_id")
+        if not self.tool_call_id and self.role == "tool":
+            raise PydanticCustomError("role", "the role 'tool' needs the tool_call_id of the call it answers")
+        return self
+
     @property
     def num_ignored(self) -> int:
-        """The fields of it and its parts that have no effect here."""
+        """The fields of it, its parts and its calls that have no effect here."""
         parts = [] if isinstance(self.content, str) else self.content
-        return sum(len(one.model_extra or ()) for one in (self, *parts))
+        extra = sum(len(one.model_extra or ()) for one in (self, *parts))
+        return extra + sum(call.num_ignored for call in self.tool_calls)
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """Return what chat templates take: plain text; `developer` is OpenAI's new name of `system`."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": text} | ({"name": self.name} if self.name else {})
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": text,
+            "name": self.name,
+            "tool_calls": [call.for_template() for call in self.tool_calls],
+            "tool_call_id": self.tool_call_id,
+        }
+        if self.role == "assistant":
+            message["reasoning_content"] = self.reasoning_content
+        return {name: value for name, value in message.items() if value or name == "content"}
 
 
 class ChatBody(ChoicesBody):
@@ -417,6 +560,14 @@ class ChatBody(ChoicesBody):
     """Log-probabilities of each token."""
     top_logprobs: Annotated[int, sampling("logprobs")] | None = None
     """With logprobs: those of so many of the likeliest tokens, too."""
+    tools: Annotated[
+        list[FunctionTool], Field(max_length=MAX_TOOLS), FailFast(), AfterValidator(_named_once)
+    ] = []
+    """Functions that the model may call."""
+    tool_choice: ToolChoice = "auto"
+    """Whether it calls one: never, as it likes, at least one, or one by name. Of no effect without tools."""
+    parallel_tool_calls: bool = True
+    """False: at most one call in an answer."""
 
 
 CallBody = CompletionBody | ChatBody
@@ -432,14 +583,14 @@ HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1.0, 1),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),  # without tools
+    "parallel_tool_calls": (True, False),  # in completions, as tool_choice and tools
     "priority": (0,),
     "reasoning": ({},),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),  # without tools
+    "tool_choice": ("none", "auto"),
     "tools": ([],),
     "use_beam_search": (False,),
 }
@@ -469,7 +620,17 @@ REASONS: Final = {
 # Parameters of one call that another has not.
 ELSEWHERE: Final = {
     **dict.fromkeys(("echo", "prompt"), "/v1/completions"),
-    **dict.fromkeys(("max_completion_tokens", "messages", "top_logprobs"), "/v1/chat/completions"),
+    **dict.fromkeys(
+        (
+            "max_completion_tokens",
+            "messages",
+            "parallel_tool_calls",
+            "tool_choice",
+            "tools",
+            "top_logprobs",
+        ),
+        "/v1/chat/completions",
+    ),
     **dict.fromkeys(("include", "instructions", "max_output_tokens", "text", "truncation"), "/v1/responses"),
     "encoding_format": "/v1/embeddings",
     "input": "/v1/responses and /v1/embeddings",

@@ -22,6 +22,7 @@ from gateway.openai.params import (
     ChatBody,
     ChoicesBody,
     CompletionBody,
+    NamedTool,
     SamplingBody,
     ServedBody,
     StreamOptions,
@@ -122,6 +123,7 @@ def _check_together(body: ServedBody) -> None:
         if old is not None and new is not None and old != new:
             message = f"max_tokens is {old} and max_completion_tokens {new}; send one"
             raise invalid(message, "max_completion_tokens")
+        _check_choice(body)
     elif isinstance(body, CompletionBody):
         if body.max_tokens == 0 and not body.echo:
             raise invalid("max_tokens must be at least 1 (0 only with echo: true)", "max_tokens")
@@ -134,3 +136,17 @@ def _check_together(body: ServedBody) -> None:
                 "leave stream or best_of out"
             )
             raise invalid(message, "best_of")
+
+
+def _check_choice(body: ChatBody) -> None:
+    """Refuse the choice of a tool that there is not. Raises ApiError 400."""
+    names = [tool.function.name for tool in body.tools]
+    choice = body.tool_choice
+    if not names and (choice == "required" or isinstance(choice, NamedTool)):
+        raise invalid(
+            "tool_choice asks for a call, and there are no tools to call; send tools", "tool_choice"
+        )
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        known = ", ".join(names)[:500]
+        message = f"tool_choice.function.name is {shown(choice.function.name)}; the tools are {known}"
+        raise invalid(message, "tool_choice.function.name")

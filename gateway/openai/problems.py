@@ -18,6 +18,7 @@ _WANTED: Final = {
     "finite_number": "it must be a finite number",
     "string_type": "it must be a string",
     "list_type": "it must be an array",
+    "string_pattern_mismatch": "it must match {pattern}",
     **dict.fromkeys(("int_type", "int_from_float", "int_parsing"), "it must be an integer"),
     **dict.fromkeys(("bool_type", "bool_parsing"), "it must be true or false"),
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "it must be an object"),
@@ -30,7 +31,7 @@ _LENGTHS: Final[Mapping[str, Callable[[Any, Mapping[str, Any]], str]]] = {
     ),
     "string_too_short": lambda *_: "is an empty string",
 }
-_UNION_TAGS: Final = frozenset(["str", "int", "float", "[key]"])
+_UNION_TAGS: Final = frozenset(["str", "int", "float", "[key]", "[named]"])
 
 
 def first_problem(error: ValidationError, within: str = "") -> ApiError:

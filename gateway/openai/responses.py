@@ -38,6 +38,7 @@ class InputItem(Message):
     """A message, as a client writes it or as an earlier answer had it."""
 
     type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
 
     @model_validator(mode="before")
     @classmethod

@@ -41,9 +41,14 @@ async def grammar_of(body: CallBody, end_token_ids: tuple[int, ...]) -> Grammar 
         names = " and ".join(name for name, _ in asked)
         raise invalid(f"{names} each ask for a form of the answer; send one of them", asked[1][0])
     what = _NAMES[grammar.kind]
-    if why := await asyncio.get_running_loop().run_in_executor(_thread("grammars"), _problem, grammar):
+    if why := await problem_of(grammar):
         raise invalid(f"{param}: this {what} cannot be used: {why}", param)
     return replace(grammar, end_token_ids=end_token_ids)
+
+
+async def problem_of(grammar: Grammar) -> str | None:
+    """Return why a form cannot be used, in one line; None if it can."""
+    return await asyncio.get_running_loop().run_in_executor(_thread("grammars"), _problem, grammar)
 
 
 def _problem(grammar: Grammar) -> str | None:

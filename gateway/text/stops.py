@@ -21,7 +21,7 @@ class StopMatcher:
         if end is not None:
             self._held = ""
             return text[:end], True
-        keep = max(_overlap(text, stop) for stop in self._stops)
+        keep = max(overlap(text, stop) for stop in self._stops)
         cut = len(text) - keep
         self._held = text[cut:]
         return text[:cut], False
@@ -37,7 +37,7 @@ class StopMatcher:
         return min(found)[1] if found else None
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of `text` that is a beginning, not all, of `stop`."""
     at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while at >= 0:

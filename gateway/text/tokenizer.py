@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from bus.tokenizer_folder import TokenizerError, load_tokenizer
 from gateway.errors import invalid
+from gateway.text.template import ChatTemplate, Messages, content_of, read_template
 from gateway.text.vocabulary import UnknownTokenizer, Vocabulary
 
 # Longer texts go to a thread (1.3 us a character: 2,048 block the event loop for 3 ms).
@@ -34,7 +34,7 @@ class Tokenizer:
         except UnknownTokenizer as error:
             raise TokenizerError(f"the tokenizer of {folder} cannot be used: {error}") from error
         self.stop_token_ids = self._read_stop_ids()
-        self._template = _read_template(folder, self._config)
+        self._template = read_template(folder, self._config)
         self._bytes_per_token = self.vocabulary.longest if self._rust.normalizer is None else None
 
     async def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
@@ -49,25 +49,32 @@ class Tokenizer:
         """Return a lower bound that costs nothing; 0 if a normaliser could shorten the text."""
         return num_chars // self._bytes_per_token if self._bytes_per_token else 0
 
-    async def chat_text(self, messages: list[dict[str, str]]) -> str:
-        """Return the conversation in the format that the model was trained on. Raises ApiError 400."""
+    @property
+    def template(self) -> ChatTemplate:
+        """The model's chat template. Raises ApiError 400 if it has none."""
         if self._template is None:
             why = "this model has no chat template (tokenizer_config.json names none)"
             raise invalid(f"{why}; use /v1/completions", "messages", "no_chat_template")
-        names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        special = {name: token for name in names if (token := _content(self._config.get(name)))}
+        return self._template
+
+    async def chat_text(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> str:
+        """Return the conversation in the format that the model was trained on. Raises ApiError 400.
+
+        tools: those that the model may call, as OpenAI's API has them.
+        """
+        render = partial(self.template.render, messages, tools)
         num_chars = sum(len(message["content"]) for message in messages)
-        if num_chars <= INLINE_CHARS and len(messages) <= INLINE_MESSAGES:
-            return _render(self._template, messages, special)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(_threads, _render, self._template, messages, special)
+        has_objects = bool(tools) or any("tool_calls" in message for message in messages)
+        if num_chars <= INLINE_CHARS and len(messages) <= INLINE_MESSAGES and not has_objects:
+            return render()
+        return await asyncio.get_running_loop().run_in_executor(_threads, render)
 
     def _read_stop_ids(self) -> tuple[int, ...]:
         found: set[int] = set()
         for file in ("generation_config.json", "config.json"):
             value = _read_json(self.folder / file).get("eos_token_id")
             found.update([value] if isinstance(value, int) else value or [])
-        eos = _content(self._config.get("eos_token"))
+        eos = content_of(self._config.get("eos_token"))
         token_id = self._rust.token_to_id(eos) if eos else None
         return tuple(sorted(found if token_id is None else found | {token_id}))
 
@@ -81,41 +88,3 @@ def _read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise TokenizerError(f"{file} cannot be read: {error}") from error
     return value if isinstance(value, dict) else {}
-
-
-def _read_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return the chat template of its own file or the tokenizer's config (one text, or several by name)."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template if isinstance(template, str) else None
-
-
-def _content(token: Any) -> str | None:
-    """Return the text of a special token, which is a text or {"content": text, ...}."""
-    value = token.get("content") if isinstance(token, dict) else token
-    return value if isinstance(value, str) else None
-
-
-def _render(template: str, messages: list[dict[str, str]], special: dict[str, str]) -> str:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from jinja2 import TemplateError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    try:
-        rendered, _ = render_jinja_template(
-            [messages], chat_template=template, add_generation_prompt=True, **special
-        )
-    except (TemplateError, TypeError, ValueError) as error:
-        # On what the model was not trained on, as two user turns in a row.
-        message = f"the model's chat template refuses these messages: {error}"
-        raise invalid(message, "messages", "chat_template") from error
-    return str(rendered[0])
-
-
-def warm_up() -> None:
-    """Import what the first chat would wait for (0.7 s)."""
-    _render("{{ messages[0].content }}", [{"role": "user", "content": ""}], {})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections.abc import Collection, Mapping
 from copy import copy
 from functools import cached_property
 from typing import Final
@@ -68,6 +69,12 @@ class Vocabulary:
             return b""
         return self.names[token_id].encode() if token_id in self.special_ids else self.data[token_id]
 
+    def special_tokens(self, names: Collection[str]) -> dict[int, str]:
+        """Return the special tokens of these names by id, those that there are."""
+        return {
+            token_id: self.names[token_id] for token_id in self.special_ids if self.names[token_id] in names
+        }
+
     def text_of(self, token_ids: list[int]) -> str:
         """Return the whole text of a sequence."""
         stream = TextStream(self)
@@ -77,16 +84,20 @@ class Vocabulary:
 class TextStream:
     """The text of a sequence, token by token: whole characters. Bytes that are not UTF-8 become U+FFFD."""
 
-    __slots__ = ("_decoder", "_is_mid_character", "_vocabulary")
+    __slots__ = ("_decoder", "_is_mid_character", "_kept", "_vocabulary")
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, kept: Mapping[int, str] | None = None) -> None:
+        """kept: the special tokens that have a text in this sequence, by id; the others have none."""
         self._vocabulary = vocabulary
+        self._kept = kept or {}
         self._decoder: codecs.IncrementalDecoder | None = None
         self._is_mid_character = False
 
     def feed(self, token_id: int) -> str:
         if token_id >= self._vocabulary.size:
             return ""
+        if self._kept and token_id in self._kept:
+            return self.flush() + self._kept[token_id]
         if not self._is_mid_character:
             text = self._vocabulary.texts[token_id]
             if text is not None:

@@ -185,6 +185,16 @@ def test_origins_are_checked(given: str, told: str) -> None:
     assert told in complaint(None, INSTAR_GATEWAY__CORS_ORIGINS=given)
 
 
+@pytest.mark.parametrize("given", ["hermes", "=hermes", "a=xml"])
+def test_formats_of_tools_are_checked(given: str) -> None:
+    told = complaint(None, INSTAR_GATEWAY__TOOL_FORMATS=given)
+    assert f"{given!r} is no `model=format`" in told and "hermes, mistral, llama3, none" in told
+    kept = load_settings(
+        environ={"INSTAR_CONFIG": "", "INSTAR_GATEWAY__TOOL_FORMATS": "org/a=b=none, c=llama3"}
+    )
+    assert kept.gateway.tool_formats == ["org/a=b=none", "c=llama3"]
+
+
 def test_an_unset_variable_sets_no_key() -> None:
     for given in ("", ",", "[]"):
         environ = {"INSTAR_CONFIG": "", "INSTAR_GATEWAY__API_KEYS": given}

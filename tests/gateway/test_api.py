@@ -254,7 +254,9 @@ async def test_what_other_programs_add_to_messages_is_ignored_and_counted(gate: 
         before = await ignored(http)
         answer = await http.post("/v1/chat/completions", json={"model": MODEL, "messages": messages})
         assert answer.status_code == 200, answer.text
-        assert await ignored(http) - before == 4  # null is no value
+        assert (
+            await ignored(http) - before == 3
+        )  # null is no value, and some templates take reasoning_content
     said = gate.tokenizer._rust.decode(gate.worker.submits[-1].prompt_token_ids, skip_special_tokens=False)
     assert "[assistant]yes" in said and "so" not in said and "msg_1" not in said
 

@@ -129,7 +129,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
 BAD_CHAT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", "messages is empty"),
     ({"messages": "hi"}, "messages", "messages is 'hi'; it must be an array"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'user'"),
+    ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "'user'"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -139,12 +139,12 @@ BAD_CHAT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", "the user begins"),
     (
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]},
-        "messages[0].tool_calls",
-        "not supported here",
+        "messages[0].tool_calls[0].function",
+        "missing",
     ),
     ({"max_completion_tokens": 10**30}, "max_completion_tokens", "2147483647"),
     ({"mesages": []}, "mesages", "did you mean 'messages'?"),
-    ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
     ({"functions": [{}]}, "functions", "not supported"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "'json_schema'"),
     ({"audio": {}}, "audio", "not supported"),

@@ -228,8 +228,8 @@ async def test_a_call_is_checked_against_the_kv_caches_of_the_cluster() -> None:
     async def floor(**limit: Any) -> str:
         body = parse(CompletionBody, json.dumps(asked | limit).encode())
         tokenizer: Any = SimpleNamespace(stop_token_ids=())
-        (one,) = await core.gateway.request_builder.build(body, [[1]], 100, card, tokenizer, "c", log)
-        return one.min_precision
+        call = await core.gateway.request_builder.build(body, [[1]], 100, card, tokenizer, "c", log)
+        return call.requests[0].min_precision
 
     told_of_kv(core, "int8")
     for limit in ({"min_precision": "full"}, {"max_loss": 0.0}):

@@ -244,7 +244,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"background": True}, "background", "leave it out or send false"),
     ({"truncation": "auto"}, "truncation", "'disabled'"),
     ({"text": {"format": {"type": "json_object"}}}, "text.format.type", "'text'"),
-    ({"tools": [{"type": "function", "name": "f"}]}, "tools", "not supported"),
+    ({"tools": [{"type": "function", "name": "f"}]}, "tools", "belongs to"),
     ({"reasoning": {"effort": "high"}}, "reasoning", "not supported"),
     ({"include": ["everything"]}, "include[0]", "message.output_text.logprobs"),
     ({"max_output_tokens": 0}, "max_output_tokens", "1"),

@@ -60,6 +60,21 @@ def test_tokens_outside_the_table_have_no_text(folders: dict[str, Path]) -> None
     assert vocabulary.label(5000) == "<5000>"
 
 
+def test_special_tokens_have_a_text_where_they_are_asked_for(folders: dict[str, Path]) -> None:
+    vocabulary = Tokenizer(folders["bytes"], 1000).vocabulary
+    kept = vocabulary.special_tokens([tiny_model.END, "fox"])
+    (end,) = kept
+    assert kept == {end: tiny_model.END}
+    stream = TextStream(vocabulary, kept)
+    first_of_four = vocabulary.data.index(b"\xf0")
+    assert [stream.feed(token) for token in (first_of_four, end, end)] == [
+        "",
+        f"\ufffd{tiny_model.END}",
+        tiny_model.END,
+    ]
+    assert stream.feed(vocabulary.names.index(tiny_model.BOS)) == ""
+
+
 def test_partial_characters_have_a_label_of_their_bytes(folders: dict[str, Path]) -> None:
     rust = RustTokenizer.from_file(str(folders["pieces"] / "tokenizer.json"))
     vocabulary = Vocabulary(rust, 0)

@@ -46,7 +46,7 @@ async def test_a_tokenizer_that_cannot_warm_up_does_not_end_the_gateway(
     def fail() -> None:
         raise ImportError("no jinja2")
 
-    monkeypatch.setattr("gateway.text.tokenizer.warm_up", fail)
+    monkeypatch.setattr("gateway.text.template.warm_up", fail)
     async with running(redis_settings, folder) as gate:
         await asyncio.sleep(0.1)
         assert (await answer(gate))[0] == ANSWER
@@ -130,7 +130,7 @@ def test_sigterm_ends_the_process_with_status_0(redis_settings: RedisSettings, t
 
 
 def test_the_gateway_imports_no_torch(tmp_path: Path) -> None:
-    loads = "import sys, gateway.service, gateway.text.tokenizer as t"
+    loads = "import sys, gateway.service, gateway.text.template as t"
     code = f"{loads}; t.warm_up(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -17,15 +18,24 @@ CHAT_TEMPLATE = (
 TEXT = "the quick brown fox jumps over the lazy dog. Größe, 你好 and 🌍🌎 are words, too. " * 3
 
 
-def byte_level(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE, size: int = 400) -> Tokenizer:
-    """A tokenizer as Llama 3's: a beginning-of-text token before every text; `END` ends an answer."""
+def byte_level(
+    folder: Path,
+    *,
+    chat_template: str | None = CHAT_TEMPLATE,
+    size: int = 400,
+    special: Sequence[str] = (),
+) -> Tokenizer:
+    """A tokenizer as Llama 3's: a beginning-of-text token before every text; `END` ends an answer.
+
+    special: further special tokens.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = [AddedToken(token, special=True) for token in (BOS, END)]
+    added = [AddedToken(token, special=True) for token in (BOS, END, *special)]
     trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=size, special_tokens=added, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([TEXT], trainer)
     bos = tokenizer.token_to_id(BOS)
