@@ -28,11 +28,15 @@ class WriteBatch:
         self._publishes = False
 
     def publish(self, stream: str, message: object) -> None:
-        """Add an entry to a stream (XADD), which is trimmed exactly to `Names.limit`."""
+        """Add an entry to a stream (XADD), which is trimmed exactly to `Names.limit`.
+
+        A link that leads adds its term, by which readers refuse what an earlier leader ordered.
+        """
         keep = self._link.names.limit(stream)
         trim = () if keep is None else ("MAXLEN", "=", keep)
         self._publishes = True
-        self._commands.append(("XADD", stream, *trim, "*", b"m", encode(message)))
+        term = (b"t", self._link.fence.term) if self._link.fence else ()
+        self._commands.append(("XADD", stream, *trim, "*", b"m", encode(message), *term))
 
     def write(self, record: Record) -> None:
         """Write a record of the catalogue."""
@@ -54,7 +58,5 @@ class WriteBatch:
 
     async def send(self) -> None:
         """Send all writes. Raises BusUnavailable (some may have been carried out) and BusFull (none was)."""
-        if self._publishes and len(self._commands) > 1:
-            await self._link.write(("MULTI",), *self._commands, ("EXEC",))
-        elif self._commands:
-            await self._link.write(*self._commands)
+        if self._commands:
+            await self._link.write(*self._commands, is_atomic=self._publishes and len(self._commands) > 1)

@@ -16,7 +16,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from bus import errors
-from bus.errors import BusFull, BusUnavailable, RedisProblem
+from bus.errors import BusFull, BusUnavailable, Fenced, RedisProblem
 
 Command = tuple[str | bytes | int, ...]
 
@@ -174,6 +174,8 @@ def translated() -> Iterator[None]:
     except exceptions.ResponseError as error:
         if is_group_missing(error):
             raise
+        if "FENCED" in str(error):
+            raise Fenced(str(error)) from error
         if "OOM command not allowed" in str(error):  # a script's error has the code within its text
             raise BusFull(f"Redis is at maxmemory: {error}") from error
         if NOT_NOW.search(str(error)):

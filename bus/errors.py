@@ -46,6 +46,10 @@ class BusUnavailable(Exception):
     """
 
 
+class Fenced(BusUnavailable):
+    """This process does not lead, so Redis refused what it wrote. Nothing was written."""
+
+
 class BusFull(Exception):
     """Redis is at maxmemory and refuses writes (`noeviction`). Nothing was written."""
 

@@ -6,10 +6,10 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from redis import exceptions
 from redis.asyncio import Redis
@@ -26,7 +26,7 @@ from bus.connection import (
     raise_refusal,
     translated,
 )
-from bus.errors import BusFull, BusUnavailable, RedisNotThere, RedisProblem
+from bus.errors import BusFull, BusUnavailable, Fenced, RedisNotThere, RedisProblem
 from bus.messages import Event, Number
 from bus.names import Names
 from bus.settings import RedisSettings
@@ -39,6 +39,25 @@ SHORT_CONNECTIONS = 16
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 1.0
 PICTURES = 3  # tries to read from a server that the watcher knows
 QUIET_S = 5.0  # outages that follow each other faster are logged once
+
+# Before the source of a script of a fenced link. Last of the keys is the lease, last of the arguments what it
+# must hold.
+_GUARD = """
+local lease, token = table.remove(KEYS), table.remove(ARGV)
+if redis.call('GET', lease) ~= token then
+    return redis.error_reply('FENCED the lease is not ' .. token)
+end
+"""
+# ARGV: of each command the number of its parts, and these.
+_COMMANDS = """
+local at = 1
+while ARGV[at] do
+    local last = at + tonumber(ARGV[at])
+    redis.call(unpack(ARGV, at + 1, last))
+    at = last + 1
+end
+return 1
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +74,39 @@ class _Identity:
     boot: str  # a marker in the data set; "" where it could not be set (no memory)
 
 
+class WriteFence(Protocol):
+    """The lease that a link must hold to write (`bus.leader.Leader`)."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def term(self) -> int: ...
+
+    @property
+    def token(self) -> str: ...
+
+    def fenced(self, why: str) -> Fenced: ...
+
+    async def wait_held(self) -> None: ...
+
+
 class RedisLink:
     """Short commands that fail at once while Redis is away. `source`: the service's name in events.
 
     Only the watcher probes a Redis that went away: one connection attempt a second and one line of log,
     however many readers wait. It also tells a restart or a loss of data from a pause: `on_restart`.
+
+    fence: a lease without which scripts and writes are refused, by Redis itself (Fenced). None: no lease.
     """
 
     def __init__(self, settings: RedisSettings, source: str) -> None:
         self.url, self.source = settings.url, source
         self.names: Final = Names(settings.prefix)
+        self.fence: WriteFence | None = None
         self.restarts = 0  # how often the watcher saw that Redis restarted or lost its data
         self.block_ms = settings.block_ms
-        self._timeout_s = settings.socket_timeout_s
+        self.timeout_s = settings.socket_timeout_s
         self._client = self.client(SHORT_CONNECTIONS)
         self._writer, self._writing = OwnConnection(self._client), asyncio.Lock()
         self._scripts: dict[str, AsyncScript] = {}
@@ -83,7 +122,7 @@ class RedisLink:
 
     def client(self, max_connections: int) -> Redis:
         """Return a client with a pool of its own, for a blocking reader."""
-        return make_client(self.url, max_connections=max_connections, pool_wait_s=self._timeout_s)
+        return make_client(self.url, max_connections=max_connections, pool_wait_s=self.timeout_s)
 
     async def start(self, wait_s: float = 10.0) -> None:
         """Wait up to `wait_s` for a Redis that is starting. Raises RedisProblem."""
@@ -91,7 +130,7 @@ class RedisLink:
         waits = False
         while True:
             try:
-                await probe(self._client, self.url, self._timeout_s)
+                await probe(self._client, self.url, self.timeout_s)
                 self._identity = await self._identify()
                 break
             except (RedisNotThere, BusUnavailable, BusFull) as error:
@@ -119,12 +158,23 @@ class RedisLink:
         return self._up.is_set()
 
     async def wait_up(self) -> None:
-        """Wait until Redis answers."""
+        """Wait until Redis answers, and takes what this process writes."""
         await self._up.wait()
+        if self.fence:
+            await self.fence.wait_held()
 
     def on_restart(self, callback: Callable[[Restart], None]) -> None:
         """Register a callback that runs before any reader gets its next batch. It must not block."""
         self._callbacks.append(callback)
+
+    @contextmanager
+    def own_callbacks(self) -> Iterator[None]:
+        """Forget at the end which callbacks were registered within: of work that may begin anew."""
+        before = list(self._callbacks)
+        try:
+            yield
+        finally:
+            self._callbacks = before
 
     def make_event(
         self,
@@ -153,14 +203,24 @@ class RedisLink:
             raise BusUnavailable(f"Redis has not answered for {time.monotonic() - self._down_since:.1f} s")
         try:
             with translated():
-                async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(self.timeout_s):
                     return await call(self._client)
+        except Fenced as error:
+            raise self.fence.fenced(str(error)) if self.fence else error from error
         except BusUnavailable as error:
             self.failed(error)
             raise
 
-    async def write(self, *commands: Command) -> None:
-        """Send commands in one round trip. Raises as `run` does, for the first that Redis refuses."""
+    async def write(self, *commands: Command, is_atomic: bool = False) -> None:
+        """Send commands in one round trip, all or none if atomic.
+
+        Raises as `run` does, for the first that Redis refuses.
+        """
+        if self.fence:
+            await self.script(_COMMANDS, [], [part for one in commands for part in (len(one), *one)])
+            return
+        if is_atomic:
+            commands = ("MULTI",), *commands, ("EXEC",)
 
         async def send(_: Redis) -> None:
             async with self._writing:
@@ -170,8 +230,13 @@ class RedisLink:
         await self.run(send)
 
     async def script(self, source: str, keys: list[str], args: list[Any]) -> Any:
-        """Run a Lua script, which is atomic in Redis. Raises as `run` does."""
+        """Run a Lua script, which is atomic in Redis. Raises as `run` does, and Fenced."""
+        if self.fence:
+            source, keys, args = _GUARD + source, [*keys, self.fence.key], [*args, self.fence.token]
+        return await self.unfenced_script(source, keys, args)
 
+    async def unfenced_script(self, source: str, keys: list[str], args: list[Any]) -> Any:
+        """Run a Lua script without the fence. Raises as `run` does."""
         if source not in self._scripts:
             self._scripts[source] = self._client.register_script(source)
         return await self.run(lambda _: self._scripts[source](keys=keys, args=args))
@@ -253,7 +318,7 @@ class RedisLink:
 
     async def _identify(self) -> _Identity:
         with translated():
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 async with self._client.pipeline(transaction=False) as pipe:
                     pipe.info("server")
                     pipe.get(self.names.boot)

@@ -38,6 +38,8 @@ class Names:
         self.workers = f"{prefix}workers"  # set of the workers that joined and did not leave
         self.policy = f"{prefix}policy"  # the morph policy, one message; without it the defaults hold
         self.catalogue = f"{prefix}catalogue"  # set of the keys of all models, deployments and profiles
+        self.leader = f"{prefix}leader"  # term and name of the last controller that led
+        self.leader_lease = f"{prefix}leader-lease"  # the same, while it leads
         self.boot = f"{prefix}boot"  # marks the data set: another marker means that the data was lost
 
     def requests(self, instance: str) -> str:

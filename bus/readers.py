@@ -45,6 +45,7 @@ class _Reader(Generic[M]):
         self._connection = OwnConnection(self._client)
         self._dead_letters = DeadLetters(link, stream)
         self._retry_s = FIRST_RETRY_S
+        self._term = 0  # the largest term of a leader that an entry had
 
     async def aclose(self) -> None:
         await close(self._client)
@@ -97,11 +98,20 @@ class _Reader(Generic[M]):
         for entry_id, fields in entries:
             key, payload = entry_id.decode(), fields[1] if fields and fields[0] == b"m" else b""
             try:
-                batch.append((key, decode(payload, *self._types)))
+                message = decode(payload, *self._types)
+                self._check_term(fields or [])
+                batch.append((key, message))
             except DecodeError as error:
                 dead.append(self._dead_letters.letter(key, payload, error.reason))
         await self._dead_letters.bury(dead)
         return batch, [letter.entry_id for letter in dead]
+
+    def _check_term(self, fields: list[bytes]) -> None:
+        """Raise DecodeError for an entry of a controller that led before the one of an earlier entry."""
+        term = int(fields[3]) if fields[2:3] == [b"t"] and fields[3].isdigit() else self._term
+        if term < self._term:
+            raise DecodeError(f"an order of term {term}, but the controller of term {self._term} leads")
+        self._term = term
 
 
 class StreamReader(_Reader[M]):
@@ -145,7 +155,7 @@ class StreamReader(_Reader[M]):
         """Begin again if the stream was created anew with smaller ids, by a clock that is behind."""
         if self._restarts != (restarts := self._link.restarts):
             if as_numbers(await self._last_id()) < as_numbers(self.position):
-                self.position = "0-0"
+                self.position, self._term = "0-0", 0
             self._restarts = restarts
 
 

@@ -182,6 +182,9 @@ class ControllerSettings(Section):
 
     interval_s: float = _key(1.0, "interval at which leases are checked", gt=0)
     grace_s: float = _key(2.0, "time after Redis is back until a missing lease means a dead worker", ge=0)
+    lease_s: float = _key(
+        3.0, "another controller leads after this long without a sign of the one that did", gt=0.3
+    )
     placement: Literal["least-loaded", "packing", "hybrid"] = _key(
         "hybrid", "choice of workers for a deployment; hybrid packs those below placement_threshold"
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 from bus.api_keys import KeysFileError
 from bus.client import BusFull, BusUnavailable, Restart
+from bus.leader import who_leads
 from bus.messages import Event, Metrics, StepOutput
 from bus.morphs import MorphReport
 from bus.pending import as_numbers
@@ -217,6 +218,7 @@ class Loops:
         gateway.morphs.sweep(cluster.workers, 2 * gateway.settings.worker.lease_s)
         await self._poll_policy()
         gateway.catalogue = await self._bus.catalogue.read()
+        gateway.leader = await who_leads(self._bus)
         cluster.awaited = awaited_models(gateway.catalogue)
         cluster.forget_retired(active_models(gateway.catalogue))
         self._feeds.live.changed()

@@ -11,6 +11,7 @@ import time
 
 from bus.catalogue import Contents
 from bus.client import Bus
+from bus.leader import LeaderView
 from bus.policy import Policy
 from bus.settings import Settings
 from gateway.delivery.attempts import Attempts
@@ -58,6 +59,7 @@ class Gateway:
         self.morphs = Morphs()
         self.policy = Policy()  # value as last read
         self.catalogue = Contents()  # value as last read
+        self.leader = LeaderView()  # of the controllers, as last read
         self.poll_now = asyncio.Event()  # the registry or the catalogue has news
         self.cluster = Cluster(stale_s=settings.monitor.stale_s)
         self.models = Models(self.cluster)

@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from bus.leader import LeaderView
 from bus.messages import (
     GpuTelemetry,
     InstanceCard,
@@ -50,6 +51,7 @@ class _Page(Collector):
     def collect(self) -> Iterator[Metric]:
         gateway = self._gateway
         yield from _own(gateway)
+        yield from _leader(gateway.leader)
         yield from _morphs(gateway.morphs)
         yield from _models("instar_", gateway.stats.models)
         instances = list(_fresh(gateway))
@@ -134,6 +136,17 @@ def _fresh(gateway: Gateway) -> Iterator[Reported]:
         for card in worker.instances:
             if metrics := gateway.cluster.instance_metrics(card.id, worker.epoch, now):
                 yield card, card.members(worker.id)[0] == worker.id, metrics.last
+
+
+def _leader(leader: LeaderView) -> Iterator[Metric]:
+    leads = GaugeMetricFamily(
+        "instar_controller_leads", "1 while a controller leads; 0: none does.", labels=["controller"]
+    )
+    leads.add_metric([leader.name], int(leader.lease_ms > 0))
+    yield leads
+    yield GaugeMetricFamily(
+        "instar_controller_term", "Term of the controller that led last; it only grows.", leader.term
+    )
 
 
 def _gpus(gateway: Gateway) -> Iterator[Metric]:

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from bus.catalogue import Contents
 from bus.deployments import Deployment, ModelCard, Profile
+from bus.leader import LeaderView
 from bus.messages import (
     InstanceCard,
     InstanceMetrics,
@@ -48,6 +49,7 @@ def picture(gateway: Gateway, metrics: dict[str, Any] | None = None) -> dict[str
         "models": [model_json(card) for card in gateway.catalogue.models.values()],
         "deployments": [deployment_json(one, gateway) for one in gateway.catalogue.deployments.values()],
         "morphs": [record.as_json() for record in gateway.morphs.recent(SHOWN_MORPHS)],
+        "controller": _leader(gateway.leader),
         "gateway": {
             "id": gateway.id,
             "is_draining": gateway.is_draining,
@@ -58,6 +60,11 @@ def picture(gateway: Gateway, metrics: dict[str, Any] | None = None) -> dict[str
             "models": cluster.known_models(),
         },
     }
+
+
+def _leader(leader: LeaderView) -> dict[str, Any]:
+    """Return the controller that led last, and whether it leads: without its lease, which always changes."""
+    return {"name": leader.name, "term": leader.term, "leads": leader.lease_ms > 0}
 
 
 def shown_instances(cluster: Cluster) -> Iterator[tuple[WorkerCard, InstanceCard]]:

@@ -58,6 +58,7 @@ def show(state: dict[str, Any], console: Console, *, is_verbose: bool = False) -
     for morph in shown_morphs(state.get("morphs") or []):
         first, *reasons = morph_lines(morph)
         lines += [first, *(Padding(reason, (0, 0, 0, 2), expand=False) for reason in reasons)]
+    lines += controller_lines(state.get("controller") or {})
     lines += [policy_text(state.get("policy") or {}), as_of_text(state.get("metrics") or {})]
     with trimmed(console):
         for table in (workers_table(state["workers"]), instances_table(instances)):
@@ -218,6 +219,16 @@ def policy_text(policy: dict[str, Any]) -> str:
         f"{policy['queue_delay_high_s']:g} s of waiting, back below {policy['kv_usage_low']:.0%} and "
         f"{policy['queue_delay_low_s']:g} s"
     )
+
+
+def controller_lines(controller: dict[str, Any]) -> list[str]:
+    """Return which controller leads; nothing from a gateway that does not say."""
+    if not controller:
+        return []
+    if controller["leads"]:
+        return [f"controller: {controller['name']} leads, term {controller['term']}"]
+    last = f"; the last was {controller['name']}, term {controller['term']}" if controller["name"] else ""
+    return [f"controller: none leads, so nothing morphs or deploys{last}"]
 
 
 def as_of_text(metrics: dict[str, Any]) -> str:

@@ -109,6 +109,18 @@ def test_status_shows_workers_memory_and_instances(capsys: pytest.CaptureFixture
     assert (units.count("MiB"), counts.count("reqs")) == (4, 2)
 
 
+def test_status_says_which_controller_leads() -> None:
+    from instar.commands.status import controller_lines
+
+    last = {"name": "host-7-a1b2c3", "term": 1764000000000, "leads": True}
+    assert controller_lines(last) == ["controller: host-7-a1b2c3 leads, term 1764000000000"]
+    (line,) = controller_lines(last | {"leads": False})
+    assert line.startswith("controller: none leads") and "the last was host-7-a1b2c3" in line
+    (line,) = controller_lines({"name": "", "term": 0, "leads": False})
+    assert line == "controller: none leads, so nothing morphs or deploys"
+    assert controller_lines({}) == []
+
+
 def test_status_does_not_take_an_absent_number_for_zero(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 

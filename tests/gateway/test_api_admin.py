@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from bus.client import connect
+from bus.leader import Leader
 from bus.settings import RedisSettings
 from tests.support.gateway_harness import Gate, metrics_of, running
 
@@ -166,3 +168,25 @@ async def test_gauges_of_instances_are_absent_until_reported_and_routers_find_th
     assert found["instar_num_preemptions_total"] == [(label, 3.0)]
     assert found["vllm:cache_config_info"][0][0]["num_gpu_blocks"] == "64"
     assert "process_resident_memory_bytes" in found
+
+
+async def test_state_and_metrics_show_which_controller_leads(
+    gate: Gate, redis_settings: RedisSettings
+) -> None:
+    assert (await gate.state())["controller"] == {"name": "", "term": 0, "leads": False}
+
+    async def shown(leads: bool) -> dict[str, object]:
+        async with asyncio.timeout(10):
+            while (found := (await gate.state())["controller"])["leads"] != leads:
+                await asyncio.sleep(0.05)
+        return dict(found)
+
+    async with connect(redis_settings, source="controller") as link:
+        leader = Leader(link, "first", lease_s=0.5)
+        leading = asyncio.ensure_future(leader.lead(asyncio.Event().wait))
+        assert await shown(leads=True) == {"name": "first", "term": leader.term, "leads": True}
+        found = await measured(gate)
+        assert found["instar_controller_leads"] == [({"controller": "first"}, 1.0)]
+        assert found["instar_controller_term"] == [({}, float(leader.term))]
+        leading.cancel()
+    assert await shown(leads=False) == {"name": "first", "term": leader.term, "leads": False}

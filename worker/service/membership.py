@@ -16,6 +16,7 @@ from typing import Any
 
 from bus.client import Bus, BusFull, BusUnavailable, RedisProblem
 from bus.clock import now_ms
+from bus.lease import Lease
 from bus.messages import WorkerCard
 from worker.service.tasks import RETRY_S, until_taken
 
@@ -36,7 +37,7 @@ class Membership:
         self.on_fenced: Callable[[int], None] = lambda epoch: None
         self._is_stale = False  # Redis has an older card
         self._showing = asyncio.Lock()  # a card must not be overtaken by an older one
-        self._valid_until = 0.0
+        self._lease = Lease()
         self._hurry, self._renewed = asyncio.Event(), asyncio.Event()
         bus.on_restart(lambda _: self._hurry.set())
 
@@ -81,7 +82,7 @@ class Membership:
 
     async def may_publish(self) -> None:
         """Wait until the lease is known to be this worker's."""
-        while time.monotonic() >= self._valid_until:
+        while not self._lease.is_valid(time.monotonic()):
             self._renewed.clear()
             self._hurry.set()
             await self._renewed.wait()
@@ -93,11 +94,10 @@ class Membership:
 
     async def _renew(self) -> bool:
         began, length_s = time.monotonic(), self._length_s
-        # Redis may shorten the lease although its answer gets lost.
-        self._valid_until = min(self._valid_until, began + length_s)
+        self._lease = self._lease.asked(began, length_s)
         is_ours = await self._bus.renew_lease(self.card.id, self.epoch, length_s)
         if is_ours:
-            self._prolong(began + length_s)
+            self._prolong(began, length_s)
         return is_ours
 
     async def _fence(self) -> None:
@@ -117,7 +117,7 @@ class Membership:
         began, length_s, card = time.monotonic(), self._length_s, self.card
         await self._bus.register_worker(card, length_s)
         self._is_stale = card is not self.card
-        self._prolong(began + length_s)
+        self._prolong(began, length_s)
 
     async def _show(self) -> None:
         async with self._showing:
@@ -126,7 +126,6 @@ class Membership:
                 if await self._bus.update_card(card):
                     self._is_stale = card is not self.card
 
-    def _prolong(self, until: float) -> None:
-        """Count the lease from before the command was sent, so that this clock is the stricter one."""
-        self._valid_until = until
+    def _prolong(self, began: float, length_s: float) -> None:
+        self._lease = self._lease.granted(self.epoch, began, length_s)
         self._renewed.set()
