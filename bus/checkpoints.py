@@ -27,7 +27,11 @@ class Checkpoint:
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Return the facts of a Hugging Face folder, with or without weights. Raises BadCheckpoint."""
-    if not folder.is_dir():
+    try:
+        is_folder = folder.is_dir()
+    except OSError as error:  # a name that is too long, or a folder that may not be read
+        raise BadCheckpoint(f"{str(folder)[:200]} cannot be opened: {error.strerror}") from None
+    if not is_folder:
         raise BadCheckpoint(f"there is no folder {folder}; models are local folders, nothing is downloaded")
     path = folder / "config.json"
     try:

@@ -114,6 +114,7 @@ async def test_what_is_wrong_with_an_order_is_named_with_what_is_allowed(cluster
     cases = [
         ("/admin/models", {"path": folder, "name": "m"}, 409, "a model 'm' is registered already"),
         ("/admin/models", {"path": "/nowhere"}, 400, "path: there is no folder /nowhere"),
+        ("/admin/models", {"path": "/" + "x" * 300}, 400, "cannot be opened: File name too long"),
         ("/admin/models", {"path": "here"}, 400, "path is 'here'; it must begin with /"),
         ("/admin/models", {"pth": folder}, 400, "unknown field 'pth'; did you mean 'path'?"),
         ("/admin/deployments", {"model": "n"}, 404, "no model 'n' is registered; there are: m"),

@@ -160,3 +160,5 @@ def test_a_folder_that_is_no_model_is_refused_by_what_it_lacks(
         read_checkpoint(tmp_path)
     with pytest.raises(BadCheckpoint, match="there is no folder"):
         read_checkpoint(tmp_path / "none")
+    with pytest.raises(BadCheckpoint, match=r"x+ cannot be opened: File name too long"):
+        read_checkpoint(tmp_path / ("x" * 300))
