@@ -45,7 +45,7 @@ class PolicyField(Field):
 
 
 def _field(
-    default: Any, group: str, label: str, unit: str, limits: tuple[int, int], summary: str, **more: Any
+    default: Any, group: str, label: str, unit: str, limits: tuple[float, float], summary: str, **more: Any
 ) -> Any:
     kind: FieldType = "integer" if isinstance(default, int) else "number"
     words: dict[str, Any] = {"group": group, "label": label, "summary": summary, "unit": unit}
@@ -96,9 +96,8 @@ class Policy:
         _WHEN,
         "KV use above",
         "share",
-        (0, 1),
+        (0.01, 1),
         "share of the KV blocks in use above which an instance is under pressure",
-        above_minimum=True,
         by_mode={"accuracy": _HALFWAY_TO_1},
     )
     kv_usage_low: float = _field(
@@ -154,9 +153,8 @@ class Policy:
         _WHEN,
         "TTFT objective",
         "s",
-        (0, MAX_DELAY_S),
+        (0.001, MAX_DELAY_S),
         "time to the first token; the nearer its prediction comes, the more of the time morphs may take",
-        above_minimum=True,
     )
     loss_budget: float | None = _field(
         None,

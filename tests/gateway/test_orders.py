@@ -95,7 +95,9 @@ def test_a_wrong_order_is_refused_with_what_there_is(
     ("body", "status", "param", "told"),
     [
         ({"kv_usage_hi": 0.9}, 400, "kv_usage_hi", "did you mean 'kv_usage_high'"),
-        ({"kv_usage_high": 1.2}, 400, "kv_usage_high", "more than 0 and at most 1"),
+        ({"kv_usage_high": 1.2}, 400, "kv_usage_high", "0.01 to 1"),
+        ({"kv_usage_high": 5e-324}, 400, "kv_usage_high", "0.01 to 1"),
+        ({"ttft_slo_s": 5e-324}, 400, "ttft_slo_s", "0.001 to 3600"),
         (
             {"kv_usage_high": 0.4},
             400,
