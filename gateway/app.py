@@ -206,12 +206,12 @@ async def _http_error(request: Request, error: Any) -> Response:
 
 
 def _methods(request: Request) -> str:
-    """Return all methods of a path: FastAPI's refusal names those of its first route only."""
-    found = set[str]()
-    for route in chain.from_iterable(router.routes for router in ROUTERS):
-        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
-            found |= route.methods or set()
-    return ", ".join(sorted(found))
+    """Return all methods of the first path in ROUTERS that matches; FastAPI has a route for each method."""
+    routes = chain.from_iterable(router.routes for router in ROUTERS)
+    found = [
+        one for one in routes if isinstance(one, Route) and one.matches(request.scope)[0] is not Match.NONE
+    ]
+    return ", ".join(sorted({m for one in found if one.path == found[0].path for m in one.methods or ()}))
 
 
 async def _validation_error(request: Request, error: Any) -> Response:

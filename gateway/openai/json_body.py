@@ -18,6 +18,8 @@ MAX_OBJECTS = 8192  # objects in one body: more would block the event loop
 MAX_DEPTH = 16
 # Fields with JSON schemas: a null says something in one, and `bus.grammars` bounds its size and depth.
 WITH_SCHEMAS: Final = frozenset({"response_format", "guided_json", "structured_outputs", "tools"})
+# Fields whose names are the client's own: a null is a value there, of the wrong type.
+MAPS: Final = frozenset({"logit_bias", "metadata"})
 
 # Possessive throughout, so that it reads no byte twice. "[" and "{" in texts do not count.
 _TOO_MANY: Final = re.compile(
@@ -30,7 +32,7 @@ _PAIRED: Final = re.compile(
 
 
 def json_object(data: bytes) -> dict[str, Any]:
-    """Return the object without its nulls. Raises ApiError 400."""
+    """Return the object without the nulls of its declared fields. Raises ApiError 400."""
     if not data:
         raise bad_json("the body is empty; a JSON object is needed")
     if has_too_many(data):
@@ -49,7 +51,8 @@ def json_object(data: bytes) -> dict[str, Any]:
     if len(value) > MAX_FIELDS:
         raise bad_json(f"the body has {len(value)} fields; the limit is {MAX_FIELDS}")
     clean = _Cleaner().clean
-    return {name: v if name in WITH_SCHEMAS else clean(v, name) for name, v in value.items() if v is not None}
+    given = ((name, one) for name, one in value.items() if one is not None)
+    return {name: one if name in WITH_SCHEMAS | MAPS else clean(one, name) for name, one in given}
 
 
 def has_too_many(data: bytes) -> bool:

@@ -26,7 +26,7 @@ from pydantic import (
     TypeAdapter,
     model_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
 
 from bus.fields import MAX_COUNT
 from bus.messages import SAMPLING_RANGES
@@ -180,12 +180,23 @@ Metadata = Annotated[
 ]
 
 
+def _boolean(value: Any) -> Any:
+    """Return a boolean. Raises PydanticKnownError for a number, which a literal takes: 0 == False."""
+    if not isinstance(value, bool):
+        raise PydanticKnownError("bool_type")
+    return value
+
+
+OnlyFalse = Annotated[Literal[False], BeforeValidator(_boolean)]
+OnlyTrue = Annotated[Literal[True], BeforeValidator(_boolean)]
+
+
 class StreamOptions(Body):
     include_usage: bool = False
     """End with a chunk that has the numbers of tokens."""
     continuous_usage_stats: bool = False
     """With include_usage, every chunk has the numbers so far, as in vLLM."""
-    include_obfuscation: Literal[False] = False
+    include_obfuscation: OnlyFalse = False
     """Padding of chunks, of which there is none here."""
 
 

@@ -74,8 +74,12 @@ def shown(value: Any) -> str:
     """Return a short form of a value for people; lists and objects by their type."""
     if isinstance(value, dict | list):
         return f"an {json_type(value)}"
-    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    text = {True: "true", False: "false", None: "null"}[value] if _is_word(value) else repr(value)
     return text if len(text) <= 100 else text[:100] + "..."
+
+
+def _is_word(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
 
 
 def json_type(value: Any) -> str:

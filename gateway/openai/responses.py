@@ -14,6 +14,7 @@ from gateway.openai.params import (
     ChatBody,
     Message,
     Metadata,
+    OnlyFalse,
     SamplingBody,
     between,
     or_text,
@@ -75,7 +76,7 @@ class TextOptions(Body):
 
 
 class ResponseStreamOptions(Body):
-    include_obfuscation: Literal[False] = False
+    include_obfuscation: OnlyFalse = False
     """Padding of events, of which there is none here."""
 
 

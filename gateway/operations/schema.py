@@ -48,6 +48,12 @@ WHEN: Final[Mapping[int, str]] = {
 _RETRY: Final = {
     "retry-after": {"description": "seconds to wait", "schema": {"type": "integer", "minimum": 1}}
 }
+# An event of a stream, as OpenAPI 3.2 describes it. `data` is JSON, or `[DONE]`.
+EVENT: Final[JsonSchema] = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+}
 # Of calls, which FastAPI does not route.
 OF_CALLS: Final = (*OF_KEYS, *OF_BODIES, 404, 429, 504)
 
@@ -104,7 +110,7 @@ class Describer:
         content: JsonSchema = {JSON: {"schema": self._ref(answer, "serialization")}}
         if event:
             of_event = self._ref(event, "serialization")
-            content["text/event-stream"] = {"schema": {"type": "string"}, "x-event-schema": of_event}
+            content["text/event-stream"] = {"itemSchema": EVENT, "x-event-schema": of_event}
         form = "the answer, whole or as a stream" if event else "the answer"
         return {
             "operationId": _operation_id("post", path),
@@ -209,7 +215,7 @@ class Describer:
 
 _ABOUT: Final = (
     "An LLM server that changes shape while it serves. Errors have OpenAI's form on every route. "
-    "A field of a body that is null counts as left out; one that is unknown is refused by name."
+    "A field of a body that is null counts as left out; any other that is unknown is refused by name."
 )
 
 
@@ -261,7 +267,7 @@ def _reached(names: Iterable[str], schemas: Mapping[str, JsonSchema]) -> set[str
 
 
 def _with_nulls(schema: Any) -> Any:
-    """Return a schema in which every optional field may be null, which counts as left out."""
+    """Return a schema in which optional and unknown fields may be null, which counts as left out."""
     if isinstance(schema, list):
         return [_with_nulls(one) for one in schema]
     if not isinstance(schema, dict):
@@ -276,8 +282,8 @@ def _with_nulls(schema: Any) -> Any:
             name: _with_nulls(one) if name in required else _or_null(_with_nulls(one))
             for name, one in fields.items()
         }
-    if isinstance(rest := out.get("additionalProperties"), dict):
-        out["additionalProperties"] = _or_null(rest)
+        if out.get("additionalProperties") is False:
+            out["additionalProperties"] = {"type": "null"}
     return out
 
 

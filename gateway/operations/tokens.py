@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends
 from pydantic import ConfigDict, FailFast, Field
@@ -11,7 +11,7 @@ from starlette.responses import Response
 from gateway.errors import invalid
 from gateway.openai.answer_types import DetokenizeAnswer, TokenizeAnswer
 from gateway.openai.intake import check_ids, refuse_if_long
-from gateway.openai.params import MAX_MESSAGES, Body, Message, TokenId
+from gateway.openai.params import MAX_MESSAGES, Body, Message, OnlyTrue, TokenId
 from gateway.operations.answers import Here, json_answer
 from gateway.operations.inputs import BodyOf, answering
 from gateway.operations.public import with_key
@@ -42,7 +42,7 @@ class TokenizeBody(Body):
     """A conversation, which the model's chat template makes a text of."""
     add_special_tokens: bool = True
     """Of a prompt; a chat's template writes its own."""
-    add_generation_prompt: Literal[True] = True
+    add_generation_prompt: OnlyTrue = True
     """The template's beginning of an answer comes last, as the model gets it."""
     return_token_strs: bool = False
     """Answer each token's text, too."""

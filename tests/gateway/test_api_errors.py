@@ -74,6 +74,9 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"seed": -(10**30)}, "seed", "-9223372036854775808"),
     ({"logit_bias": {"1" * 50: 1}}, "logit_bias." + "1" * 50, "2147483647"),
     ({"min_p": 1.5}, "min_p", "1"),
+    ({"logit_bias": {"5": None}}, "logit_bias[5]", "logit_bias[5] is null"),
+    ({"metadata": {"a": None}}, "metadata.a", "metadata.a is null"),
+    ({"stream_options": {"include_obfuscation": 0}}, "stream_options.include_obfuscation", "true or false"),
     ({"n": 0}, "n", "n is 0; allowed is 1 to 128"),
     ({"n": 1.5}, "n", "integer"),
     ({"max_tokens": -1}, "max_tokens", "0"),
@@ -221,6 +224,7 @@ async def test_what_is_not_there_is_refused_with_what_is(gate: Gate) -> None:
             ("GET", "/v1/completions", 405, "GET /v1/completions: this path takes POST only"),
             ("PUT", "/admin/deployments", 405, "PUT /admin/deployments: this path takes GET and POST only"),
             ("DELETE", "/v1/models", 405, "DELETE /v1/models: this path takes GET and HEAD only"),
+            ("PUT", "/admin/models/m/plan", 405, "PUT /admin/models/m/plan: this path takes GET only"),
         ]:
             error = error_of(await client.request(method, path), status)
             assert text in error["message"], error
