@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 QUICK  := not slow and not faults and not docker and not gpu and not browser
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-again test-faults test-browser check format bench bench-morph bench-quality bench-paper bench-windows bench-transform bench-serving bench-scheduler bench-planner bench-placement bench-estimate bench-deploy bench-profile-load bench-prefix bench-peers gpu gpu-kit demo-model compose-test clean
+.PHONY: help serve test test-again test-faults test-browser test-fuzz check format bench bench-morph bench-quality bench-paper bench-windows bench-transform bench-serving bench-scheduler bench-planner bench-placement bench-estimate bench-deploy bench-profile-load bench-prefix bench-peers gpu gpu-kit demo-model compose-test clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ test-faults: $(VENV)/.dev ## harms the real service, and runs the slow tests; en
 
 test-browser: $(VENV)/.browser ## the dashboard in chromium; INSTAR_SCREENSHOTS=1 writes docs/images
 	@$(BIN)/pytest -q -m browser tests/browser
+
+test-fuzz: $(VENV)/.dev ## requests made from /openapi.json, to the real service; CASES=100000
+	@$(BIN)/python -m bench.fuzz --cases $(or $(CASES),10000)
 
 check: $(VENV)/.dev ## lint, format, spelling, types, and the arrows between the packages
 	@$(BIN)/ruff check

@@ -1,0 +1,1 @@
+"""Requests that schemathesis makes from /openapi.json, to the real service."""
