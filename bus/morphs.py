@@ -19,6 +19,7 @@ MAX_LAYERS: Final = 4096  # named in one order
 MAX_DEGREE: Final = 64
 MAX_WAIT_S: Final = 600
 STANDS_S: Final = 10.0  # time for what needs swapped layers to come: metrics take 3 s to show them
+HALF_S: Final = 0.01  # that a half of a layer is taken to need, with all of the time, until one was swapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +194,12 @@ class MorphReport:
     workers: list[str] = field(default_factory=list)  # workers of the command; empty: `worker` alone
     telemetry: WorkerTelemetry | None = None  # at the end: the monitor's picture may be older
     steps: list[str] = field(default_factory=list)  # ids of the morphs that this transform consists of
+
+    @property
+    def worked_s(self) -> float:
+        """The seconds of copies, and of boundaries that did not wait for these; of a swap."""
+        copied, between = (self.numbers.get(f"{part}_seconds", 0.0) for part in ("copy", "boundary"))
+        return float(copied + between - self.numbers.get("awaited_seconds", 0.0))
 
 
 def _wait() -> Any:

@@ -23,6 +23,14 @@ MOVES_S: Final = 0.2  # what it says of moves holds for so long: by then they ar
 
 
 @dataclass(frozen=True, slots=True)
+class Slowdown:
+    """The time of a step with all layers in one precision, as a multiple of that in full precision."""
+
+    prompt: float = 1.0  # factor of the time for prompt tokens
+    decode: float = 1.0  # factor of the rest
+
+
+@dataclass(frozen=True, slots=True)
 class ModeEffect:
     """A field in one mode, in words and as a function of the policy."""
 
@@ -234,6 +242,7 @@ class Envelope:
     resting: Precision = "full"  # precision that layers go back to
     precisions: list[Precision] = field(default_factory=list)  # below it, that layers may be held in
     kv_precisions: list[KVPrecision] = field(default_factory=list)  # of fewer bits, for the KV cache
+    slowdowns: dict[Precision, Slowdown] = field(default_factory=dict)  # of steps; absent: unknown, so none
     floor: Precision | Literal[""] = ""  # floor of a request that waits at a gateway; "": none
     expected_blocks: int = 0  # KV blocks needed by the forecast; 0: no forecast
     moved_blocks: int = 0  # KV blocks of queued prompts that are being moved elsewhere

@@ -26,7 +26,7 @@ from controller.deployments.free_memory import FreeMemory, free_memory
 from controller.deployments.observation import Observation, WorkerView, kept_of, named_by_settings
 from controller.deployments.orders import Facts, carry_out, path_of
 from controller.deployments.planner import Planner, Question, planned
-from controller.deployments.profiling import profiles_of, rests_of
+from controller.deployments.profiling import SlowdownsByKind, profiles_of, rests_of, slowdowns_by_kind
 from controller.deployments.reconcile import reconcile
 from controller.deployments.transitions import Transition
 from controller.morphing.copies import Copies
@@ -63,6 +63,7 @@ class Deployer:
         self._bus = bus
         self._settings, chosen = settings, settings.controller
         self._contents = Contents()
+        self._slowdowns: SlowdownsByKind = {}
         self._workers: list[LiveWorker] = []
         self._metrics: tuple[float, Metrics] | None = None  # the last, and when they came
         self._window = LoadWindow(chosen.load_window_s)
@@ -176,6 +177,8 @@ class Deployer:
                 log.info("wrote %d records again that Redis had lost", len(lacking))
             contents = await self._bus.catalogue.read()
             self._is_lost = False
+        if contents.profiles != self._contents.profiles:
+            self._slowdowns = slowdowns_by_kind(contents)
         self._contents = contents
 
     def _observation(self) -> Observation:
@@ -205,7 +208,7 @@ class Deployer:
 
     def rests(self) -> Rests:
         """Return the shapes that deployments rest in; none before the first look."""
-        return rests_of(self._contents)
+        return rests_of(self._contents, self._slowdowns)
 
     def copies(self) -> dict[str, Copies]:
         """Return by model what the planner can copy; nothing before the first look."""

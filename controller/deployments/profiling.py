@@ -5,20 +5,24 @@ Every kind of device gets one profile, one at a time. A checkpoint that was meas
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from bus.catalogue import Contents
 from bus.deployments import Configuration, Deployment, Measure, ModelCard, ProbePeer, Profile
 from bus.morphs import CancelMorph
-from bus.precisions import PRECISIONS, lowest
+from bus.policy import Slowdown
+from bus.precisions import PRECISIONS, Precision, lowest
 from controller.deployments.observation import Observation, WorkerView
 from controller.deployments.transitions import MAX_ATTEMPTS, Command, Transition, measure_id, model_becomes
 from controller.morphing.resting import Rest, Rests
+from controller.planning.latency import slowdowns_of
 
 SILENT_MS = 900_000  # a profile without news for so long is stuck; all of it may take longer
 PROMPT_TOKENS = [32, 128, 512]
 BATCH_SIZES = [1, 4]
+
+SlowdownsByKind = Mapping[tuple[str, str], Mapping[Precision, Slowdown]]  # by model and kind of device
 
 
 def profiles_of(contents: Contents, card: ModelCard) -> dict[str, Profile]:
@@ -136,26 +140,50 @@ def unowned(contents: Contents) -> Iterator[Transition]:
             yield Transition(erased=profile)
 
 
-def rests_of(contents: Contents) -> Rests:
-    """Return the shapes that serving deployments rest in: the reflexes leave others alone."""
+def slowdowns_by_kind(contents: Contents) -> SlowdownsByKind:
+    """Return the slowdowns of every model on every kind of device that it was measured on."""
+    return {key: slowdowns_of(profile) for key, profile in contents.profiles.items()}
+
+
+def rests_of(contents: Contents, slowdowns: SlowdownsByKind | None = None) -> Rests:
+    """Return the shapes that serving deployments rest in: the reflexes leave others alone.
+
+    slowdowns: by `slowdowns_by_kind`; without it none is known.
+    """
     return {
-        deployment.instance_at(worker): _rest(deployment, deployment.configuration, contents)
+        deployment.instance_at(worker): _rest(deployment, deployment.configuration, contents, slowdowns or {})
         for deployment in contents.deployments.values()
         if deployment.state == "serving" and deployment.configuration
         for worker in deployment.shown_by
     }
 
 
-def _rest(deployment: Deployment, chosen: Configuration, contents: Contents) -> Rest:
+def _rest(
+    deployment: Deployment, chosen: Configuration, contents: Contents, slowdowns: SlowdownsByKind
+) -> Rest:
     """Return the shape at rest; under an intent's `max_loss` layers take precisions of known loss alone."""
-    rest = Rest(precision=chosen.precision, tp=deployment.degree_by_transform)
+    card = contents.models.get(deployment.model)
+    by_kind = profiles_of(contents, card) if card else {}
+    rest = Rest(
+        precision=chosen.precision,
+        tp=deployment.degree_by_transform,
+        slowdowns=_slowest(slowdowns.get((deployment.model, kind), {}) for kind in by_kind),
+    )
     most = deployment.intent.max_loss
     if most is None:
         return rest
-    card = contents.models.get(deployment.model)
-    profiles = [*profiles_of(contents, card).values()] if card else []
+    profiles = [*by_kind.values()]
     losses = [profile.loss for profile in profiles]
     known = [one for one in PRECISIONS if losses and all(one in of_kind for of_kind in losses)]
     lost = max((of_kind.get(chosen.precision, 0.0) for of_kind in losses), default=0.0)
     lost += max((profile.kv_loss_of(chosen.kv_dtype) or 0.0 for profile in profiles), default=0.0)
     return replace(rest, coarsest=lowest([chosen.precision, *known]), loss_left=max(0.0, most - lost))
+
+
+def _slowest(found: Iterable[Mapping[Precision, Slowdown]]) -> dict[Precision, Slowdown]:
+    """Return the slowest of several kinds of devices, for each precision."""
+    slowest = dict[Precision, Slowdown]()
+    for precision, one in ((name, one) for of_kind in found for name, one in of_kind.items()):
+        before = slowest.get(precision, one)
+        slowest[precision] = Slowdown(max(before.prompt, one.prompt), max(before.decode, one.decode))
+    return slowest

@@ -119,6 +119,7 @@ def _envelope(epoch: int, card: InstanceCard, policy: Policy, rest: Rest) -> Env
         resting=rest.precision,
         precisions=_allowed(card, rest, policy.precision),
         kv_precisions=["int8"] if card.kv_loss is not None and not is_below("int8", rest.coarsest) else [],
+        slowdowns=dict(rest.slowdowns),
     )
 
 

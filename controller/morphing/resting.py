@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bus.messages import InstanceCard
+from bus.policy import Slowdown
 from bus.precisions import LOWEST, Precision
 
 
@@ -22,6 +23,7 @@ class Rest:
     coarsest: Precision = LOWEST
     loss_left: float | None = None  # share of the perplexity
     tp: int = 1
+    slowdowns: Mapping[Precision, Slowdown] = field(default_factory=dict)  # by the profile of the model
 
 
 Rests = Mapping[str, Rest]  # rests of deployments, by instance

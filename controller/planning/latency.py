@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from bus.deployments import Basis, Configuration, Intent, LinkKind, LinkSample, Profile
+from bus.policy import Slowdown
 from bus.precisions import PRECISIONS, Precision
 from controller.planning.surfaces import Cells, Surface, Timing, at, cells_of, filled_like, ratio
 from controller.planning.uncertainty import Uncertain, averaged, between, combine, exactly, line_at, within
@@ -123,6 +124,25 @@ class LatencyModel:
         row_bytes = self._profile.row_bytes
         back = self._links.hop(min(rows, last_rows) * row_bytes)
         return (pp - 1) * self._links.hop(rows * row_bytes) + back
+
+
+def slowdowns_of(profile: Profile) -> dict[Precision, Slowdown]:
+    """Return how much longer steps take in each precision than in full, on one device.
+
+    Prompts by the time to the first token, the rest by the time per token, in the largest batches that were
+    measured. Nothing of a profile without full precision.
+    """
+    model = LatencyModel(profile)
+    if "full" not in (precisions := model.precisions()):
+        return {}
+    intent = Intent(batch_size=max(one.batch_size for one in profile.latency))
+    full, found = model.timing(Configuration(), intent), dict[Precision, Slowdown]()
+    for precision in precisions:
+        one = model.timing(Configuration(precision=precision), intent)
+        factors = ratio(one.ttft, full.ttft), ratio(one.tpot, full.tpot)
+        if precision != "full" and min(factors) > 0:
+            found[precision] = Slowdown(*factors)
+    return found
 
 
 class RankModel:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from bus.levers import CostBasis
-from bus.morphs import MorphReport
+from bus.morphs import HALF_S, MorphReport
 
 Kind = Literal["resize", "kv", "swap", "merge", "part", "load"]
 
@@ -47,7 +47,7 @@ class KindCost:
 ASSUMED_COSTS: Final[Mapping[Kind, KindCost]] = {
     "resize": KindCost(duration_s=0.1, stalled_s=0.005),
     "kv": KindCost(duration_s=0.2, stalled_s=0.1),
-    "swap": KindCost(duration_s=0.01, stalled_s=0.002),
+    "swap": KindCost(duration_s=HALF_S, stalled_s=0.002),
     "merge": KindCost(duration_s=1.0, stalled_s=0.3),
     "part": KindCost(duration_s=1.0, stalled_s=0.3),
     "load": KindCost(duration_s=10.0, stalled_s=0.0),
@@ -120,8 +120,7 @@ def observe_cost(costs: LeverCosts, report: MorphReport) -> LeverCosts:
         return costs
     duration_s = _took_s(report)
     if kind == "swap":  # what it worked: how long that takes depends on the share of the time
-        worked_s = (numbers.get(f"{part}_seconds", 0.0) for part in ("copy", "boundary"))
-        duration_s = float(sum(worked_s)) - float(numbers.get("awaited_seconds", 0.0))
+        duration_s = report.worked_s
     stalled_s = float(numbers.get("boundary_seconds", 0.0)) + float(numbers.get("moving_seconds", 0.0))
     nbytes = float(numbers.get("bytes_copied", 0) or numbers.get("bytes_exchanged", 0))
     seen = KindCost(

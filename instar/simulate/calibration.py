@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from bus.messages import PARTS, Part
+from bus.policy import Slowdown
 from bus.precisions import PRECISIONS, Precision
 from instar.errors import InputError
 
@@ -20,13 +21,6 @@ MADE_BY: Final = "`instar simulate --calibrate RUN_DIR --out FILE` makes one"
 AboveZero = Annotated[float, msgspec.Meta(gt=0)]
 FromZero = Annotated[float, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
-
-
-class Slowdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The time of a step with all halves in one precision, as a multiple of that in full precision."""
-
-    prompt: AboveZero  # factor of the time for prompt tokens
-    decode: AboveZero  # factor of the rest
 
 
 class StepCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -186,6 +180,10 @@ def _problem(found: EngineCalibration) -> str:
         return "layer_pages and attention_pages must have the same precisions, full among them"
     if missing := [one for one in found.variants if one != "full" and one not in found.step.slowdowns]:
         return f"step.slowdowns lacks {missing[0]}"
+    slowdowns = found.step.slowdowns.items()
+    if odd_ones := [(name, one) for name, one in slowdowns if min(one.prompt, one.decode) <= 0]:
+        name, one = odd_ones[0]
+        return f"step.slowdowns of {name} are {one.prompt:g} and {one.decode:g}; both must be above 0"
     if wrong := [
         f"{name} of the {part}"
         for name, parts in found.losses.items()

@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from bus.policy import Slowdown
 from bus.precisions import PRECISIONS, Precision
 from instar.errors import InputError
 from instar.output.tables import plural
@@ -27,7 +28,6 @@ from instar.simulate.calibration import (
     EngineCalibration,
     EngineLimits,
     MorphCosts,
-    Slowdown,
     StepCosts,
 )
 from instar.simulate.recorded_work import Work, work_of, work_of_requests

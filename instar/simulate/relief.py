@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import count
 
 from bus.morphs import ConvertCache, Morph, MorphReport, Resize, Swap
-from bus.policy import MOVES_S, Envelope, Policy
+from bus.policy import MOVES_S, Envelope, Policy, Slowdown
 from bus.precisions import LOWEST, PRECISIONS, Precision
 from instar.simulate.calibration import EngineCalibration
 from instar.simulate.engine import SimulatedInstance
@@ -118,7 +118,7 @@ class SimulatedMorphs:
         if policy is not None:
             numbers = count(1)
             self._loop = ReflexLoop(self, clock, lambda: f"{instance.name}-{next(numbers)}")
-            self._granted = _granted(instance, policy)
+            self._granted = _granted(instance, policy, calibration.step.slowdowns)
             self._loop.grant(self._granted)
 
     # ------------------------------------------------------------------------------------- for the reflex
@@ -271,7 +271,7 @@ class SimulatedMorphs:
         )
 
 
-def _granted(instance: MorphingInstance, policy: Policy) -> Envelope:
+def _granted(instance: MorphingInstance, policy: Policy, slowdowns: dict[Precision, Slowdown]) -> Envelope:
     below = PRECISIONS[1 : PRECISIONS.index(policy.precision) + 1]
     return Envelope(
         id="",
@@ -280,4 +280,5 @@ def _granted(instance: MorphingInstance, policy: Policy) -> Envelope:
         policy=policy,
         precisions=[precision for precision in below if precision in instance.shape.variants],
         kv_precisions=["int8"],
+        slowdowns=slowdowns,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from bus.policy import Mode, Policy
+from bus.policy import Mode, Policy, Slowdown
 from instar.replay.schemas import Arrival
 from instar.replay.traces import gamma_burst
 from instar.simulate.calibration import (
@@ -17,7 +17,6 @@ from instar.simulate.calibration import (
     EngineCalibration,
     EngineLimits,
     MorphCosts,
-    Slowdown,
     StepCosts,
 )
 from instar.simulate.cluster import SimulatedCluster

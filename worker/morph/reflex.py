@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from bus.morphs import Cause
+from bus.morphs import HALF_S, Cause
 from bus.policy import RELIEF_SHARE, Envelope, Policy, share_for
 from bus.precisions import LOWEST, Precision, is_below
 
@@ -51,6 +51,7 @@ class Load:
     prompt_rate: float = 0.0  # prompt tokens per second of the last steps; 0: unknown
     arriving: float = 0.0  # requests per second that came lately
     kv_expected: int = 0  # blocks needed by the controller's forecast; 0: no forecast
+    members: int = 1  # workers that have requests of the instance: more than one in a group
 
     @property
     def is_idle(self) -> bool:
@@ -126,6 +127,7 @@ class ReflexState:
     returned_s: float = float("-inf")  # the last return was decided
     relief_took_s: float = 0.0
     relief_half_s: float = 0.0  # of it, for each half of a layer; 0: none was swapped yet
+    half_work_s: float = HALF_S  # of the last relief for each half, if it had had all of the time
     is_by_hand: bool = False
     stands_until_s: float = float("-inf")
     withheld: Mapping[str, float] = field(default_factory=dict)
@@ -305,16 +307,27 @@ def decided(state: ReflexState, lever: Lever, at_s: float) -> ReflexState:
 
 
 def ended(
-    state: ReflexState, lever: Lever, is_applied: bool, seconds: float, at_s: float, halves: int = 0
+    state: ReflexState,
+    lever: Lever,
+    is_applied: bool,
+    seconds: float,
+    at_s: float,
+    halves: int = 0,
+    work_s: float = 0.0,
 ) -> ReflexState:
-    """Note the end of an ordered morph, `seconds` after it began. halves: of layers, that were swapped.
+    """Note the end of an ordered morph, `seconds` after it began.
+
+    halves: of layers, that were swapped, with `work_s` of work.
 
     Pressure that was counted meanwhile stays: if it is there at the next step too, more relief is due.
     """
     state = replace(state, ease=0)
     if lever in DOWN:
         half_s = seconds / halves if halves else state.relief_half_s
-        state = replace(state, relieved_s=at_s, relief_took_s=seconds, relief_half_s=half_s)
+        work_s = work_s / halves if halves and work_s else state.half_work_s
+        state = replace(
+            state, relieved_s=at_s, relief_took_s=seconds, relief_half_s=half_s, half_work_s=work_s
+        )
     # An applied resize took what it could: the same pages would be asked for again at once.
     if not is_applied or lever == "resize":
         return state.paused(lever, at_s)

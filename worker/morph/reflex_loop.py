@@ -173,7 +173,10 @@ class ReflexLoop:
             if report.id == found.morph_id:
                 took_s, is_applied = now_s - found.began_s, report.state == "applied"
                 halves = int(report.numbers.get("halves_applied", 0))
-                found.state = reflex.ended(found.state, found.lever, is_applied, took_s, now_s, halves)
+                work_s = report.worked_s
+                found.state = reflex.ended(
+                    found.state, found.lever, is_applied, took_s, now_s, halves, work_s
+                )
                 found.morph_id = ""
             elif report.numbers.get({"swap": "halves_applied", "kv": "layers_done"}.get(report.kind, "")):
                 found.state = reflex.ordered(found.state, report.numbers.get("stands_seconds", 0), now_s)
@@ -208,18 +211,19 @@ class ReflexLoop:
         for need in needs:
             about = found.state, load, shape, found.envelope
             soon = reflex.soon_over(found.state, load, need) if need.goal == "relief" else None
+            decision: Decision | Withheld | None
             if need.goal == "return":
                 decision = sizing.restore(*about, need)
             else:
                 decision = sizing.relieve(*about, need, may_lose=is_fresh and not soon)
-            if decision:
+            if isinstance(decision, Decision):
                 return [*events, self._begin(name, found, decision, load.at_s)]
             if soon:  # that is looked at again at the next step, for more may have come
                 events += self._withhold(name, found, load, soon, need)
                 continue
             found.vain_s[need.cause] = load.at_s
             if need.goal == "relief" and need.cause != "forecast":
-                why = sizing.why_nothing(*about, may_lose=is_fresh)
+                why = decision or sizing.why_nothing(*about, may_lose=is_fresh)
                 events += self._withhold(name, found, load, why, need)
         return events
 
@@ -294,6 +298,7 @@ class ReflexLoop:
             arriving=sum(each.arriving for each in members),
             floor_refused=min(refused, key=PRECISIONS.index),
             kv_expected=expected,
+            members=len(members),
         )
 
     def _shape(self, target: ReflexTarget, load: Load) -> Shape:

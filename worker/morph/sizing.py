@@ -10,12 +10,13 @@ from typing import Any, Final
 
 from bus.messages import Number
 from bus.morphs import Cause
-from bus.policy import Envelope
+from bus.policy import Envelope, Policy
 from bus.precisions import LOWEST, PRECISIONS, KVPrecision, Precision, is_below, lowest
 from bus.shapes import loss_of_kv
 from worker.morph.losses import Choice, Halves, Losses, MayTouch, Pages, choose_relief, choose_return
 from worker.morph.plan import Half
-from worker.morph.reflex import DOWN, Lever, Load, Need, ReflexState, Withheld
+from worker.morph.pricing import Waits, is_predictable, predict_waits
+from worker.morph.reflex import DOWN, LATE, Lever, Load, Need, ReflexState, Withheld
 
 RETURN_MARGIN: Final = 4  # this part of the dead zone stays free after a return, or noise would undo it
 FORECAST_SHARE: Final = 0.25  # of the budget of loss may be taken for what is only expected
@@ -100,10 +101,11 @@ class Decision:
 
 def relieve(
     state: ReflexState, load: Load, shape: Shape, envelope: Envelope, need: Need, *, may_lose: bool
-) -> Decision | None:
+) -> Decision | Withheld | None:
     """Return the cheapest morph that brings blocks: free pages first, then what loses least for each block.
 
-    That is the KV cache as a whole, or halves by loss for each page.
+    That is the KV cache as a whole, or halves by loss for each page. Halves are withheld where requests would
+    wait for longer with them than without.
 
     may_lose: False under a stale envelope.
     """
@@ -122,24 +124,18 @@ def relieve(
     lost = shape.lost(envelope)
     budget = policy.most_loss * (FORECAST_SHARE if need.cause == "forecast" else 1.0)
     left = budget - lost + RESERVE
-    choice = Choice({}, 0, 0.0)
+    choice, waits = Choice({}, 0, 0.0), None
     if not state.is_paused("swap_down", load.at_s):
-        choice = choose_relief(
-            shape.halves,
-            shape.losses,
-            shape.pages,
-            allowed=_allowed(shape, envelope),
-            order=shape.order,
-            wanted_pages=shape.pages_of(missing),
-            budget=left,
-            may_touch=_within(policy.max_layers, envelope.resting),
-        )
+        choice, waits = _choose(state, load, shape, envelope, need, missing, left)
     gained = shape.blocks_of(choice.pages) if choice.halves else 0
     converted = 0 if state.is_paused("kv_down", load.at_s) else _blocks_by_kv(load, shape, envelope, left)
-    if not choice.halves and not converted:
-        return None
+    dear = _too_dear(choice, waits, policy)
+    if not converted and (dear or not choice.halves):
+        return dear
     lever: Lever = "swap_down"
-    if converted and _price(shape.kv.added, converted, missing) < _price(choice.loss, gained, missing):
+    if converted and (
+        dear or _price(shape.kv.added, converted, missing) < _price(choice.loss, gained, missing)
+    ):
         lever = "kv_down"
     is_kv = lever == "kv_down"
     loss = lost + (shape.kv.added if is_kv else choice.loss)
@@ -160,7 +156,76 @@ def relieve(
     }
     if is_kv:
         return _decide(lever, need, reason, state, load, envelope, numbers, kv="int8")
+    if waits:
+        reason += f"; requests wait for {waits.with_s:.2f} s and not for {waits.without_s:.2f} s"
+        numbers |= {"wait_with_s": round(waits.with_s, 4), "wait_without_s": round(waits.without_s, 4)}
     return _decide(lever, need, reason, state, load, envelope, numbers, halves=choice.halves)
+
+
+def _choose(
+    state: ReflexState,
+    load: Load,
+    shape: Shape,
+    envelope: Envelope,
+    need: Need,
+    missing: int,
+    budget: float,
+) -> tuple[Choice, Waits | None]:
+    """Return the halves that lose least for each page, and how long requests wait without and with them.
+
+    Where that is predicted, precisions are left out if requests then wait less: fewer bits may mean longer
+    steps. None: it is not, or nothing can be swapped. Of a worker alone it is not, since most of its queue is
+    at the gateways, which send no more than its cache holds.
+    """
+    allowed = _allowed(shape, envelope)
+
+    def down_to(precisions: Sequence[Precision]) -> Choice:
+        return choose_relief(
+            shape.halves,
+            shape.losses,
+            shape.pages,
+            allowed=precisions,
+            order=shape.order,
+            wanted_pages=shape.pages_of(missing),
+            budget=budget,
+            may_touch=_within(envelope.policy.max_layers, envelope.resting),
+        )
+
+    if need.cause != "queue_delay" or load.members == 1 or not is_predictable(load):
+        return down_to(allowed), None
+    found = [one for last in range(len(allowed)) if (one := down_to(allowed[: last + 1])).halves]
+    priced = [
+        (
+            one,
+            predict_waits(
+                load,
+                missing=missing,
+                blocks=shape.blocks_of(one.pages),
+                before=shape.halves,
+                after={**shape.halves, **one.halves},
+                slowdowns=envelope.slowdowns,
+                work_s=state.half_work_s * len(one.halves),
+            ),
+        )
+        for one in found
+    ]
+    if not priced:
+        return Choice({}, 0, 0.0), None
+    return min(priced, key=lambda one: (round(one[1].with_s, 6), one[0].loss))
+
+
+def _too_dear(choice: Choice, waits: Waits | None, policy: Policy) -> Withheld | None:
+    """Return why halves are not swapped: requests would wait for longer. None if they would not.
+
+    Nor where the objective is in danger: in a long overload the predictions say too little of what comes.
+    """
+    if waits is None or waits.is_shorter or waits.without_s > LATE * policy.ttft_slo_s:
+        return None
+    return Withheld(
+        "price",
+        f"with {_count(choice)} the requests that wait would have their first tokens after "
+        f"{waits.with_s:.2f} s, and without after {waits.without_s:.2f} s",
+    )
 
 
 def _blocks_by_kv(load: Load, shape: Shape, envelope: Envelope, budget: float) -> int:

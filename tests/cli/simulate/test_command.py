@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from bus.policy import Slowdown
 from instar.cli import main
 from instar.replay import files
 from instar.simulate import calibration as calibrations
@@ -177,6 +178,10 @@ def replaced(what: str, **changes: Any) -> EngineCalibration:
         (msgspec.structs.replace(SMALL, order=[0, 1]), "order is [0, 1], not one of 8 layers"),
         (replaced("memory", attention_pages={"full": 49}), "must have the same precisions"),
         (replaced("step", slowdowns={}), "step.slowdowns lacks int8"),
+        (
+            replaced("step", slowdowns=SMALL.step.slowdowns | {"int4": Slowdown(0.0, 2.0)}),
+            "step.slowdowns of int4 are 0 and 2; both must be above 0",
+        ),
         (replaced("limits", max_model_len=4096), "47 KV blocks of 16 tokens hold no sequence of 4096 tokens"),
         (
             msgspec.structs.replace(SMALL, losses={"int8": {"ffn": [0.1]}}),

@@ -9,10 +9,13 @@ import pytest
 from bus.catalogue import Contents
 from bus.deployments import Configuration, Deployment, Intent, ModelCard
 from bus.messages import Stage
+from bus.policy import Slowdown
 from bus.precisions import Precision
-from controller.deployments.profiling import rests_of
+from controller.deployments.profiling import SlowdownsByKind, rests_of
 from controller.morphing.resting import Rest
+from controller.planning.latency import slowdowns_of
 from tests.support.deployment_world import World, profile
+from tests.support.known_truths import SPEED, Truth, profile_of
 
 SERVING = Deployment(
     id="d1",
@@ -66,3 +69,26 @@ def test_a_world_that_serves_rests_as_it_was_deployed() -> None:
     world.deploy()
     world.settle(5)
     assert list(rests_of(world.contents)) == ["m@w0"]
+
+
+def test_of_several_kinds_of_devices_the_slowest_says_how_long_steps_take() -> None:
+    of_two = contents(SERVING)
+    of_two.profiles["m", "gpu"] = replace(profile(), device="gpu")
+    slowdowns: SlowdownsByKind = {
+        ("m", "cpu"): {"int8": Slowdown(1.1, 0.7)},
+        ("m", "gpu"): {"int8": Slowdown(0.9, 1.2), "int4": Slowdown(2.0, 2.0)},
+        ("other", "cpu"): {"int8": Slowdown(9.0, 9.0)},
+    }
+    rest = rests_of(of_two, slowdowns)["m@w0"]
+    assert rest.slowdowns == {"int8": Slowdown(1.1, 1.2), "int4": Slowdown(2.0, 2.0)}
+
+
+def test_steps_of_a_measured_model_are_as_slow_as_it_is() -> None:
+    """Every part of a step takes 0.8 of the time in int8, and 0.6 in int4."""
+    configurations = [Configuration(precision=one) for one in SPEED]
+    found = slowdowns_of(profile_of(Truth(), configurations=configurations))
+    assert list(found) == ["int8", "int4"]
+    for precision, one in found.items():
+        assert (one.prompt, one.decode) == pytest.approx((SPEED[precision],) * 2)
+    assert slowdowns_of(profile()) == {}  # nothing was measured
+    assert slowdowns_of(profile_of(Truth(), configurations=configurations[1:])) == {}

@@ -7,7 +7,8 @@ from typing import Any
 
 from bus.client import LiveWorker
 from bus.messages import Demand, InstanceCard, WorkerCard
-from bus.policy import NEWS_S, Envelope, Policy
+from bus.policy import NEWS_S, Envelope, Policy, Slowdown
+from bus.precisions import Precision
 from controller.morphing.envelopes import Floors, due, envelopes, hear_floor, raised
 from controller.morphing.resting import Rest
 
@@ -75,6 +76,13 @@ def test_a_deployment_rests_in_its_own_configuration_and_is_left_alone_until_tha
     assert envelope.policy.loss_budget == 0.0025
     strict = only(deployed, rests={"m@w0": Rest(loss_left=0.001)})
     assert strict.policy.loss_budget == 0.001
+
+
+def test_the_reflex_learns_how_much_slower_steps_are_from_the_profile_of_a_deployment() -> None:
+    slowdowns: dict[Precision, Slowdown] = {"int4": Slowdown(1.5, 0.7)}
+    deployed = worker("w0", instance(deployed="d1"))
+    assert only(deployed, rests={"m@w0": Rest(slowdowns=slowdowns)}).slowdowns == slowdowns
+    assert only(worker("w0", instance())).slowdowns == {}
 
 
 def test_leaders_alone_get_one_of_groups_and_pipelines_and_nobody_who_leaves() -> None:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from bus.messages import PARTS
-from bus.policy import RELIEF_SHARE, Envelope, Mode, Policy
+from bus.morphs import HALF_S
+from bus.policy import RELIEF_SHARE, Envelope, Mode, Policy, Slowdown
 from bus.precisions import Precision
 from worker.morph import reflex, sizing
 from worker.morph.losses import losses_of
 from worker.morph.plan import Half
-from worker.morph.reflex import Load, Need, ReflexState
+from worker.morph.reflex import Load, Need, ReflexState, Withheld
 from worker.morph.sizing import Decision, KVState, Shape
 
 LAYERS = 8
@@ -73,7 +74,15 @@ def due(load: Load, steps: int = 3, state: ReflexState | None = None, **fields: 
 def relief(
     load: Load = BURST, of: Shape | None = None, *, may_lose: bool = True, **fields: Any
 ) -> Decision | None:
-    need = Need("relief", "queue_delay", "words")
+    found = weighed(load, of, may_lose=may_lose, **fields)
+    assert not isinstance(found, Withheld)
+    return found
+
+
+def weighed(
+    load: Load, of: Shape | None = None, *, cause: Any = "queue_delay", may_lose: bool = True, **fields: Any
+) -> Decision | Withheld | None:
+    need = Need("relief", cause, "words")
     return sizing.relieve(ReflexState(), load, of or shape(), envelope(**fields), need, may_lose=may_lose)
 
 
@@ -164,7 +173,7 @@ def test_what_is_expected_is_pressure_may_lose_less_and_holds_layers_where_they_
         decision = sizing.relieve(
             ReflexState(), soon, shape(), envelope(loss_budget=0.01), need, may_lose=True
         )
-        assert decision
+        assert isinstance(decision, Decision)
         return float(decision.numbers["loss"])
 
     assert loss(need) <= 0.0025 < loss(replace(need, cause="queue_delay")) <= 0.01
@@ -453,7 +462,7 @@ def test_an_applied_resize_is_not_asked_for_again_at_once() -> None:
     state = reflex.ended(ReflexState(), "resize", is_applied=True, seconds=0.1, at_s=BURST.at_s)
     need = Need("relief", "queue_delay", "words")
     decision = sizing.relieve(state, BURST, shape(pages_spare=80), envelope(), need, may_lose=True)
-    assert decision and decision.lever == "swap_down"
+    assert isinstance(decision, Decision) and decision.lever == "swap_down"
 
 
 def test_a_decision_says_what_was_seen() -> None:
@@ -463,6 +472,61 @@ def test_a_decision_says_what_was_seen() -> None:
         "words: 15 halves to int8, 1 halves to int4 for about 48 KV blocks, of 112"
     )
     assert decision.numbers["kv_needed"] == 180 and decision.numbers["policy_revision"] == 0
+
+
+# ------------------------------------------------------------------------------------- what it is worth
+
+# 80 blocks are missing; prompts of so many tokens are due, at 1000 in a second.
+PROMPTS = replace(BURST, prompt_tokens=500, prompt_rate=1000.0, members=2)
+BUSY = replace(PROMPTS, prompt_tokens=900, residence_s=0.4)
+
+
+def test_no_layer_loses_bits_where_prompts_take_longer_than_blocks() -> None:
+    """One misses blocks for 0.05 s already; 100 come free in 4 s, so the 112 that are missing in 4.48 s."""
+    found = relief(PROMPTS)
+    assert found and found.numbers["wait_without_s"] == 4.53
+    withheld = weighed(BUSY)
+    assert isinstance(withheld, Withheld) and withheld.code == "price"
+    assert withheld.reason == (
+        "with 16 halves to int8 the requests that wait would have their first tokens after 1.06 s, and "
+        "without after 0.90 s"
+    )
+    assert isinstance(weighed(BUSY, ttft_slo_s=1.0), Decision)  # the objective is in danger
+    assert isinstance(weighed(replace(BUSY, members=1)), Decision)  # and gateways may have more of a queue
+
+
+def test_no_layer_goes_to_bits_that_make_the_wait_longer() -> None:
+    slow: dict[Precision, Slowdown] = {"int8": Slowdown(1.0, 1.0), "int4": Slowdown(9.0, 9.0)}
+    need = Need("relief", "queue_delay", "words")
+
+    def halves(load: Load, **fields: Any) -> set[Precision]:
+        granted = replace(envelope("performance"), **fields)
+        found = sizing.relieve(ReflexState(), load, shape(), granted, need, may_lose=True)
+        assert isinstance(found, Decision)
+        return set(found.halves.values())
+
+    many = replace(PROMPTS, kv_needed=10_000)
+    assert halves(many) == {"int4"}
+    assert halves(many, slowdowns=slow) == {"int8"}
+    assert halves(replace(many, prompt_rate=0.0), slowdowns=slow) == {"int4"}  # nothing is predicted
+
+
+@pytest.mark.parametrize("cause", ["kv_usage", "preemptions", "forecast"])
+def test_relief_that_no_queue_asks_for_is_not_weighed(cause: Any) -> None:
+    assert isinstance(weighed(BUSY, cause=cause), Decision)
+
+
+def test_where_halves_are_too_dear_the_kv_cache_may_lose_bits() -> None:
+    found = relief(BUSY, shape(kv=kv(loss=0.0024)))
+    assert found and found.lever == "kv_down"
+
+
+def test_the_work_of_a_half_is_that_of_the_last_relief() -> None:
+    about: dict[str, Any] = {"is_applied": True, "seconds": 0.6, "at_s": 100.0}
+    state = reflex.ended(ReflexState(), "swap_down", **about, halves=3, work_s=0.06)
+    assert ReflexState().half_work_s == HALF_S and state.half_work_s == pytest.approx(0.02)
+    state = reflex.ended(state, "kv_down", **about)
+    assert state.half_work_s == pytest.approx(0.02)
 
 
 # ------------------------------------------------------------------------------------- the KV cache
@@ -508,8 +572,8 @@ def test_a_request_that_insists_on_full_precision_keeps_the_kv_cache_in_it() -> 
     assert decision and decision.lever == "kv_down"
     no_word = replace(envelope(), kv_precisions=[])
     need = Need("relief", "queue_delay", "words")
-    decision = sizing.relieve(ReflexState(), BURST, shape(kv=kv()), no_word, need, may_lose=True)
-    assert decision and decision.lever == "swap_down", "the controller allows no other"
+    found = sizing.relieve(ReflexState(), BURST, shape(kv=kv()), no_word, need, may_lose=True)
+    assert isinstance(found, Decision) and found.lever == "swap_down", "the controller allows no other"
 
 
 def test_it_goes_back_once_what_is_needed_fits_into_fewer_blocks() -> None:

@@ -15,6 +15,7 @@ from bus.policy import MOVES_S, NEWS_S, Envelope, Mode, Policy
 from bus.precisions import PRECISIONS, Precision
 from tests.support.engine_toys import continuation, request
 from tests.support.morph_toys import Rig
+from worker.distributed.messages import MemberLoad
 from worker.morph.reflex import UP, Lever
 from worker.morph.reflex_loop import AGAIN_S, MemberRoom, ReflexLoop
 
@@ -168,6 +169,22 @@ def test_a_queue_for_compute_is_told_once_and_no_layer_pays_for_it(clocked: Cloc
     assert event.reason.startswith("requests wait for compute, not for KV blocks: 32 prompt tokens are due")
     assert max(clocked.rig.executor.urgencies.values()) == 0.0
     clocked.finish()
+    assert clocked.rig.reports == []
+
+
+def test_relief_in_a_group_that_would_only_delay_the_prompts_is_withheld_and_told_once(
+    clocked: Clocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = clocked.rig.target.loads
+    monkeypatch.setattr(clocked.rig.target, "loads", lambda: [*own(), MemberLoad()])  # and one that idles
+    clocked.grant()
+    clocked.rig.instance.prompt_rate.add(200, 1.0)  # as measured: 200 tokens in a second
+    clocked.rig.instance.residence_s = 0.05
+    clocked.flood()
+    clocked.step(3)
+    (event,) = clocked.events
+    assert event.kind == "relief_withheld" and event.numbers["kv_needed"] > event.numbers["kv_blocks"]
+    assert "the requests that wait would have their first tokens after" in event.reason
     assert clocked.rig.reports == []
 
 

@@ -12,14 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.policy import Mode, Policy
+from bus.policy import Mode, Policy, Slowdown
 from instar.replay.schemas import Arrival
 from instar.simulate.calibration import (
     CalibratedMemory,
     EngineCalibration,
     EngineLimits,
     MorphCosts,
-    Slowdown,
     StepCosts,
 )
 from instar.simulate.cluster import Record, SimulatedCluster
