@@ -18,6 +18,7 @@ MAX_OBJECTS = 8192  # objects in one body: more would block the event loop
 MAX_DEPTH = 16
 # Fields with JSON schemas: a null says something in one, and `bus.grammars` bounds its size and depth.
 WITH_SCHEMAS: Final = frozenset({"response_format", "guided_json", "structured_outputs", "tools"})
+SCHEMAS: Final = frozenset({"json", "parameters", "schema"})  # the schemas within these
 # Fields whose names are the client's own: a null is a value there, of the wrong type.
 MAPS: Final = frozenset({"logit_bias", "metadata"})
 
@@ -52,7 +53,19 @@ def json_object(data: bytes) -> dict[str, Any]:
         raise bad_json(f"the body has {len(value)} fields; the limit is {MAX_FIELDS}")
     clean = _Cleaner().clean
     given = ((name, one) for name, one in value.items() if one is not None)
-    return {name: one if name in WITH_SCHEMAS | MAPS else clean(one, name) for name, one in given}
+    as_it_is = MAPS | {"guided_json"}
+    return {
+        name: one if name in as_it_is else _around_schemas(one) if name in WITH_SCHEMAS else clean(one, name)
+        for name, one in given
+    }
+
+
+def _around_schemas(value: Any, depth: int = 4) -> Any:
+    """Return a value without nulls, but with those of its schemas. No field is declared below `depth`."""
+    if depth and isinstance(value, dict):
+        given = ((name, one) for name, one in value.items() if one is not None)
+        return {name: one if name in SCHEMAS else _around_schemas(one, depth - 1) for name, one in given}
+    return [_around_schemas(one, depth - 1) for one in value] if depth and isinstance(value, list) else value
 
 
 def has_too_many(data: bytes) -> bool:

@@ -194,3 +194,18 @@ async def test_a_long_chat_is_rendered_beside_the_event_loop(tmp_path: Path) -> 
     await asyncio.sleep(0)
     assert not task.done()
     assert (await task).endswith(short[-10:])
+
+
+def test_nulls_around_a_schema_count_as_left_out_and_those_within_stay() -> None:
+    schema = {"enum": [None, "a"], "default": None}
+    function = {"name": "f", "parameters": schema, "strict": None, "other": None}
+    fields = {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "s", "schema": schema, "other": None},
+            "other": None,
+        },
+        "tools": [{"type": "function", "function": function, "other": None}],
+    }
+    body = parse(ChatBody, msgspec.json.encode({"model": "m", "messages": [MESSAGE]} | fields))
+    assert msgspec.json.encode(body.model_dump(mode="json")).count(msgspec.json.encode(schema)) == 2
