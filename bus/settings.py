@@ -63,6 +63,10 @@ class RedisSettings(Section):
     socket_timeout_s: float = _key(7.0, "without an answer for this long, the connection is lost", gt=0)
     block_ms: int = _key(2000, "longest blocking read; must stay below socket_timeout_s", gt=0, le=5000)
     maxmemory_mb: int = _key(256, "memory limit of the embedded server (noeviction)", ge=16)
+    folder: str = _key(
+        "",
+        "where the embedded server keeps deployments, policy and profiles over restarts; empty: nowhere",
+    )
 
     @model_validator(mode="after")
     def _reads_end_before_the_timeout(self) -> Self:

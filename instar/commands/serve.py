@@ -87,7 +87,7 @@ def serve(settings: Settings) -> int:
     """Run until Ctrl-C or SIGTERM. Returns the exit status. Raises InputError before anything starts."""
     console = Console()
     settings = ready_to_start(settings)
-    redis = None if settings.redis.url else plan_redis(settings.redis.maxmemory_mb)
+    redis = None if settings.redis.url else plan_redis(settings.redis.maxmemory_mb, settings.redis.folder)
     num_cpus = len(os.sched_getaffinity(0))
     programs = plan_programs(settings, redis, os.environ, num_cpus, count_gpus())
     console.say(f"Starting {', '.join(program.name for program in programs)} (Ctrl-C stops them all)")

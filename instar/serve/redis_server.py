@@ -1,12 +1,15 @@
 """A Redis server for machines that run none: found on PATH or in a Python package.
 
-It keeps nothing on disk: a gateway submits its requests again when the server comes back empty. It evicts
-nothing (noeviction), since an evicted stream would lose requests silently.
+Without a folder it keeps nothing on disk: a gateway submits its requests again when the server comes back
+empty. In a folder it appends every write to a file, so that deployments survive a restart of everything. It
+evicts nothing (noeviction), since an evicted stream would lose requests silently.
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
+import os
 import re
 import secrets
 import shutil
@@ -29,6 +32,7 @@ class RedisServer:
     port: int
     password: str
     maxmemory_mb: int
+    folder: Path | None = None  # where it keeps its data; None: nowhere
 
     @property
     def url(self) -> str:
@@ -48,17 +52,42 @@ class RedisServer:
             f"maxmemory {self.maxmemory_mb}mb",
             "maxmemory-policy noeviction",
             'save ""',
-            "appendonly no",
+            *self._persistence,
             "loglevel warning",
             "hz 5",  # housekeeping of an idle server; reads check expiry exactly
             "daemonize no",
         ]
         return ("\n".join(lines) + "\n").encode()
 
+    @property
+    def _persistence(self) -> list[str]:
+        if self.folder is None:
+            return ["appendonly no"]
+        quoted = str(self.folder).replace("\\", "\\\\").replace('"', '\\"')
+        return [f'dir "{quoted}"', "appendonly yes", "appendfsync everysec"]
 
-def plan_redis(maxmemory_mb: int) -> RedisServer:
+
+def plan_redis(maxmemory_mb: int, folder: str = "") -> RedisServer:
     """Return a server on a free port of loopback. Raises InputError."""
-    return RedisServer(find_redis_server(), free_port(), secrets.token_urlsafe(24), maxmemory_mb)
+    kept = _own_folder(Path(folder).absolute()) if folder else None
+    return RedisServer(find_redis_server(), free_port(), secrets.token_urlsafe(24), maxmemory_mb, kept)
+
+
+def _own_folder(folder: Path) -> Path:
+    """Make the folder, and take it for as long as this process lives. Raises InputError."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(folder / "instar.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise InputError(f"redis.folder = {str(folder)!r} cannot be used: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise InputError(
+            f"redis.folder = {str(folder)!r} is in use by another `instar serve`; give each its own"
+        ) from error
+    return folder
 
 
 def free_port() -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from bench.common.redis import running_redis
 from bus.settings import Settings, load_settings
@@ -28,10 +29,12 @@ from instar.serve.process import Backoff, Console, Program, Role
 from instar.serve.programs import plan_programs, with_values
 from instar.serve.readiness import ServiceWatcher
 from instar.serve.redis_server import (
+    RedisServer,
     find_redis_server,
     free_port,
     plan_redis,
     server_version,
+    wait_until_listening,
 )
 from instar.serve.supervisor import Supervisor
 from tests.support.paths import ROOT
@@ -119,10 +122,40 @@ def test_weights_of_a_single_worker_are_not_padded_for_groups(
     assert own.worker.in_force("cpu").max_tp == max_tp
 
 
+def test_a_redis_with_a_folder_keeps_its_data_and_one_folder_is_for_one_server(tmp_path: Path) -> None:
+    folder = tmp_path / 'a "folder"'
+
+    def ask(server: RedisServer, *command: str) -> Any:
+        process = subprocess.Popen(server.argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        try:
+            assert process.stdin is not None
+            process.stdin.write(server.config)
+            process.stdin.close()
+            assert wait_until_listening(server.port, 10)
+            with redis.Redis.from_url(server.url) as client:
+                return client.execute_command(*command)
+        finally:
+            process.kill()
+            process.wait(10)
+
+    kept = plan_redis(64, str(folder))
+    assert ask(kept, "SET", "deployed", "a1")
+    assert ask(kept, "GET", "deployed") == b"a1"
+    assert folder.stat().st_mode & 0o077 == 0
+    with pytest.raises(InputError, match="is in use by another `instar serve`"):
+        plan_redis(64, str(folder))
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"redis\.folder = .* cannot be used: "):
+        plan_redis(64, str(tmp_path / "file"))
+    without = plan_redis(64)
+    ask(without, "SET", "deployed", "a1")
+    assert ask(without, "GET", "deployed") is None
+
+
 def test_no_password_is_in_an_argument() -> None:
-    redis = plan_redis(64)
-    programs = plan_programs(Settings(), redis, {}, 1, 0)
-    assert redis.password not in " ".join(word for p in programs for word in p.argv)
+    server = plan_redis(64)
+    programs = plan_programs(Settings(), server, {}, 1, 0)
+    assert server.password not in " ".join(word for p in programs for word in p.argv)
 
 
 # --------------------------------------------------------------------------- before anything starts
