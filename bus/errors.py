@@ -38,6 +38,10 @@ class RedisForbidden(RedisProblem):
     """The server's access list keeps this user from a command or key that the bus needs."""
 
 
+class NameTaken(RedisProblem):
+    """Another process that lives has the name of this one."""
+
+
 class BusUnavailable(Exception):
     """Redis did not answer. Whether it carried out the command is unknown.
 

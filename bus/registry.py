@@ -6,14 +6,18 @@ exit removes both. One script reads all workers, so a card and its lease are of 
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from redis.asyncio import Redis
 
 from bus.codec import DecodeError, decode, encode
+from bus.errors import NameTaken
 from bus.link import RedisLink
 from bus.messages import WorkerCard
 from bus.policy import Policy
@@ -110,6 +114,28 @@ class Registry(RedisLink):
         """Delete lease, card and membership, for a clean exit. Returns False if the lease is another's."""
         keys = [self.names.lease(worker), self.names.card(worker), self.names.workers]
         return bool(await self.script(_DROP, keys, [str(epoch), worker]))
+
+    async def refuse_namesake(self, kind: Literal["worker", "gateway"], name: str, lease_s: float) -> None:
+        """Raise NameTaken if a process with this name renews its lease; this may take `lease_s / 2`.
+
+        A holder renews its lease three times in its length. One that died leaves a lease that only runs out.
+        """
+        names = self.names
+        key = names.lease(name) if kind == "worker" else names.gateway_lease(name)
+        least_ms, until_s = math.inf, time.monotonic() + lease_s / 2
+        while (left_ms := await self._left_ms(key)) > 0 and time.monotonic() < until_s:
+            if left_ms > least_ms:
+                raise NameTaken(
+                    f"another {kind} is called {name!r} and lives: it renews its lease {key}. Two of one "
+                    f"name would end each other's requests; give this one another name: {kind}.id "
+                    f"(INSTAR_{kind.upper()}__ID)"
+                )
+            least_ms = left_ms
+            await asyncio.sleep(lease_s / 30)
+
+    async def _left_ms(self, key: str) -> int:
+        """Return the time that is left of a lease; negative without one."""
+        return int(await self.run(lambda client: client.pttl(key)))
 
     async def members(self) -> list[RegisteredWorker]:
         """Return every worker that joined and did not leave, dead ones too. See `RedisLink.picture`."""

@@ -16,11 +16,12 @@ from typing import NoReturn
 import uvicorn
 
 from bus.api_keys import KeysFileError
-from bus.client import Bus
+from bus.client import Bus, BusUnavailable
 from bus.settings import GatewaySettings, Settings, SettingsError
 from bus.tls import TLSProblem, server_context
 from gateway.app import create_app
 from gateway.http.connection import Protocol
+from gateway.loops import LEASE_S
 from gateway.operations.live import Feeds
 from gateway.state import Gateway
 
@@ -98,6 +99,8 @@ async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
     except (SettingsError, KeysFileError) as error:
         listener.close()
         _fail(str(error))
+    with contextlib.suppress(BusUnavailable):  # then the start says so
+        await bus.refuse_namesake("gateway", gateway.id, LEASE_S)
     feeds = Feeds(gateway)
     died = asyncio.Event()
     config = uvicorn.Config(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -112,3 +113,20 @@ async def test_a_deadline_that_passes_in_the_queue_is_504_and_cancels(
             assert answer.json()["error"]["code"] == "deadline_exceeded"
             assert answer.json()["error"]["type"] == "timeout"
         await gate.until("the cancellations", lambda: len(gate.worker.cancelled) == 2)
+
+
+async def test_each_of_two_gateways_counts_the_calls_of_a_key_for_itself(
+    redis_settings: RedisSettings, folder: Path
+) -> None:
+    """docs/keys.md says so, and why."""
+    limits: dict[str, Any] = {"rate_limit_rpm": 1, "api_keys": ["first-key"]}
+    async with (
+        running(redis_settings, folder, **limits) as one,
+        running(redis_settings, folder, workers=0, **limits) as other,
+    ):
+        await other.wait_ready()
+        assert one.settings.gateway.port != other.settings.gateway.port
+        for gate in (one, other):
+            async with gate.http(headers={"authorization": "Bearer first-key"}) as http:
+                answers = [await http.post("/v1/completions", json=BODY) for _ in range(2)]
+            assert [answer.status_code for answer in answers] == [200, 429]

@@ -140,3 +140,42 @@ def _is_up(port: int) -> bool:
         return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+def test_a_second_gateway_of_the_same_name_is_refused_and_without_a_name_each_has_its_own(
+    redis_settings: RedisSettings, tmp_path: Path
+) -> None:
+    base = {key: value for key, value in os.environ.items() if not key.startswith("INSTAR_")}
+    base |= {"INSTAR_CONFIG": "", "INSTAR_REDIS__URL": redis_settings.url}
+    base |= {"INSTAR_REDIS__PREFIX": redis_settings.prefix}
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(name: str = "") -> tuple[subprocess.Popen[bytes], str]:
+        port = free_port()
+        env = base | {"INSTAR_GATEWAY__PORT": str(port), "INSTAR_GATEWAY__ID": name}
+        command = [sys.executable, "-m", "gateway"]
+        process = subprocess.Popen(command, env=env, cwd=ROOT, stderr=subprocess.PIPE)
+        started.append(process)
+        return process, f"http://127.0.0.1:{port}"
+
+    def answers(url: str) -> str:
+        try:
+            return str(httpx.get(f"{url}/admin/state", timeout=5).json()["gateway"]["id"])
+        except httpx.HTTPError:
+            return ""
+
+    try:
+        _, first = start("one")
+        wait_for("the first", lambda: answers(first) == "one")
+        refused, _ = start("one")
+        _, said = refused.communicate(timeout=30)
+        assert refused.returncode == 2
+        assert b"another gateway is called 'one' and lives" in said
+        assert b"INSTAR_GATEWAY__ID" in said
+        (_, second), (_, third) = start(), start()
+        wait_for("the others", lambda: answers(second) and answers(third))
+        assert len({answers(first), answers(second), answers(third)}) == 3
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()

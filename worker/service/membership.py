@@ -50,12 +50,12 @@ class Membership:
         return self._lease_s * (LEASES_WHILE_LOADING if self.card.state == "loading" else 1)
 
     async def join(self) -> None:
-        """Take an epoch and register, however long Redis is away or full. Raises RedisProblem."""
+        """Take an epoch and register, however long Redis is away or full. Raises RedisProblem, NameTaken."""
         await until_taken(self._bus, self._take_epoch)
         await until_taken(self._bus, self._register)
 
     async def run(self) -> None:
-        """Renew the lease three times in its length, and show a stale card. Raises RedisProblem."""
+        """Renew the lease three times in its length, and show a stale card. Raises as `join` does."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._lease_s / 3):
@@ -109,7 +109,12 @@ class Membership:
         await until_taken(self._bus, self._register)
 
     async def _take_epoch(self) -> None:
-        """Take the present time in milliseconds as epoch, or more where the clock was set back."""
+        """Take the present time in milliseconds as epoch, or more where the clock was set back.
+
+        Raises NameTaken: of two that live, the one that came last is refused; one that was stopped and
+        replaced ends when it goes on.
+        """
+        await self._bus.refuse_namesake("worker", self.card.id, self._lease_s)
         last = max(self.epoch, await self._bus.last_epoch(self.card.id))
         self.card = replace(self.card, epoch=max(now_ms(), last + 1))
 

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from bus.client import Bus, BusUnavailable, connect
-from bus.errors import RedisForbidden
-from bus.settings import Settings, WorkerSettings
+from bus.errors import NameTaken, RedisForbidden
+from bus.settings import RedisSettings, Settings, WorkerSettings
 from tests.conftest import settings_of
 from tests.support.bus_samples import card
 from tests.support.redis_process import RedisProcess
@@ -64,6 +64,30 @@ async def test_a_card_whose_update_met_no_redis_is_shown_later(
             patch.setattr(bus, "update_card", away)
             await membership.update(state="draining")
         await until_state(bus, "draining")
+
+
+async def test_of_two_workers_with_one_name_the_second_is_refused_by_name(
+    bus: Bus, redis_settings: RedisSettings
+) -> None:
+    first = Membership(bus, card("w0", 0), 0.6)
+    await first.join()
+    renewing = asyncio.ensure_future(first.run())
+    async with connect(redis_settings, source="second") as other:
+        second = Membership(other, card("w0", 0), 0.6)
+        with pytest.raises(NameTaken, match=r"another worker is called 'w0' and lives.*INSTAR_WORKER__ID"):
+            await second.join()
+        await second.leave()
+        assert [live.epoch for live in await bus.workers()] == [first.epoch]
+        # One that died is no hindrance, though its lease has not run out.
+        renewing.cancel()
+        await second.join()
+        assert second.epoch > first.epoch
+        # And where it was only stopped, it ends when it goes on.
+        renewing_second = asyncio.ensure_future(second.run())
+        with pytest.raises(NameTaken):
+            await asyncio.wait_for(first.run(), 5)
+        assert [live.epoch for live in await bus.workers()] == [second.epoch]
+        renewing_second.cancel()
 
 
 async def test_an_epoch_is_above_the_one_before_though_the_clock_was_set_back(bus: Bus) -> None:

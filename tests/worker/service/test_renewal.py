@@ -33,6 +33,9 @@ class ScriptedBus:
     async def wait_up(self) -> None:
         pass
 
+    async def refuse_namesake(self, kind: str, name: str, lease_s: float) -> None:
+        pass
+
     async def last_epoch(self, worker: str) -> int:
         return 0
 
