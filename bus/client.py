@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self, TypeVar, overload
 
+from bus.access import Role
 from bus.batch import WriteBatch
 from bus.catalogue import Catalogue
 from bus.errors import BusFull, BusUnavailable, RedisProblem
@@ -18,16 +19,19 @@ __all__ = ["Bus", "BusFull", "BusUnavailable", "LiveWorker", "RedisProblem", "Re
 M = TypeVar("M")
 
 
-def connect(settings: RedisSettings, *, source: str = "") -> Bus:
-    """Return a Bus that is not started yet. `source` is the service's name in events. Raises BadRedisUrl."""
-    return Bus(settings, source)
+def connect(settings: RedisSettings, *, source: str = "", role: Role | None = None) -> Bus:
+    """Return a Bus that is not started yet. Raises BadRedisUrl.
+
+    source: the service's name in events. role: whose rights in Redis it needs, which it checks at start.
+    """
+    return Bus(settings, source, role)
 
 
 class Bus(Registry):
     """The streams, the registry and the catalogue over one connection to Redis."""
 
-    def __init__(self, settings: RedisSettings, source: str) -> None:
-        super().__init__(settings, source)
+    def __init__(self, settings: RedisSettings, source: str, role: Role | None = None) -> None:
+        super().__init__(settings, source, role)
         self.catalogue = Catalogue(self)
 
     async def __aenter__(self) -> Self:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+import ssl
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,7 +18,11 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from bus import errors
+from bus.access import Role, rights_needed
 from bus.errors import BusFull, BusUnavailable, Fenced, RedisProblem
+from bus.names import Names
+from bus.settings import RedisSettings
+from bus.tls import TLSProblem, load_authorities
 
 Command = tuple[str | bytes | int, ...]
 
@@ -41,6 +47,9 @@ NOT_NOW = re.compile(
     r"(^|: -)(MISCONF|READONLY|BUSY|LOADING|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|EXECABORT) "
 )
 
+# How a script's refusal for want of a right begins or goes on, in Redis 6.2 and 7.
+NO_RIGHT = re.compile(r"user executing the script can't|ACL failure in script|(^|: -)NOPERM ")
+
 
 def public_url(url: str) -> str:
     """Return the URL without its password."""
@@ -54,8 +63,44 @@ def public_url(url: str) -> str:
     return f"{parts.scheme}://{masked}{parts.path}"
 
 
-def make_client(url: str, *, max_connections: int, pool_wait_s: float) -> Redis:
-    """Return a client; a command waits up to `pool_wait_s` for a connection. Raises BadRedisUrl."""
+def credentials(settings: RedisSettings, role: Role) -> dict[str, Any]:
+    """Return a role's options of a connection that the URL does not have: password and authorities.
+
+    Raises BadRedisUrl for a file that cannot be read.
+    """
+    options: dict[str, Any] = {}
+    if settings.password_file:
+        path = of_role(settings.password_file, role)
+        try:
+            options["password"] = Path(path).read_text("utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "not text"
+            raise errors.BadRedisUrl(
+                f"redis.password_file {path} cannot be read: {why}; `instar keys redis` writes one a role"
+            ) from None
+        if not options["password"]:
+            raise errors.BadRedisUrl(f"redis.password_file {path} is empty; write the password into it")
+    if settings.ssl_ca_certs:
+        try:
+            load_authorities(ssl.create_default_context(), settings.ssl_ca_certs, setting="redis")
+        except TLSProblem as problem:
+            raise errors.BadRedisUrl(str(problem)) from problem
+        options["ssl_ca_certs"] = settings.ssl_ca_certs
+    return options
+
+
+def of_role(text: str, role: Role) -> str:
+    """Return a URL or path with the role's name in place of {role}."""
+    return text.replace("{role}", role)
+
+
+def make_client(
+    url: str, *, max_connections: int, pool_wait_s: float, given: Mapping[str, Any] | None = None
+) -> Redis:
+    """Return a client; a command waits up to `pool_wait_s` for a connection. Raises BadRedisUrl.
+
+    given: further options of a connection, see `credentials`.
+    """
     try:
         options: dict[str, Any] = dict(parse_url(url))
     except (ValueError, TypeError):
@@ -74,6 +119,7 @@ def make_client(url: str, *, max_connections: int, pool_wait_s: float) -> Redis:
         "protocol": 2,
         "decode_responses": False,
         "driver_info": None,  # CLIENT SETINFO is unknown to 6.2
+        **(given or {}),
     }
     if "path" not in options:  # a Unix socket knows no keep-alive
         options["socket_keepalive"] = True
@@ -178,6 +224,10 @@ def translated() -> Iterator[None]:
             raise Fenced(str(error)) from error
         if "OOM command not allowed" in str(error):  # a script's error has the code within its text
             raise BusFull(f"Redis is at maxmemory: {error}") from error
+        if NO_RIGHT.search(str(error)):
+            raise errors.RedisForbidden(
+                f"Redis refuses: {error}; load the access list that `instar keys redis` writes"
+            ) from error
         if NOT_NOW.search(str(error)):
             raise BusUnavailable(f"Redis refuses for now: {error}") from error
         raise RedisProblem(f"Redis refuses: {error}") from error
@@ -195,7 +245,23 @@ def _password_text(error: Exception) -> str:
         return "Redis has no password, but redis.url carries one; remove it"
     if "NOAUTH" in text or "Authentication required" in text:
         return "Redis asks for a password; write it into redis.url as redis://:password@host:port/db"
-    return "Redis refused the user name or password in redis.url"
+    return (
+        "Redis refused the user name or password in redis.url; for users of its own it must have loaded the "
+        "access list that `instar keys redis` writes"
+    )
+
+
+async def check_rights(connection: OwnConnection, role: Role, names: Names, where: str) -> None:
+    """Ask Redis for every command of a role, in a transaction that is discarded. Raises RedisForbidden."""
+    commands = rights_needed(role, names)
+    with translated():
+        _, *answers, _ = await connection.ask(("MULTI",), *commands, ("DISCARD",))
+    for command, answer in zip(commands, answers, strict=True):
+        if isinstance(answer, exceptions.NoPermissionError):
+            raise errors.RedisForbidden(
+                f"Redis forbids the {role} {' '.join(command)[:80]!r}: {answer}; load the access list that"
+                f" `instar keys redis` writes for the prefix {names.prefix!r} (at {where})"
+            )
 
 
 async def probe(client: Redis, url: str, limit_s: float) -> dict[str, Any]:
@@ -211,6 +277,11 @@ async def probe(client: Redis, url: str, limit_s: float) -> dict[str, Any]:
     except BusUnavailable as away:
         if isinstance(away.__cause__, exceptions.InvalidResponse):
             raise errors.NotRedis(f"{where} does not answer as Redis does: {away.__cause__}") from away
+        if "CERTIFICATE_VERIFY_FAILED" in str(away):
+            raise errors.RedisCertificate(
+                f"the certificate of {where} is not trusted ({away}); name its authority's file in "
+                "redis.ssl_ca_certs"
+            ) from away
         how = "start one, or set redis.url (INSTAR_REDIS_URL) to where it runs"
         raise errors.RedisNotThere(f"no Redis at {where} ({away}); {how}") from away
     except (exceptions.RedisError, ValueError, TypeError, AttributeError) as error:

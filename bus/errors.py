@@ -34,6 +34,10 @@ class RedisPassword(RedisProblem):
     """The server asks for a password, or refused the one that it got."""
 
 
+class RedisCertificate(RedisProblem):
+    """The server's certificate is not trusted, or is another's."""
+
+
 class RedisForbidden(RedisProblem):
     """The server's access list keeps this user from a command or key that the bus needs."""
 

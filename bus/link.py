@@ -15,12 +15,16 @@ from redis import exceptions
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
+from bus.access import Role
 from bus.clock import now_ms
 from bus.connection import (
     Command,
     OwnConnection,
+    check_rights,
     close,
+    credentials,
     make_client,
+    of_role,
     probe,
     public_url,
     raise_refusal,
@@ -100,8 +104,9 @@ class RedisLink:
     fence: a lease without which scripts and writes are refused, by Redis itself (Fenced). None: no lease.
     """
 
-    def __init__(self, settings: RedisSettings, source: str) -> None:
-        self.url, self.source = settings.url, source
+    def __init__(self, settings: RedisSettings, source: str, role: Role | None = None) -> None:
+        self.url, self.source = of_role(settings.url, role or "cli"), source
+        self._role, self._credentials = role, credentials(settings, role or "cli")
         self.names: Final = Names(settings.prefix)
         self.fence: WriteFence | None = None
         self.restarts = 0  # how often the watcher saw that Redis restarted or lost its data
@@ -122,7 +127,12 @@ class RedisLink:
 
     def client(self, max_connections: int) -> Redis:
         """Return a client with a pool of its own, for a blocking reader."""
-        return make_client(self.url, max_connections=max_connections, pool_wait_s=self.timeout_s)
+        return make_client(
+            self.url,
+            max_connections=max_connections,
+            pool_wait_s=self.timeout_s,
+            given=self._credentials,
+        )
 
     async def start(self, wait_s: float = 10.0) -> None:
         """Wait up to `wait_s` for a Redis that is starting. Raises RedisProblem."""
@@ -131,6 +141,8 @@ class RedisLink:
         while True:
             try:
                 await probe(self._client, self.url, self.timeout_s)
+                if self._role:
+                    await check_rights(self._writer, self._role, self.names, public_url(self.url))
                 self._identity = await self._identify()
                 break
             except (RedisNotThere, BusUnavailable, BusFull) as error:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from bus import logs
+from bus.access import Role
 from bus.client import Bus, RedisProblem, connect
 from bus.errors import RedisNotThere
 from bus.settings import Settings, SettingsError, load_settings
@@ -23,7 +24,7 @@ CONFIGURATION_ERROR = 2  # exit status: the same settings will fail again
 GPU_LOST = 3  # exit status of a worker: another GPU or a reset helps
 
 
-def run(service: str, main: Main, source: str = "") -> int:
+def run(service: Role, main: Main, source: str = "") -> int:
     """Run `main` with a started bus until it returns. Returns the exit status.
 
     0: stopped by SIGTERM or SIGINT. 1: no Redis answers, which may come, or an unexpected error. 2: a setting
@@ -37,7 +38,7 @@ def run(service: str, main: Main, source: str = "") -> int:
     logs.set_up(settings.log, source or service)
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(_run(settings, main, source or service))
+            runner.run(_run(settings, main, source or service, service))
     except RedisProblem as problem:
         logging.getLogger(service).error("%s", problem)
         return 1 if isinstance(problem, RedisNotThere) else CONFIGURATION_ERROR
@@ -53,13 +54,13 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-async def _run(settings: Settings, main: Main, source: str) -> None:
+async def _run(settings: Settings, main: Main, source: str, role: Role) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         with contextlib.suppress(NotImplementedError):  # Windows
             loop.add_signal_handler(number, stop.set)
-    bus = connect(settings.redis, source=source)
+    bus = connect(settings.redis, source=source, role=role)
     try:
         await run_until(stop, bus.start(REDIS_WAIT_S))
         if not stop.is_set():

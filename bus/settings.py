@@ -58,7 +58,11 @@ def _key(default: Any, description: str, **limits: Any) -> Any:
 class RedisSettings(Section):
     """The bus."""
 
-    url: str = _key("", "redis://[:password@]host:port/db; empty: instar serve starts a server", repr=False)
+    url: str = _key(
+        "", "redis[s]://[user[:password]@]host:port/db; empty: instar serve starts a server", repr=False
+    )
+    password_file: str = _key("", "file of the password; in it and in url, {role} is gateway, worker, ...")
+    ssl_ca_certs: str = _key("", "PEM file of rediss://'s authority; empty: the system's authorities")
     prefix: str = _key("instar:", "prefix of every key")
     socket_timeout_s: float = _key(7.0, "without an answer for this long, the connection is lost", gt=0)
     block_ms: int = _key(2000, "longest blocking read; must stay below socket_timeout_s", gt=0, le=5000)
@@ -67,6 +71,14 @@ class RedisSettings(Section):
         "",
         "where the embedded server keeps deployments, policy and profiles over restarts; empty: nowhere",
     )
+
+    @model_validator(mode="after")
+    def _authorities_are_of_tls(self) -> Self:
+        if self.ssl_ca_certs and self.url and not self.url.startswith("rediss://"):
+            raise ValueError(
+                "ssl_ca_certs is set and url does not begin with rediss://, so nothing is encrypted"
+            )
+        return self
 
     @model_validator(mode="after")
     def _reads_end_before_the_timeout(self) -> Self:

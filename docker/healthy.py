@@ -9,6 +9,8 @@ import urllib.request
 
 from redis import Redis, RedisError
 
+from bus.connection import credentials, of_role
+from bus.errors import RedisProblem
 from bus.names import Names
 from bus.settings import load_settings
 from bus.tls import pinned_context
@@ -33,9 +35,10 @@ def worker() -> str:
     worker_id = settings.worker.id or f"{socket.gethostname()}-0"
     lease = Names(settings.redis.prefix).lease(worker_id)
     try:
-        with Redis.from_url(settings.redis.url, socket_timeout=3) as redis:
+        given = credentials(settings.redis, "worker")
+        with Redis.from_url(of_role(settings.redis.url, "worker"), socket_timeout=3, **given) as redis:
             return "" if redis.exists(lease) else f"{lease} is gone: the worker is stuck or was fenced"
-    except RedisError as error:
+    except (RedisError, RedisProblem) as error:
         return f"Redis: {error}"
 
 

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import msgspec
 
+from bus.access import Role
 from bus.service import run
 
 PARTS_OF_KERNELS: Final = {
@@ -56,7 +57,8 @@ _now = time.perf_counter
 
 
 def main() -> int:
-    service, file = os.environ["WATCH"], Path(os.environ["WATCH_FILE"])
+    service: Role = "worker" if os.environ["WATCH"] == "worker" else "gateway"
+    file = Path(os.environ["WATCH_FILE"])
     notes = _watch_worker() if service == "worker" else _watch_gateway()
     status = run(service, _main_of(service))
     file.write_bytes(msgspec.json.encode(notes()))

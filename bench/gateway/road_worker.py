@@ -161,4 +161,4 @@ async def main(_: Settings, bus: Bus, stop: asyncio.Event) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run("road-worker", main))
+    sys.exit(run("worker", main))

@@ -15,6 +15,7 @@ from instar.client import settings_of
 from instar.errors import InputError
 from instar.output.tables import make_table, plural, write_found, write_parts, write_text
 from instar.parser import CommandParser, add_config_flag, number_above_zero, one_of
+from instar.redis_users import write_users
 
 DESCRIPTION = """\
 Adds, lists and revokes API keys in the file gateway.keys_file. Every gateway that has the file reads it again
@@ -25,6 +26,7 @@ when it changes, within a second. The file has digests: a key is printed once, w
   instar keys add grafana --scope admin-read       for /admin, to look only
   instar keys list
   instar keys revoke alice                         by name or id; what it runs goes on
+  instar keys redis secrets                        users of Redis, each with its password: docs/security.md
 """
 
 
@@ -43,6 +45,7 @@ def add_to(parser: CommandParser) -> None:
         command.add_argument("--json", action="store_true", help="print JSON")
         command.set_defaults(run=run)
         commands.append(command)
+    _add_redis(group.add_parser("redis", help="write the access list of Redis and a password a role"))
     add, _, revoke = commands
     add.add_argument("name", metavar="NAME", help="whose key it is; no two have the same")
     add.add_argument(
@@ -60,6 +63,28 @@ def add_to(parser: CommandParser) -> None:
     ):
         add.add_argument(flag, type=_limit, default=0, metavar="N", help=f"most {help_} [no limit]")
     revoke.add_argument("key", metavar="KEY", help="its name or id, as `instar keys list` shows it")
+
+
+def _add_redis(command: CommandParser) -> None:
+    command.description = (
+        "Writes DIR/redis/users.acl for Redis (`aclfile`), and for each process DIR/ROLE/password, which it "
+        "names with redis.password_file. Passwords that are there stay. Prints the names of the files."
+    )
+    add_config_flag(command, default=argparse.SUPPRESS)
+    command.add_argument("folder", type=Path, metavar="DIR", help="where; made if it is not there")
+    command.add_argument(
+        "--redis", type=one_of(("6.2", "7")), default="7", metavar="V", help="version [7]; or 6.2"
+    )
+    command.set_defaults(run=_redis)
+
+
+def _redis(args: argparse.Namespace) -> int:
+    prefix = settings_of(args).redis.prefix
+    try:
+        written = write_users(args.folder, prefix, selectors=args.redis == "7")
+    except OSError as error:
+        raise InputError(f"{error.filename} cannot be written or read: {error.strerror}") from error
+    return write_text("".join(f"{path}\n" for path in written))
 
 
 def _limit(text: str) -> int:

@@ -87,7 +87,8 @@ def serve(settings: Settings) -> int:
     """Run until Ctrl-C or SIGTERM. Returns the exit status. Raises InputError before anything starts."""
     console = Console()
     settings = ready_to_start(settings)
-    redis = None if settings.redis.url else plan_redis(settings.redis.maxmemory_mb, settings.redis.folder)
+    section = settings.redis
+    redis = None if section.url else plan_redis(section.maxmemory_mb, section.prefix, section.folder)
     num_cpus = len(os.sched_getaffinity(0))
     programs = plan_programs(settings, redis, os.environ, num_cpus, count_gpus())
     console.say(f"Starting {', '.join(program.name for program in programs)} (Ctrl-C stops them all)")
@@ -116,7 +117,7 @@ async def _redis_problem(settings: Settings) -> str:
     from bus.client import RedisProblem, connect
 
     try:
-        async with contextlib.aclosing(connect(settings.redis, source="serve")) as bus:
+        async with contextlib.aclosing(connect(settings.redis, source="serve", role="cli")) as bus:
             await bus.start(2.0)
     except RedisProblem as problem:
         return str(problem)

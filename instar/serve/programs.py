@@ -6,11 +6,16 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 from bus.settings import Settings, settings_environment
-from instar.serve.process import Program, Role
+from instar.serve.process import Program
 from instar.serve.redis_server import RedisServer
+
+Service = Literal["gateway", "monitor", "controller", "worker"]
+
+# The keys are asked for by the gateway alone; an origin "*" takes one.
+NO_KEYS: Final[dict[str, Any]] = {"api_keys": [], "admin_keys": [], "cors_origins": []}
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent.parent / "models" / "demo"
 NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
@@ -20,21 +25,18 @@ def plan_programs(
     settings: Settings, redis: RedisServer | None, environ: Mapping[str, str], num_cpus: int, num_gpus: int
 ) -> list[Program]:
     """Return the programs in the order of their start. `redis` is None if the settings name a running one."""
-    if redis is not None:
-        settings = with_values(settings, "redis", url=redis.url)
     stop_s = settings.serve.stop_timeout_s
     environ = {**environ, "PYTHONUNBUFFERED": "1"}  # lines come when written, not by 8 KiB
     programs = [] if redis is None else [_redis_program(redis, environ, stop_s)]
-    env = settings_environment(settings, environ)
-    programs += [
-        _module("gateway", "gateway", env, stop_s + settings.gateway.drain_timeout_s),
-        _module("monitor", "monitor", env, stop_s),
-        _module("controller", "controller", env, stop_s),
-    ]
+    drain_s = settings.gateway.drain_timeout_s
+    services: tuple[tuple[Service, float], ...] = (("gateway", drain_s), ("monitor", 0), ("controller", 0))
+    for role, more_s in services:
+        env = settings_environment(_own(settings, role, redis), environ)
+        programs.append(_module(role, role, env, stop_s + more_s))
     for index in range(settings.serve.workers):
         name = worker_id(settings, index, shares_redis=redis is None)
         threads = settings.worker.threads or max(1, num_cpus // settings.serve.workers)
-        own = with_values(settings, "worker", id=name, threads=threads)
+        own = with_values(_own(settings, "worker", redis), "worker", id=name, threads=threads)
         if settings.serve.workers == 1 and redis is not None and not settings.worker.max_tp:
             own = with_values(own, "worker", max_tp=1)  # alone: no padding for groups that cannot be
         env = settings_environment(own, environ) | _visible_gpu(settings, environ, index, num_gpus)
@@ -42,7 +44,14 @@ def plan_programs(
     return programs
 
 
-def _module(name: str, role: Role, env: Mapping[str, str], stop_timeout_s: float) -> Program:
+def _own(settings: Settings, role: Service, redis: RedisServer | None) -> Settings:
+    """Return the settings of one process: its own password of Redis, and keys only where they are asked."""
+    if redis is not None:
+        settings = with_values(settings, "redis", url=redis.url(role))
+    return settings if role == "gateway" else with_values(settings, "gateway", **NO_KEYS)
+
+
+def _module(name: str, role: Service, env: Mapping[str, str], stop_timeout_s: float) -> Program:
     """Return the service of a role. -P ignores a folder `gateway` in the working directory."""
     argv = (sys.executable, "-P", "-m", role)
     return Program(name=name, role=role, argv=argv, env=env, stop_timeout_s=stop_timeout_s)

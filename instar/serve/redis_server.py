@@ -11,14 +11,15 @@ import fcntl
 import importlib.util
 import os
 import re
-import secrets
 import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from bus.access import SELECTORS, Role, acl_lines, new_passwords
 from instar.errors import InputError
 
 OLDEST = (6, 2)  # XAUTOCLAIM, XADD MINID
@@ -30,13 +31,14 @@ class RedisServer:
 
     program: Path
     port: int
-    password: str
+    passwords: Mapping[Role, str]
     maxmemory_mb: int
+    prefix: str
     folder: Path | None = None  # where it keeps its data; None: nowhere
 
-    @property
-    def url(self) -> str:
-        return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
+    def url(self, role: Role) -> str:
+        """Return the URL of a role's own user, with its password."""
+        return f"redis://{role}:{self.passwords[role]}@127.0.0.1:{self.port}/0"
 
     @property
     def argv(self) -> tuple[str, ...]:
@@ -48,7 +50,7 @@ class RedisServer:
         lines = [
             "bind 127.0.0.1",
             f"port {self.port}",
-            f"requirepass {self.password}",
+            *self._access,
             f"maxmemory {self.maxmemory_mb}mb",
             "maxmemory-policy noeviction",
             'save ""',
@@ -66,11 +68,16 @@ class RedisServer:
         quoted = str(self.folder).replace("\\", "\\\\").replace('"', '\\"')
         return [f'dir "{quoted}"', "appendonly yes", "appendfsync everysec"]
 
+    @property
+    def _access(self) -> list[str]:
+        version = server_version(self.program) or OLDEST
+        return acl_lines(self.passwords, self.prefix, selectors=version >= SELECTORS)
 
-def plan_redis(maxmemory_mb: int, folder: str = "") -> RedisServer:
-    """Return a server on a free port of loopback. Raises InputError."""
+
+def plan_redis(maxmemory_mb: int, prefix: str, folder: str = "") -> RedisServer:
+    """Return a server on a free port of loopback, with new passwords, kept in memory. Raises InputError."""
     kept = _own_folder(Path(folder).absolute()) if folder else None
-    return RedisServer(find_redis_server(), free_port(), secrets.token_urlsafe(24), maxmemory_mb, kept)
+    return RedisServer(find_redis_server(), free_port(), new_passwords(), maxmemory_mb, prefix, kept)
 
 
 def _own_folder(folder: Path) -> Path:

@@ -86,11 +86,13 @@ class Running:
 
 def test_one_worker_a_device_each_with_its_share_of_the_cores() -> None:
     settings = with_values(Settings(), "serve", workers=2)
-    programs = plan_programs(settings, plan_redis(64), {"PATH": "/bin", "INSTAR_PORT": "9"}, 8, num_gpus=0)
+    programs = plan_programs(
+        settings, plan_redis(64, "instar:"), {"PATH": "/bin", "INSTAR_PORT": "9"}, 8, num_gpus=0
+    )
     assert [p.name for p in programs] == ["redis", "gateway", "monitor", "controller", "w0", "w1"]
     own = load_settings(environ=programs[-1].env)
     assert (own.worker.id, own.worker.threads) == ("w1", 4)
-    assert own.redis.url.startswith("redis://:")
+    assert own.redis.url.startswith("redis://worker:")
     assert "CUDA_VISIBLE_DEVICES" not in programs[-1].env
 
 
@@ -117,7 +119,7 @@ def test_weights_of_a_single_worker_are_not_padded_for_groups(
     workers: int, has_own_redis: bool, given: int, max_tp: int
 ) -> None:
     settings = with_values(with_values(Settings(), "serve", workers=workers), "worker", max_tp=given)
-    programs = plan_programs(settings, plan_redis(64) if has_own_redis else None, {}, 8, 0)
+    programs = plan_programs(settings, plan_redis(64, "instar:") if has_own_redis else None, {}, 8, 0)
     own = load_settings(environ=programs[-1].env)
     assert own.worker.in_force("cpu").max_tp == max_tp
 
@@ -132,30 +134,45 @@ def test_a_redis_with_a_folder_keeps_its_data_and_one_folder_is_for_one_server(t
             process.stdin.write(server.config)
             process.stdin.close()
             assert wait_until_listening(server.port, 10)
-            with redis.Redis.from_url(server.url) as client:
+            with redis.Redis.from_url(server.url("controller")) as client:
                 return client.execute_command(*command)
         finally:
             process.kill()
             process.wait(10)
 
-    kept = plan_redis(64, str(folder))
-    assert ask(kept, "SET", "deployed", "a1")
-    assert ask(kept, "GET", "deployed") == b"a1"
+    kept = plan_redis(64, "instar:", str(folder))
+    assert ask(kept, "SET", "instar:boot", "a1")
+    assert ask(kept, "GET", "instar:boot") == b"a1"
     assert folder.stat().st_mode & 0o077 == 0
     with pytest.raises(InputError, match="is in use by another `instar serve`"):
-        plan_redis(64, str(folder))
+        plan_redis(64, "instar:", str(folder))
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"redis\.folder = .* cannot be used: "):
-        plan_redis(64, str(tmp_path / "file"))
-    without = plan_redis(64)
-    ask(without, "SET", "deployed", "a1")
-    assert ask(without, "GET", "deployed") is None
+        plan_redis(64, "instar:", str(tmp_path / "file"))
+    without = plan_redis(64, "instar:")
+    ask(without, "SET", "instar:boot", "a1")
+    assert ask(without, "GET", "instar:boot") is None
 
 
 def test_no_password_is_in_an_argument() -> None:
-    server = plan_redis(64)
+    server = plan_redis(64, "instar:")
     programs = plan_programs(Settings(), server, {}, 1, 0)
-    assert server.password not in " ".join(word for p in programs for word in p.argv)
+    words = " ".join(word for p in programs for word in p.argv)
+    assert not any(password in words for password in server.passwords.values())
+
+
+def test_each_process_gets_its_own_secrets_only() -> None:
+    settings = with_values(Settings(), "gateway", api_keys=["a-key-of-clients"], admin_keys=["an-admins-key"])
+    server = plan_redis(64, "instar:")
+    programs = plan_programs(settings, server, {}, 1, 0)
+    assert len(set(server.passwords.values())) == len(server.passwords)
+    for program in programs:
+        given = " ".join(program.env.values())
+        held = {role for role, password in server.passwords.items() if password in given}
+        assert held == {program.role} - {"redis"}
+        assert ("a-key-of-clients" in given) == ("an-admins-key" in given) == (program.role == "gateway")
+    digests = programs[0].stdin.decode()
+    assert not any(password in digests for password in server.passwords.values())
 
 
 # --------------------------------------------------------------------------- before anything starts
