@@ -5,7 +5,7 @@ Answers are written as bytes (`gateway.openai.formats`), and tests hold them to 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel
 
@@ -230,11 +230,20 @@ class OutputMessage(AnswerType):
 
 
 class PlainFormat(AnswerType):
-    type: Literal["text"]
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(AnswerType):
+    type: Literal["json_schema"]
+    name: str
+    description: str | None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    """As the request had it."""
+    strict: bool | None
 
 
 class TextForm(AnswerType):
-    format: PlainFormat
+    format: PlainFormat | SchemaFormat
     verbosity: Literal["medium"]
 
 

@@ -17,7 +17,7 @@ MAX_FIELDS = 2048  # fields of one object
 MAX_OBJECTS = 8192  # objects in one body: more would block the event loop
 MAX_DEPTH = 16
 # Fields with JSON schemas: a null says something in one, and `bus.grammars` bounds its size and depth.
-WITH_SCHEMAS: Final = frozenset({"response_format", "guided_json", "structured_outputs", "tools"})
+WITH_SCHEMAS: Final = frozenset({"response_format", "guided_json", "structured_outputs", "text", "tools"})
 SCHEMAS: Final = frozenset({"json", "parameters", "schema"})  # the schemas within these
 # Fields whose names are the client's own: a null is a value there, of the wrong type.
 MAPS: Final = frozenset({"logit_bias", "metadata"})

@@ -646,5 +646,5 @@ ELSEWHERE: Final = {
     "encoding_format": "/v1/embeddings",
     "input": "/v1/responses and /v1/embeddings",
     "max_tokens": "/v1/completions and /v1/chat/completions; here it is max_output_tokens",
-    "response_format": "/v1/completions and /v1/chat/completions",
+    "response_format": "/v1/completions and /v1/chat/completions; here it is text.format",
 }

@@ -47,7 +47,7 @@ class ResponseHead(AnswerHead):
             "store": False,
             "system_fingerprint": None,
             "temperature": body.temperature,
-            "text": {"format": {"type": "text"}, "verbosity": "medium"},
+            "text": {"format": body.text_format.for_answer(), "verbosity": "medium"},
             "tool_choice": "auto",
             "tools": [],
             "top_logprobs": body.top_logprobs,

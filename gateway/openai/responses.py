@@ -12,9 +12,12 @@ from gateway.openai.params import (
     MAX_MESSAGES,
     Body,
     ChatBody,
+    JsonSchema,
+    JsonSchemaFormat,
     Message,
     Metadata,
     OnlyFalse,
+    ResponseFormat,
     SamplingBody,
     between,
     or_text,
@@ -62,17 +65,49 @@ def _listed(value: Any) -> Any:
 _LISTED = BeforeValidator(_listed)
 
 
-class PlainText(Body):
-    """A text of any form."""
+class TextFormat(Body):
+    """The form of the text. All fields but the type belong to json_schema."""
 
-    type: Literal["text"] = "text"
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    """Any text, a JSON object of any fields, or what `schema` allows."""
+    name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    """Ignored, but needed beside a schema, as OpenAI needs it."""
+    description: str | None = None
+    """Ignored."""
+    schema_: Annotated[JsonSchema | None, Field(alias="schema")] = None
+    """The schema that the text keeps."""
+    strict: bool | None = None
+    """Refuse keywords that are not supported; else they are ignored."""
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> TextFormat:
+        if {self.type == "json_schema", self.schema_ is not None, self.name is not None} == {True, False}:
+            raise PydanticCustomError("schema", "name, schema and the type 'json_schema' need each other")
+        return self
+
+    def as_response_format(self) -> ResponseFormat:
+        """Return the same as a chat has it."""
+        form = None
+        if self.schema_ is not None:
+            fields = {"name": self.name, "schema": self.schema_, "strict": self.strict}
+            form = JsonSchemaFormat.model_validate(fields)
+        return ResponseFormat(type=self.type, json_schema=form)
+
+    def for_answer(self) -> dict[str, Any]:
+        """Return the fields that the answer repeats."""
+        if self.schema_ is None:
+            return {"type": self.type}
+        rest = {"description": self.description, "strict": self.strict}
+        return {"type": self.type, "name": self.name, "schema": self.schema_} | rest
 
 
 class TextOptions(Body):
     """The form of the text."""
 
-    format: PlainText = PlainText()
-    verbosity: Literal["medium"] = "medium"
+    format: TextFormat | None = None
+    """Any text, if it is left out."""
+    verbosity: Literal["medium"] | None = None
+    """The only one that there is."""
 
 
 class ResponseStreamOptions(Body):
@@ -88,6 +123,7 @@ class ResponsesBody(SamplingBody):
         "messages": "input",
         "prompt": "input",
         "max_tokens": "max_output_tokens",
+        "response_format.json_schema.schema": "text.format.schema",
     }
 
     input: Annotated[
@@ -107,13 +143,17 @@ class ResponsesBody(SamplingBody):
     include: list[Includable] = Field(default=[], max_length=16)
     """message.output_text.logprobs: log-probabilities of each token. The others change nothing here."""
     text: TextOptions = TextOptions()
-    """The output is plain text of medium verbosity."""
+    """The form of the output."""
     truncation: Literal["disabled"] = "disabled"
     """An input longer than the model's context is refused."""
     stream_options: ResponseStreamOptions = ResponseStreamOptions()
     """Options of a stream. The last event always has the numbers of tokens."""
     metadata: Metadata | None = None
     """Repeated in the answer."""
+
+    @property
+    def text_format(self) -> TextFormat:
+        return self.text.format or TextFormat()
 
     @property
     def has_logprobs(self) -> bool:
@@ -125,6 +165,7 @@ class ResponsesBody(SamplingBody):
         told = [Message(role="system", content=self.instructions)] if self.instructions else []
         return ChatBody.model_construct(  # every field was validated
             **shared,
+            response_format=self.text_format.as_response_format(),
             messages=[*told, *self.input],
             max_completion_tokens=self.max_output_tokens,
             logprobs=self.has_logprobs,

@@ -42,7 +42,7 @@ async def grammar_of(body: CallBody, end_token_ids: tuple[int, ...]) -> Grammar 
         raise invalid(f"{names} each ask for a form of the answer; send one of them", asked[1][0])
     what = _NAMES[grammar.kind]
     if why := await problem_of(grammar):
-        raise invalid(f"{param}: this {what} cannot be used: {why}", param)
+        raise invalid(f"this {what} cannot be used: {why}", param)
     return replace(grammar, end_token_ids=end_token_ids)
 
 

@@ -220,6 +220,10 @@ async def test_a_failure_in_the_middle_is_an_error_and_a_failed_response(
 # --------------------------------------------------------------------------- refusals
 
 
+def keeping(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"format": {"type": "json_schema", "name": "a", "schema": schema, "strict": True}}
+
+
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"input": ""}, "input", "empty"),
     ({"input": []}, "input", "empty"),
@@ -243,7 +247,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"conversation": "conv_1"}, "conversation", "send the whole conversation"),
     ({"background": True}, "background", "leave it out or send false"),
     ({"truncation": "auto"}, "truncation", "'disabled'"),
-    ({"text": {"format": {"type": "json_object"}}}, "text.format.type", "'text'"),
+    ({"text": {"format": {"type": "yaml"}}}, "text.format.type", "'json_object'"),
+    ({"text": {"format": {"type": "json_schema"}}}, "text.format", "need each other"),
+    ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format", "need each other"),
+    ({"text": keeping({"type": "integer", "minimum": 3, "maximum": 2})}, "text.format.schema", "minimum"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "here it is text.format"),
     ({"tools": [{"type": "function", "name": "f"}]}, "tools", "belongs to"),
     ({"reasoning": {"effort": "high"}}, "reasoning", "not supported"),
     ({"include": ["everything"]}, "include[0]", "message.output_text.logprobs"),
@@ -272,6 +280,19 @@ async def test_bad_fields_are_refused_by_the_name_that_they_have_here(gate: Gate
     assert gate.worker.submits == []
 
 
+async def test_the_form_of_the_text_is_that_of_a_chat_and_is_repeated(gate: Gate) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": None}}, "required": ["a"]}
+    for text, sent in ((keeping(schema), schema), ({"format": {"type": "json_object"}}, {"type": "object"})):
+        async with gate.http() as http:
+            answer = await http.post(PATH, json={"model": MODEL, "input": "fox", "text": text})
+        assert answer.status_code == 200, answer.text
+        grammar = gate.worker.submits[-1].sampling.grammar
+        assert grammar and grammar.kind == "json_schema" and json.loads(grammar.text) == sent
+        ResponseAnswer.model_validate(answer.json(), strict=True)
+        assert text["format"].items() <= answer.json()["text"]["format"].items()
+    assert grammar and not grammar.is_lenient
+
+
 async def test_values_that_say_the_default_are_taken(gate: Gate) -> None:
     body = {
         "model": MODEL,
@@ -287,7 +308,7 @@ async def test_values_that_say_the_default_are_taken(gate: Gate) -> None:
         "service_tier": "auto",
         "store": False,
         "stream_options": {"include_obfuscation": False},
-        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "text": {"format": {"type": "text"}, "verbosity": None},
         "tool_choice": "auto",
         "tools": [],
         "top_logprobs": 0,
