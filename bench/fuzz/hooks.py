@@ -44,9 +44,10 @@ REFUSALS: Final = {
                 "leave (it|stream)",
             ),
             *("must be an integer", "must be a text"),  # JSON Schema takes 5.0 for an integer
+            "cannot be used",  # a schema, expression or grammar
             # of orders
             *("no folder", "cannot be opened", "must begin with", "must be printable"),
-            *("must be below", "changes nothing"),
+            *("must be below", "changes nothing", "kv_usage_high is 0.00"),
         )
     ),
 }

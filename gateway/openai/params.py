@@ -117,7 +117,7 @@ def _percent(value: Any) -> Any:
 
 
 PERCENT = BeforeValidator(_percent)
-PERCENT_TEXT = or_text(pattern=r"^[0-9]{1,3}(\.[0-9]+)?%$", examples=["1%"])
+PERCENT_TEXT = or_text(pattern=r"^(100(\.0+)?|[0-9]{1,2}(\.[0-9]+)?)%$", examples=["1%"])
 Loss = Annotated[float, between(0, 1), PERCENT, PERCENT_TEXT]  # of perplexity
 
 
