@@ -110,6 +110,8 @@ class GatewaySettings(Section):
     header_timeout_s: float = _key(10.0, "a connection that sends no request for this long is closed", gt=0)
     write_timeout_s: float = _key(30.0, "a client that takes nothing of an answer so long is cut off", gt=0)
     max_n_tokens: int = _key(131072, "most tokens of an answer: prompts times n times max_tokens", ge=1)
+    max_call_mb: int = _key(64, "memory that one call may take here until it ends; more gets a 400", ge=1)
+    max_inflight_mb: int = _key(1024, "memory for the prompts and answers of all calls; then a 503", ge=1)
     default_max_tokens: int = _key(16, "default of /v1/completions, as OpenAI's; chat: the context", ge=1)
     rate_limit_rpm: int = _key(0, "requests per minute and key; more get a 429; 0: no limit", ge=0)
     rate_limit_concurrent: int = _key(0, "requests at once per key; more get a 429; 0: no limit", ge=0)
@@ -175,6 +177,15 @@ class GatewaySettings(Section):
     def _key_has_a_certificate(self) -> Self:
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ValueError("ssl_keyfile is set and ssl_certfile is empty: name the certificate, too")
+        return self
+
+    @model_validator(mode="after")
+    def _one_call_is_not_more_than_all(self) -> Self:
+        if self.max_call_mb > self.max_inflight_mb:
+            raise ValueError(
+                f"max_call_mb = {self.max_call_mb} is more than max_inflight_mb = {self.max_inflight_mb}: "
+                "such a call would be refused for ever"
+            )
         return self
 
     @property

@@ -18,6 +18,7 @@ from gateway.http.body import ClientLeft, Receive, Scope, Send, read_body
 from gateway.http.connection import EXTENSION, ClientSocket
 from gateway.http.limits import KeyUse, Slot
 from gateway.http.sse import HEADERS, EventStream
+from gateway.openai.budget import CallBytes
 from gateway.openai.call import (
     Completion,
     RankedCompletion,
@@ -99,7 +100,8 @@ class CompletionsEndpoint:
         trace: CallTrace | None,
     ) -> None:
         log = scope["state"]["log"]
-        data = await read_body(scope["headers"], receive, self._gateway.settings.gateway)
+        with slot.awaiting_body():
+            data = await read_body(scope["headers"], receive, self._gateway.settings.gateway)
         socket: ClientSocket = scope["extensions"][EXTENSION]
         call = log.call = await self._call(data, slot, key, socket, log)
         if trace is not None:
@@ -147,6 +149,9 @@ class CompletionsEndpoint:
             form_of_answers = None  # its output is one text
         if isinstance(asked, EmbeddingsBody):
             requests = [replace(one, embeds=True) for one in requests]
+        cost = CallBytes.of(requests, body.num_samples, form, is_stream=body.stream)
+        cost.refuse_above(gateway.settings.gateway.max_call_mb)
+        slot.take_bytes(cost.sure)
         gateway.stats.models[body.model].request_params_n.observe(body.n)
         if isinstance(body, ChatBody):
             gateway.stats.ignored_message_fields += sum(message.num_ignored for message in body.messages)
@@ -157,7 +162,8 @@ class CompletionsEndpoint:
         needs = envelope, requests, tokenizer.vocabulary, gateway.delivery, slot, form_of_answers
         call: Completion
         if body.stream:
-            stream = EventStream(socket, gateway.settings.gateway.stream_buffer_tokens)
+            section = gateway.settings.gateway
+            stream = EventStream(socket, section.stream_buffer_tokens, section.max_call_mb)
             kind = StreamedResponse if isinstance(asked, ResponsesBody) else StreamedChoices
             call = kind(stream, *needs)
         elif isinstance(asked, EmbeddingsBody):
@@ -166,6 +172,7 @@ class CompletionsEndpoint:
             call = RankedCompletion(body, *needs)
         else:
             call = WholeCompletion(*needs)
+        call.token_bytes = cost.per_token
         call.num_prompt_tokens = sum(len(one.prompt_token_ids) for one in requests[:: body.num_samples])
         return call
 

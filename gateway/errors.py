@@ -195,8 +195,11 @@ def deadline_exceeded(waited_s: float, unmet_wish: str = "") -> ApiError:
     return ApiError(504, message, code="deadline_exceeded", retry_after_s=1.0)
 
 
-def slow_reader(limit: int) -> ApiError:
-    message = f"the client left more than {limit} tokens of this stream unread (gateway.stream_buffer_tokens)"
+def slow_reader(max_tokens: int, max_mb: int) -> ApiError:
+    message = (
+        f"the client left more than {max_tokens} tokens (gateway.stream_buffer_tokens) or {max_mb} MiB "
+        "(gateway.max_call_mb) of this stream unread"
+    )
     return ApiError(408, message, code="slow_reader")
 
 

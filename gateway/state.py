@@ -52,7 +52,8 @@ class Gateway:
         self.admin_keys = Keys(section.admin_keys, ADMIN_HINT, ("admin-read", "admin-write"))
         self.stored_keys = StoredKeys(section.keys_file)
         self.use_stored_keys()
-        self.admission = Admission(section.max_queue, section.max_inflight, lambda: len(self.keys) > 1)
+        bounds = section.max_queue, section.max_inflight, lambda: len(self.keys) > 1, section.max_inflight_mb
+        self.admission = Admission(*bounds)
         self.rate = RateLimiter(section.rate_limit_rpm, section.rate_limit_concurrent)
         self.stats = GatewayStats()
         self.streams = Streams(section.keepalive_s)
@@ -64,7 +65,11 @@ class Gateway:
         self.cluster = Cluster(stale_s=settings.monitor.stale_s)
         self.models = Models(self.cluster)
         self.request_builder = RequestBuilder(
-            self.cluster, section.max_n_tokens, section.default_max_tokens, section.tool_formats
+            self.cluster,
+            section.max_n_tokens,
+            section.default_max_tokens,
+            section.max_call_mb,
+            section.tool_formats,
         )
         self.has_demand = asyncio.Event()
         # Kind, subject, reason and numbers of events to be published.

@@ -19,7 +19,18 @@ from gateway.errors import ApiError, invalid, overloaded, too_many
 class Slot:
     """One call's share of the gateway: `size` requests, of which a worker began `started`."""
 
-    __slots__ = ("_admission", "_error", "_is_open", "_on_pushed_out", "key", "size", "started", "weight")
+    __slots__ = (
+        "_admission",
+        "_error",
+        "_is_open",
+        "_on_pushed_out",
+        "_sure",
+        "key",
+        "num_bytes",
+        "size",
+        "started",
+        "weight",
+    )
 
     def __init__(self, admission: Admission, key: str, weight: float) -> None:
         self._admission = admission
@@ -28,6 +39,27 @@ class Slot:
         self._error: ApiError | None = None
         self._on_pushed_out: Callable[[ApiError], None] | None = None
         self.size = self.started = 0
+        self.num_bytes = self._sure = 0
+
+    @contextmanager
+    def awaiting_body(self) -> Iterator[None]:
+        """Let the call make room for any other while its body has not come."""
+        self._admission.bodiless[self] = None
+        try:
+            yield
+        finally:
+            self._admission.bodiless.pop(self, None)
+
+    def take_bytes(self, num_bytes: int) -> None:
+        """Take memory that the call needs until its end. Raises ApiError 503."""
+        self.raise_if_pushed_out()
+        self._admission.take_bytes(self, num_bytes)
+        self._sure += num_bytes
+
+    def hold(self, num_bytes: int) -> None:
+        """Have so much memory beside what was taken, more or less than before. Raises ApiError 503."""
+        if self._is_open and (more := self._sure + num_bytes - self.num_bytes):
+            self._admission.take_bytes(self, more)
 
     def grow(self, size: int) -> None:
         """Take room for `size` requests in all. Raises ApiError: 503, or 400 if that many can never fit."""
@@ -73,6 +105,7 @@ class _Share:
     weight: float
     queued: int = 0
     inflight: int = 0
+    num_bytes: int = 0
     waiting: dict[Slot, None] = field(default_factory=dict)  # slots without a begun request, oldest first
 
     @property
@@ -80,28 +113,35 @@ class _Share:
         return self.queued / self.weight
 
 
+MIB: Final = 1024 * 1024
 MOST_OF_FREE: Final = 8  # a key's requests, as a multiple of what stays free of `max_inflight`
 
 
 class Admission:
-    """Owner of the two counts. Integrity: 0 <= queued <= inflight, both within their bounds.
+    """Owner of the counts. Integrity: 0 <= queued <= inflight, both within their bounds, and so the bytes.
 
-    A key may fill whatever the others leave. Where there is no room for a request, the youngest waiting call
+    Where there is no room for a request, calls whose bodies have not come make room, the oldest first: a head
+    costs a client nothing. Otherwise a key may fill whatever the others leave, and the youngest waiting call
     of the key that has most requests in the queue, by weight, makes room (longest queue drop: Suter et al.,
     "Buffer Management Schemes for Supporting TCP in Gigabit Routers with Per-Flow Queueing", 1999); the
     request is refused if that is its own key. What a worker began is never pushed out. So where several keys
-    share the gateway (`is_shared`), a key that has requests leaves a ninth of `max_inflight` free: a dynamic
-    threshold (Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches",
-    1998, with alpha 8).
+    share the gateway (`is_shared`), a key that has requests leaves a ninth of `max_inflight` free, and one
+    that has memory a ninth of `max_inflight_mb`: a dynamic threshold (Choudhury and Hahne, "Dynamic Queue
+    Length Thresholds for Shared-Memory Packet Switches", 1998, with alpha 8).
     """
 
     def __init__(
-        self, max_queue: int, max_inflight: int, is_shared: Callable[[], bool] = lambda: False
+        self,
+        max_queue: int,
+        max_inflight: int,
+        is_shared: Callable[[], bool] = lambda: False,
+        max_inflight_mb: int = 1024,
     ) -> None:
-        self.max_queue, self.max_inflight = max_queue, max_inflight
-        self.queued = self.inflight = 0
+        self.max_queue, self.max_inflight, self.max_inflight_mb = max_queue, max_inflight, max_inflight_mb
+        self.queued = self.inflight = self.num_bytes = 0
         self._is_shared = is_shared
         self._shares: dict[str, _Share] = {}  # by key; none without requests
+        self.bodiless: dict[Slot, None] = {}  # slots of calls whose bodies have not come, oldest first
         self.is_empty = asyncio.Event()
         self.is_empty.set()
 
@@ -121,7 +161,7 @@ class Admission:
         share = self._shares.get(slot.key) or _Share(slot.weight)
         self._refuse_if_over(share, size)
         for victim in self._to_push_out(share, size):
-            victim.push_out(_pushed_out(self._shares[victim.key].queued, self.max_queue))
+            victim.push_out(self._pushed_out(victim))
         self._shares[slot.key] = share
         share.waiting[slot] = None
         slot.size += size
@@ -129,6 +169,23 @@ class Admission:
             counts.queued += size
             counts.inflight += size
         self.is_empty.clear()
+
+    def take_bytes(self, slot: Slot, more: int) -> None:
+        """Take memory for a slot, or give some back. Raises ApiError 503."""
+        share = self._shares[slot.key]
+        free = self.max_inflight_mb * MIB - self.num_bytes - more
+        if more > 0 and free < 0:
+            what = f"prompts and answers take {self.num_bytes // MIB} MiB, and this one {-(-more // MIB)}"
+            raise overloaded(f"{what} more; gateway.max_inflight_mb is {self.max_inflight_mb}")
+        is_over = share.num_bytes > 0 and share.num_bytes + more > MOST_OF_FREE * free
+        if more > 0 and is_over and self._is_shared():
+            what = f"prompts and answers of this key take {share.num_bytes // MIB} MiB"
+            raise overloaded(
+                f"{what}, and {free // MIB} would stay free for other keys; "
+                f"gateway.max_inflight_mb is {self.max_inflight_mb}"
+            )
+        for counts in (slot, share, self):
+            counts.num_bytes += more
 
     def _refuse_if_over(self, share: _Share, size: int) -> None:
         own, free = share.inflight, self.max_inflight - self.inflight - size
@@ -142,8 +199,14 @@ class Admission:
         """Return the calls that make room for `size` requests of a share. Raises ApiError 503."""
         found: dict[Slot, None] = {}
         left = {id(one): one.queued_by_weight for one in self._shares.values()}
-        own = (share.queued + size) / share.weight
         missing = max(self.queued + size - self.max_queue, self.inflight + size - self.max_inflight)
+        for slot in self.bodiless:
+            if missing <= 0:
+                break
+            found[slot] = None
+            left[id(self._shares[slot.key])] -= slot.size / slot.weight
+            missing -= slot.size
+        own = left.get(id(share), 0.0) + size / share.weight
         while missing > 0:
             others = (
                 one
@@ -164,6 +227,15 @@ class Admission:
             return overloaded(f"{self.queued} requests are waiting; gateway.max_queue is {self.max_queue}")
         return overloaded(f"{self.inflight} requests run; gateway.max_inflight is {self.max_inflight}")
 
+    def _pushed_out(self, slot: Slot) -> ApiError:
+        own, bound = self._shares[slot.key].queued, f"(gateway.max_queue is {self.max_queue})"
+        if slot in self.bodiless:
+            return overloaded(f"another request took this one's place, whose body had not come {bound}")
+        return overloaded(
+            f"a key with fewer requests took this one's place: {own} of this key waited, the most of any key "
+            f"{bound}"
+        )
+
     def start_one(self, slot: Slot) -> None:
         """Note that a worker began one request of a slot."""
         share = self._shares[slot.key]
@@ -176,9 +248,11 @@ class Admission:
         """Take all that is left of a slot out of the counts."""
         share = self._shares[slot.key]
         share.waiting.pop(slot, None)
+        self.bodiless.pop(slot, None)
         for counts in (share, self):
             counts.inflight -= slot.size
             counts.queued -= slot.size - slot.started
+            counts.num_bytes -= slot.num_bytes
         if not share.inflight:
             del self._shares[slot.key]
         if self.inflight == 0:
@@ -191,16 +265,11 @@ class Admission:
         of_keys = sum(share.queued for share in shares), sum(share.inflight for share in shares)
         if of_keys != (self.queued, self.inflight):
             raise AssertionError(f"the keys have {of_keys} of ({self.queued}, {self.inflight})")
+        if self.num_bytes != sum(share.num_bytes for share in shares):
+            raise AssertionError(f"the keys do not have the {self.num_bytes} bytes of all")
         waiting = [slot.size for share in shares for slot in share.waiting]
         if sum(waiting) > self.queued:
             raise AssertionError(f"{sum(waiting)} requests could make room, and {self.queued} are queued")
-
-
-def _pushed_out(own: int, most: int) -> ApiError:
-    return overloaded(
-        f"a key with fewer requests took this one's place: {own} of this key waited, the most of any key "
-        f"(gateway.max_queue is {most})"
-    )
 
 
 def _header_names(unit: str) -> tuple[str, ...]:

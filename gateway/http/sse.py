@@ -24,13 +24,26 @@ HEADERS: Final = [
 
 
 class EventStream:
-    """The events of one call, written after `open`. `max_pending`: that may wait for the client."""
+    """The events of one call, written after `open`.
 
-    __slots__ = ("_is_open", "_moved", "_pending", "_socket", "max_pending", "written_at")
+    max_pending, max_pending_mb: events, and their size, that may wait for the client.
+    """
 
-    def __init__(self, socket: ClientSocket, max_pending: int) -> None:
+    __slots__ = (
+        "_is_open",
+        "_moved",
+        "_pending",
+        "_socket",
+        "max_pending",
+        "max_pending_mb",
+        "num_pending_bytes",
+        "written_at",
+    )
+
+    def __init__(self, socket: ClientSocket, max_pending: int, max_pending_mb: int) -> None:
         self._socket = socket
-        self.max_pending = max_pending
+        self.max_pending, self.max_pending_mb = max_pending, max_pending_mb
+        self.num_pending_bytes = 0
         self._pending: list[bytes] = []
         self._is_open = False
         self._moved = asyncio.Event()  # the client took something, or left
@@ -38,7 +51,8 @@ class EventStream:
 
     @property
     def is_over_limit(self) -> bool:
-        return len(self._pending) > self.max_pending
+        is_over = self.num_pending_bytes > self.max_pending_mb * 1024 * 1024
+        return is_over or len(self._pending) > self.max_pending
 
     def open(self) -> None:
         self._is_open = True
@@ -48,6 +62,7 @@ class EventStream:
 
     def push(self, event: bytes) -> None:
         self._pending.append(event)
+        self.num_pending_bytes += len(event)
 
     def flush(self) -> None:
         """Write all that waits in one chunk, unless the client is behind."""
@@ -55,6 +70,7 @@ class EventStream:
             return
         self._socket.write_chunk(b"".join(self._pending))
         self._pending.clear()
+        self.num_pending_bytes = 0
         self.written_at = time.monotonic()
 
     def on_lost(self) -> None:

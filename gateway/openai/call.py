@@ -40,6 +40,7 @@ class Completion:
         self.states = [delivery.new_state(request, self) for request in requests]
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
+        self.token_bytes = 0  # memory that an output token takes until the end
         self.fingerprint = ""
         self.error: ApiError | None = None
         self.is_abandoned = False
@@ -130,7 +131,14 @@ class Completion:
             self._wake()
 
     def flush(self) -> None:
-        """Write out what a batch of tokens brought."""
+        """Account for what a batch of tokens brought, and fail the call if that is too much."""
+        self._hold(self.token_bytes * self.num_output_tokens)
+
+    def _hold(self, num_bytes: int) -> None:
+        try:
+            self._slot.hold(num_bytes)
+        except ApiError as error:
+            self.fail(error)
 
     def _emit(self, index: int, made: str | ChoicePiece) -> None:
         raise NotImplementedError
@@ -165,9 +173,11 @@ class StreamedCompletion(Completion):
         self.stream.on_lost()
 
     def flush(self) -> None:
+        """Write out what a batch of tokens brought; the client must take it."""
         self.stream.flush()
         if self.stream.is_over_limit:
-            self.fail(slow_reader(self.stream.max_pending))
+            self.fail(slow_reader(self.stream.max_pending, self.stream.max_pending_mb))
+        self._hold(self.stream.num_pending_bytes)
 
     def _on_failed(self, error: ApiError) -> None:
         if self._is_open:

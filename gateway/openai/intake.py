@@ -15,6 +15,7 @@ from bus.precisions import KVPrecision, Precision, is_below, lowest
 from gateway.delivery.cluster import Cluster
 from gateway.delivery.request import GenerationRequest
 from gateway.errors import invalid, never_so_precise, never_so_precise_kv, never_within_loss, too_long
+from gateway.openai.budget import most_tokens
 from gateway.openai.params import CallBody, ChatBody, CompletionBody, SamplingBody
 from gateway.openai.request_log import RequestLog
 from gateway.openai.structured import grammar_of
@@ -50,9 +51,10 @@ class RequestBuilder:
         cluster: Cluster,
         max_n_tokens: int,
         default_max_tokens: int,
+        max_call_mb: int,
         tool_formats: Sequence[str] = (),
     ) -> None:
-        self._cluster = cluster
+        self._cluster, self._max_call_mb = cluster, max_call_mb
         self._formats = formats_of(tool_formats)
         self._max_n_tokens, self._default_max_tokens = max_n_tokens, default_max_tokens
 
@@ -159,6 +161,8 @@ class RequestBuilder:
         given, default = body.max_tokens, self._default_max_tokens
         if isinstance(body, ChatBody):
             given, default = body.max_completion_tokens or given, max(1, self._max_n_tokens // body.n)
+            num_top = body.top_logprobs or 0 if body.logprobs else None
+            default = min(default, most_tokens(self._max_call_mb, body.n, num_top, is_chat=True))
         if given is not None:
             return given
         now = time.monotonic()

@@ -132,7 +132,7 @@ async def test_the_rest_of_a_stream_is_waited_for_until_the_socket_took_it_or_th
     transport = Mock()
     for leaves in (True, False):
         link = ClientSocket(transport)
-        stream = EventStream(link, 100)
+        stream = EventStream(link, 100, 1)
         stream.open()
         link.is_paused = True
         stream.push(b"x")

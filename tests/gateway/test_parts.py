@@ -157,6 +157,22 @@ def test_a_call_of_several_requests_leaves_the_queue_as_a_whole_and_what_has_beg
     admission.check_integrity()
 
 
+def test_calls_whose_bodies_have_not_come_make_room_first() -> None:
+    admission = Admission(max_queue=4, max_inflight=8)
+    slots = [admission.reserve() for _ in range(4)]
+    with contextlib.ExitStack() as bodies:
+        for slot in (slots[2], slots[1]):
+            bodies.enter_context(slot.awaiting_body())
+        admission.reserve()
+        assert [num_left([slot]) for slot in slots] == [1, 1, 0, 1], "the one that waited longest"
+        with pytest.raises(ApiError, match="whose body had not come"):
+            slots[2].grow(1)
+        admission.check_integrity()
+    with pytest.raises(ApiError, match="4 requests are waiting"):
+        admission.reserve()
+    assert not admission.bodiless
+
+
 def test_one_key_cannot_run_all_that_may_run() -> None:
     admission = Admission(max_queue=64, max_inflight=18, is_shared=lambda: True)
     for _ in range(16):
