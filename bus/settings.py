@@ -262,6 +262,9 @@ class WorkerSettings(Section):
     morph_share: float = _key(0.04, "share of a busy engine's time for morphs: more is faster", gt=0, le=1)
     layers_per_step: int = _key(1, "layers that change their tensor-parallel degree between two steps", ge=1)
     group_host: str = _key("127.0.0.1", "address for its groups and pipelines; empty: it joins none")
+    ssl_certfile: str = _key("", "PEM file of its certificate, for links to other workers; empty: no TLS")
+    ssl_keyfile: str = _key("", "PEM file of its key; empty: it is in ssl_certfile")
+    ssl_ca_certs: str = _key("", "PEM file of the authority that signs all workers' certificates")
     group_timeout_s: float = _key(20.0, "a member of a group is lost after this long without a sign", gt=0)
     host_dir: str = _key(
         "/dev/shm", "folder in memory for all variants of all layers; the workers of a host share it"
@@ -289,6 +292,15 @@ class WorkerSettings(Section):
     idle_telemetry_s: float = _key(1.0, "interval of reports while nothing runs", gt=0)
     watchdog_s: float = _key(60.0, "a step that takes longer ends the process", gt=0)
     drain_timeout_s: float = _key(30.0, "time for requests to finish after SIGTERM", ge=0)
+
+    @model_validator(mode="after")
+    def _links_have_an_authority(self) -> Self:
+        if bool(self.ssl_certfile) != bool(self.ssl_ca_certs) or (self.ssl_keyfile and not self.ssl_certfile):
+            raise ValueError(
+                "ssl_certfile and ssl_ca_certs go together: both ends of a link show a certificate of that "
+                "authority; set both, or none"
+            )
+        return self
 
     @model_validator(mode="after")
     def _bounded_memory_has_a_disk(self) -> Self:

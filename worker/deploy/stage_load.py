@@ -115,6 +115,7 @@ class PipelineLoadRun(LoadRun):
                 beside=self._beside,
                 host=_stages(host).host,
                 timeout_s=_stages(host).timeout_s,
+                tls=_stages(host).tls,
                 wake=lambda: _stages(host).wake(),
                 blocks=max(1, command.blocks),
                 digest=command.digest,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -29,6 +30,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from worker.distributed.messages import Message, decode, encode
+from worker.distributed.secure import ClusterTLS, SecureSocket, told
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ def to_host(tensor: torch.Tensor) -> Payload:
     return Payload(host, ready)
 
 
+Wire = socket.socket | SecureSocket
 OnMessage = Callable[["Link", Message, torch.Tensor], None]  # in a thread of the link; payload: uint8 [n]
 OnLost = Callable[["Link", str], None]  # called once in a thread of the link; not after `close`
 
@@ -77,7 +80,7 @@ class Link:
 
     def __init__(
         self,
-        open_: Callable[[], socket.socket],
+        open_: Callable[[], Wire],
         on_message: OnMessage,
         on_lost: OnLost,
         *,
@@ -94,7 +97,7 @@ class Link:
         self._changed = threading.Condition()  # guards the fields below
         self._waiting: deque[tuple[bytes, Payload | None]] = deque()
         self._is_sending = True  # the sender thread is in the middle of a frame, or the link is not open yet
-        self._socket: socket.socket | None = None
+        self._socket: Wire | None = None
         self.is_closed = False
         threading.Thread(target=self._live, name="link-receiver", daemon=True).start()
 
@@ -109,10 +112,11 @@ class Link:
         with self._changed:
             if self.is_closed:
                 return
+            rest: bytes | None = frame
             if payload is None and not self._is_sending and not self._waiting:
-                frame = self._write_now(frame)
-            if frame:
-                self._waiting.append((frame, payload))
+                rest = self._write_now(frame)
+            if rest is not None:
+                self._waiting.append((rest, payload))
                 self._changed.notify()
 
     def close(self) -> None:
@@ -121,15 +125,19 @@ class Link:
             self.is_closed = True
             self._changed.notify()
 
-    def _write_now(self, frame: bytes) -> bytes:
-        """Write what the system takes without waiting. Returns the rest."""
+    def _write_now(self, frame: bytes) -> bytes | None:
+        """Write what the system takes without waiting. Returns the rest, None: nothing is left to write.
+
+        The rest is empty where a socket with TLS holds it itself.
+        """
         assert self._socket
         try:
-            return frame[self._socket.send(frame, socket.MSG_DONTWAIT) :]
+            rest = frame[self._socket.send(frame, socket.MSG_DONTWAIT) :]
         except BlockingIOError:
             return frame
         except OSError:
-            return b""
+            return None
+        return rest if rest or (isinstance(self._socket, SecureSocket) and self._socket.has_unsent) else None
 
     def _lose(self, error: Exception) -> None:
         with self._changed:
@@ -168,7 +176,7 @@ class Link:
                 self._lose(error)
             sender.join()
 
-    def _receive_all(self, opened: socket.socket) -> None:
+    def _receive_all(self, opened: Wire) -> None:
         """Read frames until the other end closes. Raises EOFError then."""
         sizes = bytearray(_SIZES.size)
         while True:
@@ -218,7 +226,7 @@ class Link:
             return _PING, None
 
 
-def _write(opened: socket.socket, frame: bytes, payload: Payload | None) -> None:
+def _write(opened: Wire, frame: bytes, payload: Payload | None) -> None:
     if payload is None or not payload.tensor.numel():
         opened.sendall(frame)
         return
@@ -229,7 +237,7 @@ def _write(opened: socket.socket, frame: bytes, payload: Payload | None) -> None
     opened.sendall(data[max(0, sent - len(frame)) :])
 
 
-def _read(opened: socket.socket, into: memoryview) -> None:
+def _read(opened: Wire, into: memoryview) -> None:
     """Fill `into`. Raises EOFError where the other end has closed, BlockingIOError after the timeout."""
     at = 0
     while at < len(into):
@@ -245,7 +253,7 @@ def _read(opened: socket.socket, into: memoryview) -> None:
 class _Handshake:
     """A socket for the challenge functions of `multiprocessing.connection`, with one deadline for all."""
 
-    def __init__(self, opened: socket.socket, within_s: float) -> None:
+    def __init__(self, opened: Wire, within_s: float) -> None:
         self._opened, self._ends_at = opened, time.monotonic() + within_s
 
     def send_bytes(self, data: bytes) -> None:
@@ -280,18 +288,27 @@ def connect(
     timeout_s: float,
     is_pinned: bool = False,
     on_idle: Callable[[], None] = lambda: None,
+    tls: ClusterTLS | None = None,
 ) -> Link:
-    """Return a link to the listener at `address` (host:port) at once; it is lost if that fails."""
+    """Return a link to the listener at `address` (host:port) at once; it is lost if that fails.
+
+    tls: the certificate to show, where links are encrypted; None: they are not.
+    """
     host, _, port = address.rpartition(":")
 
-    def dial() -> socket.socket:
-        opened = socket.create_connection((host, int(port)), timeout_s)
+    def dial() -> Wire:
+        raw = socket.create_connection((host, int(port)), timeout_s)
+        opened: Wire = raw
         try:
+            if tls:
+                opened = SecureSocket(raw, tls.dialling, is_dialling=True, within_s=timeout_s)
             handshake: Any = _Handshake(opened, timeout_s)
             answer_challenge(handshake, key)
             deliver_challenge(handshake, key)
         except BaseException as error:
             opened.close()
+            if isinstance(error, ssl.SSLError):
+                raise ConnectionRefusedError(f"{address}: {told(error)}") from error
             if isinstance(error, AssertionError):
                 raise ConnectionRefusedError(f"{address} speaks another protocol") from error
             raise
@@ -306,10 +323,12 @@ class _Listener:
     A connection without it is closed after HANDSHAKE_S, or earlier, the oldest first, beyond MAX_HANDSHAKES.
     """
 
-    def __init__(self, host: str, on_accepted: Callable[[Callable[[], socket.socket]], object]) -> None:
+    def __init__(
+        self, host: str, on_accepted: Callable[[Callable[[], Wire]], object], tls: ClusterTLS | None
+    ) -> None:
         """on_accepted: called with a function that completes the handshake. Raises OSError."""
         self.key = os.urandom(KEY_BYTES)
-        self._on_accepted = on_accepted
+        self._on_accepted, self._tls = on_accepted, tls
         self._socket = socket.create_server((host, 0))
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         self._lock = threading.Lock()
@@ -341,11 +360,19 @@ class _Listener:
                 self._unproven.append(opened)
             self._on_accepted(lambda opened=opened: self._check_key(opened))  # type: ignore[misc]
 
-    def _check_key(self, opened: socket.socket) -> socket.socket:
+    def _check_key(self, opened: socket.socket) -> Wire:
+        wire: Wire = opened
         try:
-            handshake: Any = _Handshake(opened, HANDSHAKE_S)
+            if self._tls:
+                wire = SecureSocket(opened, self._tls.listening, is_dialling=False, within_s=HANDSHAKE_S)
+            handshake: Any = _Handshake(wire, HANDSHAKE_S)
             deliver_challenge(handshake, self.key)
             answer_challenge(handshake, self.key)
+        except ssl.SSLError as error:
+            who = opened.getpeername()[0]
+            opened.close()
+            log.warning("a connection from %s to %s was refused: %s", who, self.address, told(error))
+            raise ConnectionRefusedError(told(error)) from error
         except (OSError, EOFError, AuthenticationError, AssertionError) as error:
             opened.close()
             log.warning("a connection to %s did not show the key: %s", self.address, error or type(error))
@@ -353,7 +380,7 @@ class _Listener:
         finally:
             with self._lock, suppress(ValueError):  # dropped meanwhile
                 self._unproven.remove(opened)
-        return opened
+        return wire
 
 
 def _hang_up(opened: socket.socket) -> None:
@@ -384,7 +411,15 @@ class Endpoint(Generic[M]):
     def connect(self, address: str, key: bytes) -> Link:
         """Return a link to another worker, at once. It is lost if no worker listens, or the key is wrong."""
         at = self._transport
-        link = connect(address, key, self.take, self.lose, timeout_s=at.timeout_s, is_pinned=at.is_pinned)
+        link = connect(
+            address,
+            key,
+            self.take,
+            self.lose,
+            timeout_s=at.timeout_s,
+            is_pinned=at.is_pinned,
+            tls=at.tls,
+        )
         self._own(link)
         return link
 
@@ -421,16 +456,19 @@ class Endpoint(Generic[M]):
 class Transport:
     """One worker's listener and its links. Workers connect with the `address` and `key` of its card."""
 
-    def __init__(self, host: str, timeout_s: float, *, is_pinned: bool = False) -> None:
+    def __init__(
+        self, host: str, timeout_s: float, *, is_pinned: bool = False, tls: ClusterTLS | None = None
+    ) -> None:
         """Listen for other workers. Raises OSError.
 
-        timeout_s: a link that is silent for so long is lost. is_pinned: payloads go on to a GPU.
+        timeout_s: a link that is silent for so long is lost. is_pinned: payloads go on to a GPU. tls: links
+        are encrypted, and only workers with a certificate of the same authority get one.
         """
-        self.host, self.timeout_s, self.is_pinned = host, timeout_s, is_pinned
+        self.host, self.timeout_s, self.is_pinned, self.tls = host, timeout_s, is_pinned, tls
         self._lock = threading.Lock()
         self._endpoints: list[Endpoint[Any]] = []
         self._accepted: set[Link] = set()
-        self._listener = _Listener(host, self._accept)
+        self._listener = _Listener(host, self._accept, tls)
         self.address, self.key = self._listener.address, self._listener.key
 
     def endpoint(
@@ -456,7 +494,7 @@ class Transport:
             for link in self._accepted:
                 link.close()
 
-    def _accept(self, open_: Callable[[], socket.socket]) -> None:
+    def _accept(self, open_: Callable[[], Wire]) -> None:
         link = Link(open_, self._take, self._lose, timeout_s=self.timeout_s, is_pinned=self.is_pinned)
         with self._lock:
             self._accepted = {each for each in self._accepted if not each.is_closed} | {link}

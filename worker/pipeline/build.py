@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from worker.distributed.communicator import PeerLost
 from worker.distributed.messages import Peer
 from worker.distributed.rendezvous import new_rendezvous
+from worker.distributed.secure import ClusterTLS
 from worker.engine.core import EngineCore
 from worker.engine.grammars import GrammarCompiler
 from worker.engine.sequence import Limits
@@ -61,6 +62,7 @@ def start_leading(
     host: str = "127.0.0.1",
     timeout_s: float,
     wake: Callable[[], None],
+    tls: ClusterTLS | None = None,
     blocks: int = 1,
     digest: str = "",
     grammars: GrammarCompiler | None = None,
@@ -81,6 +83,7 @@ def start_leading(
         timeout_s=timeout_s,
         wake=wake,
         is_gpu=device.type == "cuda",
+        tls=tls,
     )
     ranks = Ranks(Shard(0, 1 + len(beside)), host, str(device), timeout_s, wake)
     try:

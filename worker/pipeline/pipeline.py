@@ -13,6 +13,7 @@ import torch
 from bus.messages import LayerShape
 from bus.precisions import KVPrecision
 from worker.distributed import messages
+from worker.distributed.secure import ClusterTLS
 from worker.distributed.transport import Link, Payload, connect, to_host
 from worker.engine.executor import ExecutorLost
 from worker.engine.input_batch import ModelInput
@@ -62,13 +63,14 @@ class Pipeline:
         timeout_s: float,
         wake: Callable[[], None],
         is_gpu: bool = False,
+        tls: ClusterTLS | None = None,
     ) -> None:
         """beside: ranks 1, 2, ... of the leader's own stage. timeout_s: for a silent link or a late batch."""
         self.beside, self.tp = beside, 1 + len(beside)
         if any(len(each.peers) != self.tp for each in behind):
             raise ValueError(f"{pipeline}: its stages have different numbers of ranks")
         self.id, self.leader, self.behind, self.timeout_s = pipeline, leader, behind, timeout_s
-        self._wake, self._is_gpu = wake, is_gpu
+        self._wake, self._is_gpu, self._tls = wake, is_gpu, tls
         self._mail: SimpleQueue[tuple[Link, messages.Message | str, torch.Tensor]] = SimpleQueue()
         self._ranks: list[_RemoteRank] = []  # ranks by stage, without the leader
         self._sent: deque[tuple[int, float]] = deque()  # step, when
@@ -108,6 +110,7 @@ class Pipeline:
                     timeout_s=self.timeout_s,
                     is_pinned=self._is_gpu,
                     on_idle=self._wake,  # the check for overdue answers
+                    tls=self._tls,
                 )
                 self._ranks.append(_RemoteRank(number, rank, peer, link))
                 join = messages.JoinPipeline(

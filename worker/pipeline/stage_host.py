@@ -22,7 +22,7 @@ class StageHost:
         self.wake: Callable[[], None] = lambda: None  # a runner may have work; called in any thread
         # Called in the engine's thread with the pipeline and why it ended, once its pages are released.
         self.on_ended: Callable[[str, str], None] = lambda pipeline, reason: None
-        self.host, self.timeout_s = transport.host, transport.timeout_s
+        self.host, self.timeout_s, self.tls = transport.host, transport.timeout_s, transport.tls
         self._lock = threading.Lock()  # guards the next two
         self._runners: dict[str, RemoteStageRunner] = {}
         self._early: dict[str, tuple[Link, JoinPipeline]] = {}

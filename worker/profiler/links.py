@@ -18,6 +18,7 @@ from bus.deployments import LinkKind, LinkSample, ProbePeer
 from worker.distributed.communicator import Communicator, PeerLost
 from worker.distributed.messages import Echo, MeasureAllReduce, Message, ProbeFailed, ProbeMessage
 from worker.distributed.rendezvous import meet, open_store
+from worker.distributed.secure import ClusterTLS
 from worker.distributed.transport import Link, Payload, Transport, connect, to_host
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ def measure_links(
     host: str,
     *,
     rows: Sequence[int] = ROWS,
+    tls: ClusterTLS | None = None,
 ) -> list[LinkSample]:
     """Measure what can be measured with a peer; return nothing if it does not answer.
 
@@ -48,7 +50,7 @@ def measure_links(
     thread. host: the address of this worker for the other.
     """
     use_device(device)
-    line = _Line(peer, device)
+    line = _Line(peer, device, tls)
     found: list[LinkSample] = []
     try:
         tensors = tensors_for([count * hidden_size for count in rows], str(dtype), device)
@@ -112,12 +114,12 @@ def _sums(line: _Line, tensors: Sequence[torch.Tensor], host: str) -> Iterator[i
 class _Line:
     """A connection to the other worker, for one thread."""
 
-    def __init__(self, peer: ProbePeer, device: torch.device) -> None:
+    def __init__(self, peer: ProbePeer, device: torch.device, tls: ClusterTLS | None) -> None:
         self._device = device
         self._mail: SimpleQueue[torch.Tensor | str] = SimpleQueue()
         is_gpu = device.type == "cuda"
         self.link = connect(
-            peer.link, peer.link_key, self._take, self._lose, timeout_s=PATIENCE_S, is_pinned=is_gpu
+            peer.link, peer.link_key, self._take, self._lose, timeout_s=PATIENCE_S, is_pinned=is_gpu, tls=tls
         )
 
     def call(self, tensor: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ from bus.settings import WorkerSettings
 from bus.version import program_version
 from worker.deploy.loader import dtype_of
 from worker.deploy.model_host import ModelHost
+from worker.distributed.secure import ClusterTLS
 from worker.memory import PagePool
 from worker.model import ModelConfig, ModelError, read_config
 from worker.model.quantized_sets import FOLDER, writing_whole
@@ -111,7 +112,8 @@ class Measurer:
         peer, host, device = command.peer, self.settings.group_host, self.pool.backend.device
         if peer is None or not host:
             return None
-        return lambda: measure_links(peer, plan.config.hidden_size, plan.model.dtype, device, host)
+        tls = ClusterTLS.of(self.settings)
+        return lambda: measure_links(peer, plan.config.hidden_size, plan.model.dtype, device, host, tls=tls)
 
     def _with_links(self, command: Measure, found: Profile, plan: CutPlan) -> Profile:
         """Measure the links of a stored profile now if there was no peer before."""

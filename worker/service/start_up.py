@@ -23,6 +23,7 @@ from worker.deploy.loader import dtype_of
 from worker.deploy.model_host import ModelHost
 from worker.deploy.stage_load import PipelineLoadRun, StageLoadRun
 from worker.deploy.unload import UnloadRun
+from worker.distributed.secure import ClusterTLS
 from worker.distributed.transport import Transport
 from worker.engine.build import MIB, make_pool, page_bytes_of
 from worker.engine.engine import Engine
@@ -72,7 +73,10 @@ def _load(settings: WorkerSettings, worker: str, progress: Progress) -> ModelHos
         compile_ahead(device, settings)
     if settings.group_host:
         model_host.transport = Transport(
-            settings.group_host, settings.group_timeout_s, is_pinned=device.type == "cuda"
+            settings.group_host,
+            settings.group_timeout_s,
+            is_pinned=device.type == "cuda",
+            tls=ClusterTLS.of(settings),
         )
         ProbeResponder(model_host.transport, device)
         engine.stages = model_host.stages = StageHost(model_host.transport)

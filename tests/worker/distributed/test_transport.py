@@ -8,23 +8,29 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from multiprocessing.connection import Client
+from pathlib import Path
 
 import pytest
 import torch
 
 from bench.common.service import wait_for
+from bus.tls import TLSProblem
+from tests.support.certificates import Authority, authority
 from worker.distributed import transport
 from worker.distributed.messages import Echo, GroupEnded, GroupMessage, ProbeFailed, ProbeMessage
+from worker.distributed.secure import ClusterTLS
 from worker.distributed.transport import Link, Transport, to_host
+
+__all__ = ["authority"]
 
 
 class End:
     """One worker's transport, and what came to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ClusterTLS | None = None) -> None:
         self.heard: list[tuple[Link, GroupMessage]] = []
         self.lost: list[str] = []
-        self.transport = Transport("127.0.0.1", 2.0)
+        self.transport = Transport("127.0.0.1", 2.0, tls=tls)
         self.links = self.transport.endpoint(
             GroupMessage,
             lambda link, message, payload: self.heard.append((link, message)),
@@ -35,10 +41,22 @@ class End:
         self.transport.close()
 
 
+@pytest.fixture(params=["plain", "tls"])
+def pair(request: pytest.FixtureRequest, authority: Authority) -> Iterator[tuple[End, End]]:
+    made = [member(authority, name) if request.param == "tls" else None for name in ("w0", "w1")]
+    with closing(End(made[0])) as one, closing(End(made[1])) as other:
+        yield one, other
+
+
 @pytest.fixture
-def pair() -> Iterator[tuple[End, End]]:
+def plain_pair() -> Iterator[tuple[End, End]]:
     with closing(End()) as one, closing(End()) as other:
         yield one, other
+
+
+def member(authority: Authority, name: str, ca: str = "") -> ClusterTLS:
+    pair = authority.sign(name)
+    return ClusterTLS(pair.cert, pair.key, ca or authority.ca)
 
 
 def test_what_is_sent_before_a_link_is_open_comes_in_order(pair: tuple[End, End]) -> None:
@@ -91,8 +109,8 @@ def test_strangers_keep_nobody_out(pair: tuple[End, End]) -> None:
         wait_for("the message", lambda: other.heard, 10)
 
 
-def test_a_process_that_is_silent_too_long_is_lost(pair: tuple[End, End]) -> None:
-    one, _ = pair
+def test_a_process_that_is_silent_too_long_is_lost(plain_pair: tuple[End, End]) -> None:
+    one, _ = plain_pair
     host, _, port = one.transport.address.rpartition(":")
     with Client((host, int(port)), authkey=one.transport.key):
         wait_for("the loss", lambda: one.lost, 10)
@@ -191,3 +209,45 @@ def _is_closed(stranger: socket.socket) -> bool:
             pass
         return True
     return False
+
+
+def test_payloads_of_every_size_come_whole_through_tls(authority: Authority) -> None:
+    echoes: list[torch.Tensor] = []
+    with (
+        closing(Transport("127.0.0.1", 5.0, tls=member(authority, "big0"))) as listening,
+        closing(Transport("127.0.0.1", 5.0, tls=member(authority, "big1"))) as asking,
+    ):
+        listening.endpoint(ProbeMessage, lambda _, __, payload: echoes.append(payload), lambda *_: None)
+        link = asking.endpoint(ProbeMessage, lambda *_: None, lambda *_: None).connect(
+            listening.address, listening.key
+        )
+        sent = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in (1, 16384, 300_001, 5_000_000)]
+        for tensor in sent:
+            link.send(Echo(), to_host(tensor))
+        wait_for("all of it", lambda: len(echoes) == len(sent), 20)
+        assert all(torch.equal(got, tensor) for got, tensor in zip(echoes, sent, strict=True))
+
+
+def test_a_worker_of_another_authority_or_without_tls_is_refused_by_name(
+    authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = Authority(tmp_path / "other", "other")
+    with closing(End(member(authority, "inside"))) as inside:
+        address, key = inside.transport.address, inside.transport.key
+        for tls, why in ((member(other, "outside"), "is not of this cluster"), (None, "")):
+            with closing(End(tls)) as outside:
+                outside.links.connect(address, key).send(GroupEnded(group="g", reason=""))
+                wait_for("the refusal", lambda end=outside: end.lost, 10)  # type: ignore[misc]
+                assert why in outside.lost[0] and (not why or address in outside.lost[0])
+        wait_for("the log", lambda: len(caplog.records) == 2, 10)
+        assert "a connection from 127.0.0.1" in caplog.text and "did not show the key" in caplog.text
+        assert inside.heard == []
+
+
+def test_a_certificate_of_another_authority_is_told_at_start(authority: Authority, tmp_path: Path) -> None:
+    other = Authority(tmp_path / "another", "another")
+    with pytest.raises(TLSProblem, match=r"is no certificate of worker\.ssl_ca_certs"):
+        member(authority, "strange", other.ca)
+    old = authority.sign("expired", days=-1)
+    with pytest.raises(TLSProblem, match="certificate has expired"):
+        ClusterTLS(old.cert, old.key, authority.ca)
