@@ -173,6 +173,10 @@ class Service:
                 process.signal(signal.SIGCONT)
             process.kill()
 
+    def command(self, name: str, module: str) -> list[str]:
+        """Return the words that start a process; others run it on another host."""
+        return [sys.executable, "-m", module]
+
     def add(self, name: str, module: str, **env: str) -> Process:
         base = {k: v for k, v in os.environ.items() if not k.startswith("INSTAR_")}
         config = self.folder / "instar.toml"
@@ -185,9 +189,7 @@ class Service:
             "INSTAR_WORKER__THREADS": "1",
             "INSTAR_LOG__LEVEL": "info",
         } | {f"INSTAR_{key}": value for key, value in self.settings.items()}
-        process = Process(
-            name, [sys.executable, "-m", module], base | ours | env, self.folder / f"{name}.log"
-        )
+        process = Process(name, self.command(name, module), base | ours | env, self.folder / f"{name}.log")
         self.processes[name] = process
         return process.start()
 
