@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from bench.common.service import Service
-from bench.fuzz.__main__ import measure
 from bench.fuzz.rounds import SETTINGS, Fuzzer
+from bench.fuzz.routes import measure
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ class DeafBus:
     """Takes what is published, or refuses it with `error`."""
 
     def __init__(self) -> None:
-        self.names = Names()
+        self.names, self.fence = Names(), None
         self.up = True
         self.error: Exception | None = None
         self.taken: list[Any] = []
