@@ -54,9 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seqs", type=int, default=16)
     parser.add_argument("--out", type=int, default=96, help="tokens of each sequence")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--memory-mb", type=int, default=192)
     options = parser.parse_args(arguments)
     shape = EngineShape(max_num_seqs=options.seqs, max_model_len=512)
-    engine = load_engine(options.model, shape, 192, grammars=GuidanceCompiler)
+    engine = load_engine(options.model, shape, options.memory_mb, grammars=GuidanceCompiler)
     grammar = Grammar(kind="json_schema", text=json.dumps(TEXTS), end_token_ids=(1,))
     found: dict[str, list[float]] = {"plain": [], "formed": []}
     for turn in range(1 + options.rounds):

@@ -25,6 +25,9 @@ class GuidanceMasks:
         num_words = -(-matchers[0].num_tokens // 32)
         bits = np.zeros((len(matchers), num_words), np.int32)
         self._fill(matchers, bits)
+        if self._device.type == "cpu":
+            allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
+            return torch.from_numpy(allowed == 0)
         packed = torch.from_numpy(bits.view(np.uint8)).to(self._device)  # [N, 4 * words]
         allowed = (packed.unsqueeze(2) >> self._shifts) & 1  # [N, 4 * words, 8], the lowest bit first
         return allowed.view(len(matchers), -1)[:, : self._vocab_size] == 0
