@@ -64,26 +64,30 @@ def _asked(body: CallBody) -> Iterator[tuple[str, Grammar]]:
         asked = answer.json_schema
         param = "response_format.json_schema.schema"
         yield param, _schema(param, asked.schema_, is_lenient=not asked.strict)
-    if body.guided_json is not None:
-        yield "guided_json", _schema("guided_json", body.guided_json)
-    if body.guided_regex is not None:
-        yield "guided_regex", Grammar(kind="regex", text=body.guided_regex)
-    if body.guided_choice:
-        yield "guided_choice", _choice(body.guided_choice)
-    if body.guided_grammar is not None:
-        yield "guided_grammar", Grammar(kind="grammar", text=body.guided_grammar)
+    yield from _named("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
     if (outputs := body.structured_outputs) is None:
         return
-    if outputs.json_ is not None:
-        yield "structured_outputs.json", _schema("structured_outputs.json", outputs.json_)
-    if outputs.regex is not None:
-        yield "structured_outputs.regex", Grammar(kind="regex", text=outputs.regex)
-    if outputs.choice:
-        yield "structured_outputs.choice", _choice(outputs.choice)
-    if outputs.grammar is not None:
-        yield "structured_outputs.grammar", Grammar(kind="grammar", text=outputs.grammar)
+    yield from _named("structured_outputs.", outputs.json_, outputs.regex, outputs.choice, outputs.grammar)
     if outputs.json_object:
         yield "structured_outputs.json_object", Grammar(kind="json_schema", text=_ANY_OBJECT)
+
+
+def _named(
+    prefix: str,
+    schema: dict[str, Any] | str | None,
+    regex: str | None,
+    choice: list[str] | None,
+    grammar: str | None,
+) -> Iterator[tuple[str, Grammar]]:
+    """Yield each form of vLLM's that is given, and the path of its field: `prefix` and the form's name."""
+    if schema is not None:
+        yield f"{prefix}json", _schema(f"{prefix}json", schema)
+    if regex is not None:
+        yield f"{prefix}regex", Grammar(kind="regex", text=regex)
+    if choice:
+        yield f"{prefix}choice", _choice(choice)
+    if grammar is not None:
+        yield f"{prefix}grammar", Grammar(kind="grammar", text=grammar)
 
 
 def _schema(param: str, schema: dict[str, Any] | str, *, is_lenient: bool = False) -> Grammar:
