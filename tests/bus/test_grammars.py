@@ -53,7 +53,7 @@ DEEP: list[tuple[GrammarKind, str]] = [
 
 
 def test_the_deepest_texts_get_an_answer_from_a_process_that_goes_on() -> None:
-    """Whether they can be compiled or not. Most of the schemas end a process in a thread of 8 MiB."""
+    """An answer comes, compiled or not. Most of the schemas end a process in a thread of 8 MiB."""
     assert not any(excess(Grammar(kind=kind, text=text)) for kind, text in DEEP)
     code = (
         "import json, sys\n"

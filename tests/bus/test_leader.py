@@ -30,7 +30,7 @@ async def other(redis_settings: RedisSettings) -> AsyncIterator[Bus]:
 
 
 class Reign:
-    """What a leader does: it counts, and runs until it is cancelled."""
+    """The work of a leader: it counts, and runs until it is cancelled."""
 
     def __init__(self, leader: Leader) -> None:
         self.leader, self.begun = leader, 0

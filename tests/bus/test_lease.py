@@ -15,7 +15,7 @@ LENGTH_S = 3.0
 
 @dataclass
 class Server:
-    """What Redis does with the lease, by the plain rule: the oracle of `bus.leader`'s script."""
+    """The lease as Redis keeps it, by the plain rule: the oracle of `bus.leader`'s script."""
 
     now_s: float = 0.0
     term: int = 0

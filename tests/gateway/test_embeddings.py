@@ -19,7 +19,7 @@ pytest_plugins = ["tests.support.gateway_fixtures"]
 
 
 def embedding(ids: list[int]) -> list[float]:
-    """What the scripted worker makes of a prompt."""
+    """Return the vector that the scripted worker makes of a prompt."""
     return [float(len(ids)), float(ids[0]), float(ids[-1]), 0.5]
 
 

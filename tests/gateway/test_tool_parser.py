@@ -30,7 +30,7 @@ THINK = THOUGHTS[0]
 
 @dataclass
 class Answer:
-    """What a client puts together from the parts."""
+    """An answer as a client puts it together from the parts."""
 
     content: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)

@@ -83,7 +83,7 @@ def holds(kind: type[BaseModel], value: Any) -> None:
 
 
 def told(gate: Gate) -> str:
-    """What the model got."""
+    """Return the prompt that the model got."""
     ids = gate.worker.submits[-1].prompt_token_ids
     return str(gate.tokenizer._rust.decode(ids, skip_special_tokens=False))
 

@@ -56,7 +56,7 @@ class SecuredService(Service):
         return False
 
     def refused(self) -> list[dict[str, Any]]:
-        """What Redis refused to whom so far."""
+        """Return what Redis refused so far, and to whom."""
         with self.redis as client:
             return [
                 {name: entry[name] for name in ("username", "object", "context", "reason")}

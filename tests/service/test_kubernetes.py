@@ -47,7 +47,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module", params=[*OVERLAYS, "with the inference extension"])
 def objects(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
-    """What an overlay builds, and the last one with the component that no overlay has."""
+    """Return what an overlay builds, and the last one with the component that no overlay has."""
     if request.param in OVERLAYS:
         return built(FOLDER / "overlays" / request.param)
     folder = tmp_path_factory.mktemp("overlay")
@@ -81,7 +81,7 @@ def containers(objects: list[Object]) -> Iterator[tuple[str, Object]]:
 
 
 def environment(objects: list[Object], container: Object) -> dict[str, str]:
-    """What the container's process would see: references filled in as the kubelet does, the rest made up."""
+    """Return what the container's process sees: references as the kubelet fills them in, the rest made up."""
     maps = {one["metadata"]["name"]: one["data"] for one in of_kind(objects, "ConfigMap")}
     found: dict[str, str] = {}
     for source in container.get("envFrom", ()):
@@ -258,7 +258,7 @@ def test_only_who_must_talk_may(objects: list[Object]) -> None:
 
 
 def test_a_namespace_that_is_restricted_takes_every_pod(objects: list[Object]) -> None:
-    """As the pod security standard "restricted" has it, and with files that nobody changes."""
+    """Pods keep the security standard "restricted", and have files that nobody changes."""
     (namespace,) = of_kind(objects, "Namespace")
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
     for template in templates(objects).values():
