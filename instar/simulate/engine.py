@@ -172,6 +172,11 @@ class SimulatedInstance:
         first = self.scheduler.first_in_want
         return now_s - first.arrived if first else 0.0
 
+    def waited_for_blocks_s(self, now_s: float) -> float:
+        """Return how long the head of the queue has been here, while blocks are missing; else 0.0."""
+        first = self.scheduler.first_for_blocks
+        return now_s - first.arrived if first else 0.0
+
     # ------------------------------------------------------------------------------------- requests
 
     def submit(self, outcome: RequestOutcome, now_s: float) -> None:

@@ -77,7 +77,7 @@ class SimulatedTarget:
             needed=scheduler.num_blocks_needed,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            wanting_s=instance.wanting_s(self._clock()) if scheduler.num_blocks_wanted else 0.0,
+            waited_s=instance.waited_for_blocks_s(self._clock()),
             residence_s=instance.residence_s,
             preemptions=scheduler.num_preemptions,
             prompt_tokens=scheduler.num_prompt_tokens_due,

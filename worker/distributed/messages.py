@@ -272,7 +272,7 @@ class MemberLoad(msgspec.Struct, frozen=True, kw_only=True):
     needed: int = 0  # blocks, at the peak of what runs and waits
     running: int = 0
     waiting: int = 0
-    wanting_s: float = 0.0  # how long the oldest sequence that misses blocks has been here
+    waited_s: float = 0.0  # how long the head of the queue has been here, while blocks are missing
     residence_s: float = 0.0  # mean time that a sequence runs; 0: none has ended yet
     preemptions: int = 0  # since the start
     prompt_tokens: int = 0  # to compute before a prompt that comes now has its turn

@@ -445,6 +445,11 @@ class EngineCore:
         first = self.scheduler.first_in_want
         return self._clock() - first.arrived if first else 0.0
 
+    def waited_for_blocks_s(self) -> float:
+        """Return how long the head of the queue has been here, while blocks are missing; else 0.0."""
+        first = self.scheduler.first_for_blocks
+        return self._clock() - first.arrived if first else 0.0
+
     def arrivals_per_s(self) -> float:
         """Return the requests per second that came lately."""
         return self.scheduler.arrivals_per_s(self._clock())

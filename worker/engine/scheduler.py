@@ -278,6 +278,11 @@ class Scheduler:
             return self.running[0]
         return self.waiting.head if self.waiting else None
 
+    @property
+    def first_for_blocks(self) -> Sequence | None:
+        """The head of the queue, while blocks are missing as counted by `num_blocks_wanted`."""
+        return self.waiting.head if self.waiting and self.num_blocks_wanted else None
+
     def arrivals_per_s(self, now: float) -> float:
         """Return the rate of the requests that came lately and are still here; 0.0 for fewer than two."""
         newest = chain(reversed(self.waiting), reversed(self.running))

@@ -67,6 +67,6 @@ def predict_waits(
     left_s = max(0, missing - blocks) * block_s * then.decode / now.decode
     compute_s = load.predicted_compute_s
     return Waits(
-        without_s=max(compute_s, load.wanting_s + missing * block_s),
+        without_s=max(compute_s, load.waited_s + missing * block_s),
         with_s=work_s + max(compute_s * then.prompt / now.prompt, left_s),
     )

@@ -43,7 +43,7 @@ class Load:
     kv_needed: int  # at the peak of what runs and waits, as far as it can run at once
     running: int = 0
     waiting: int = 0
-    wanting_s: float = 0.0  # how long the oldest sequence that misses blocks has been here
+    waited_s: float = 0.0  # how long the head of the queue has been here, while blocks are missing
     residence_s: float = 0.0  # mean time that a sequence runs; 0: none has ended yet
     preemptions: int = 0  # since the start
     floor_refused: Precision = LOWEST  # highest floor of recently refused requests
@@ -88,7 +88,7 @@ class Load:
         """
         if not self.misses_blocks:
             return 0.0
-        return self.wanting_s + self.frees_s(self.kv_needed - self.kv_blocks)
+        return self.waited_s + self.frees_s(self.kv_needed - self.kv_blocks)
 
     def frees_s(self, blocks: int) -> float:
         """Return the time until so many blocks come free by themselves; 0.0 without a history."""
@@ -226,7 +226,7 @@ def _ease(state: ReflexState, load: Load, policy: Policy) -> tuple[Cause, str] |
         return None
     if load.is_idle:
         return "ease", "nothing runs"
-    is_calm = load.predicted_wait_s < policy.queue_delay_low_s and not load.wanting_s
+    is_calm = load.predicted_wait_s < policy.queue_delay_low_s and not load.waited_s
     if is_calm and load.kv_usage < policy.kv_usage_low and load.at_s >= state.preempted_s + PREEMPTED_S:
         return (
             "ease",
@@ -261,7 +261,7 @@ def soon_over(state: ReflexState, load: Load, need: Need) -> Withheld | None:
     """
     missing = load.kv_needed - load.kv_blocks
     frees_s = load.frees_s(missing)
-    if load.wanting_s > state.relief_half_s:
+    if load.waited_s > state.relief_half_s:
         return None
     if need.cause != "queue_delay" or load.kv_coming(state.ahead_s) or not 0 < frees_s <= state.relief_half_s:
         return None
@@ -289,7 +289,7 @@ def urgency(load: Load, policy: Policy, *, is_relieving: bool = False) -> float:
     way that somebody needs now, and gets RELIEF_SHARE also while what waits has just been admitted.
     """
     compute_s = load.predicted_compute_s if load.misses_blocks else 0.0
-    wanted = share_for(max(load.predicted_wait_s, load.wanting_s, compute_s), policy.ttft_slo_s)
+    wanted = share_for(max(load.predicted_wait_s, load.waited_s, compute_s), policy.ttft_slo_s)
     return max(wanted, RELIEF_SHARE if is_relieving else 0.0)
 
 

@@ -290,7 +290,7 @@ class ReflexLoop:
             kv_needed=max(used, sum(each.needed for each in members) - moved),
             running=sum(each.running for each in members),
             waiting=sum(each.waiting for each in members),
-            wanting_s=max(each.wanting_s for each in members),
+            waited_s=max(each.waited_s for each in members),
             residence_s=max(each.residence_s for each in members),
             preemptions=sum(each.preemptions for each in members),
             prompt_tokens=sum(each.prompt_tokens for each in members),

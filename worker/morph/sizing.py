@@ -381,7 +381,7 @@ def seen(state: ReflexState, load: Load, envelope: Envelope) -> dict[str, Number
         "kv_needed": load.kv_needed,
         "running": load.running,
         "waiting": load.waiting,
-        "waited_s": round(load.wanting_s, 4),
+        "waited_s": round(load.waited_s, 4),
         "predicted_wait_s": round(load.predicted_wait_s, 4),
         "predicted_compute_s": round(load.predicted_compute_s, 4),
         "steps": max(state.pressure, state.ease),

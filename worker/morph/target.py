@@ -327,7 +327,7 @@ class Target(MemberTarget):
             needed=scheduler.num_blocks_needed,
             running=len(scheduler.running),
             waiting=instance.num_waiting,
-            wanting_s=instance.wanting_seconds() if scheduler.num_blocks_wanted else 0.0,
+            waited_s=instance.waited_for_blocks_s(),
             residence_s=instance.residence_s,
             preemptions=scheduler.num_preemptions,
             prompt_tokens=scheduler.num_prompt_tokens_due,

@@ -81,7 +81,7 @@ def test_the_slowdown_of_a_shape_is_the_mean_of_its_halves_and_what_is_unknown_s
 def test_what_has_waited_for_blocks_already_is_taken_to_wait_longer() -> None:
     quick = replace(LOAD, residence_s=0.5)  # by those that have ended
     assert weighed(quick).without_s == 1.0  # the prompts
-    assert weighed(replace(quick, wanting_s=2.0)) == Waits(without_s=2.5, with_s=1.0)
+    assert weighed(replace(quick, waited_s=2.0)) == Waits(without_s=2.5, with_s=1.0)
 
 
 def test_without_a_history_nothing_is_predicted() -> None:

@@ -23,7 +23,7 @@ HALVES = [Half(layer, part) for layer in range(LAYERS) for part in PARTS]
 FULL: dict[Half, Precision] = dict.fromkeys(HALVES, "full")
 
 CALM = Load(at_s=100.0, kv_blocks=100, kv_used=60, kv_needed=70, running=10, residence_s=4.0)
-BURST = replace(CALM, kv_used=95, kv_needed=180, waiting=9, wanting_s=0.05)
+BURST = replace(CALM, kv_used=95, kv_needed=180, waiting=9, waited_s=0.05)
 SLIGHT = replace(BURST, residence_s=0.4)  # blocks come free in time: a wait of 0.39 s
 EASE = replace(CALM, kv_used=10, kv_needed=12, running=2)
 IDLE = replace(CALM, kv_used=0, kv_needed=0, running=0)
@@ -186,7 +186,7 @@ def test_manual_does_nothing() -> None:
 def test_the_share_of_time_follows_the_predicted_wait() -> None:
     quarter = policy(ttft_slo_s=2.0)
     assert reflex.urgency(CALM, quarter) == 0.0
-    load = replace(BURST, residence_s=0.0, wanting_s=0.1)
+    load = replace(BURST, residence_s=0.0, waited_s=0.1)
     assert reflex.urgency(load, quarter) == pytest.approx(0.2)
     assert reflex.urgency(BURST, quarter) == 1.0
     assert reflex.urgency(CALM, quarter, is_relieving=True) == RELIEF_SHARE
@@ -218,7 +218,7 @@ def test_no_loss_is_taken_for_what_is_over_before_a_half_is_swapped() -> None:
 def test_long_generations_after_short_ones_withhold_no_relief_for_longer_than_a_half_takes() -> None:
     (need,) = due(SLIGHT)
     state = ReflexState(relief_half_s=0.4)
-    waiting = [replace(SLIGHT, wanting_s=wanting_s) for wanting_s in (0.1, 0.4, 0.41, 5.0)]
+    waiting = [replace(SLIGHT, waited_s=waited_s) for waited_s in (0.1, 0.4, 0.41, 5.0)]
     assert [reflex.soon_over(state, load, need) is not None for load in waiting] == [True, True, False, False]
 
 
