@@ -21,7 +21,7 @@ from bench.transform.padding import (
     planned,
     step_overhead,
 )
-from bus.precisions import Precision
+from bus.precisions import QUANTIZED, Precision
 from worker.model.layer import build_feed_forward
 from worker.model.layout import degrees, plan_model
 from worker.model.quantized_layout import plan_quantized
@@ -96,6 +96,20 @@ def test_ranks_of_every_degree_are_even(model: PaddingSizes, max_tp: int) -> Non
         assert largest_difference(model, max_tp, tp) == 0
         assert largest_difference(model, max_tp, tp, "int4") <= 64  # a tile of codes
         assert step_overhead(model, max_tp, tp) <= STEP_BAR
+
+
+@each_model
+@pytest.mark.parametrize("max_tp", MAX_DEGREES)
+@pytest.mark.parametrize("precision", QUANTIZED)
+def test_quantised_ranks_read_empty_tiles_of_one_model_alone(
+    model: PaddingSizes, max_tp: int, precision: Precision
+) -> None:
+    tps = degrees(model.config(), max_tp)
+    added = [step_overhead(model, max_tp, tp, precision) for tp in tps]
+    if (model.name, max_tp) == ("Llama-2-7B", 8):  # 172 tiles for eight ranks: 21 or 22 to each
+        assert STEP_BAR < max(added) < 1.6 * STEP_BAR
+    else:
+        assert added == [0.0] * len(tps)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 128])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 import kernels
 from bench.transform.padding import PaddingSizes
-from bus.precisions import BITS, Precision
+from bus.precisions import BITS, PRECISIONS, Precision
 from worker.model.layer import build_feed_forward
 from worker.model.layout import CheckpointTensor, RangePlan, degrees, plan_model
 from worker.model.quantized_layout import plan_quantized
@@ -150,6 +151,30 @@ def test_ranks_of_every_degree_sum_to_the_whole_and_only_unmap(
         assert {rank.linears[1].num_inputs for rank in ranks} == {units.size * max_tp // tp}
         with kernels.use_backend("reference"):
             torch.testing.assert_close(torch.stack([rank(x) for rank in ranks]).sum(0), wanted, **EXACT)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([16, 32, 48, 80]),
+    st.integers(20, 3000),
+    st.sampled_from([2, 4, 8]),
+    st.sampled_from([4096, 16384]),
+    st.sampled_from(PRECISIONS),
+)
+def test_no_layout_of_even_rows_on_pages_of_their_own_is_smaller(
+    hidden: int, intermediate: int, max_tp: int, page_bytes: int, precision: Precision
+) -> None:
+    """A rank of the largest degree has the pages that its rows fill, begun ones included, and no other."""
+    config = PaddingSizes("toy", hidden, intermediate, 1, 8, 8, 16, 100).config()
+    full = plan_model(config, torch.float32, page_bytes, max_tp)
+    plan = (
+        full.layers[0][1] if precision == "full" else plan_quantized(config, full, page_bytes, precision)[1]
+    )
+    rank = plan.at(Shard(0, max_tp))
+    filled = sum(-(-math.prod(one.shape) * one.dtype.itemsize // 256) * 256 for one in rank.params.values())
+    for number in range(max_tp):
+        pages = plan.at(Shard(number, max_tp)).pages(page_bytes)
+        assert int(pages.sum()) == -(-filled // page_bytes)
 
 
 @settings(max_examples=60, deadline=None)
