@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
+import sys
 import time
 from collections.abc import Collection, Iterator
 from typing import Any, Final, Literal
@@ -144,6 +146,51 @@ def stream_events(client: httpx.Client, method: str, path: str, **options: Any) 
             name, _, value = line.partition(":")
             kind = value.strip() if name == "event" else kind
             yield (kind, value.strip()) if name == "data" else ("", "")
+
+
+def stream_choices(
+    client: httpx.Client, path: str, body: dict[str, Any], *, silence_s: float | None = TIMEOUT_S
+) -> Iterator[dict[str, Any]]:
+    """Yield the choices in each event of a streamed answer of /v1. Raises ServerError.
+
+    silence_s: the longest wait for bytes; None leaves it to the gateway's own limits.
+    """
+    timeout = httpx.Timeout(TIMEOUT_S, read=silence_s)
+    try:
+        for _, data in stream_events(client, "POST", path, json={**body, "stream": True}, timeout=timeout):
+            if data in ("", "[DONE]"):
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                raise ServerError(event["error"]["message"])
+            yield from event["choices"]
+    except httpx.HTTPError as error:
+        raise unreachable(client, error) from error
+
+
+def model_names(client: httpx.Client) -> list[str]:
+    """Return the names of the models that are served. Raises ServerError if there is none."""
+    names = [str(model["id"]) for model in get_json(client, "/v1/models", "data")["data"]]
+    if not names:
+        raise ServerError("no model is being served yet; `instar status` shows what is loading")
+    return names
+
+
+def require_utf8(text: str) -> str:
+    """Return `text`. Raises InputError if it holds bytes of the terminal that are no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"the text is not valid UTF-8 (character {error.start})") from error
+    return text
+
+
+def standard_input_text() -> str:
+    """Return all of standard input. Raises InputError if it is no UTF-8."""
+    try:
+        return require_utf8(sys.stdin.read())
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input is not valid UTF-8 (byte {error.start})") from error
 
 
 def follow(

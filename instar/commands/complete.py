@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 
 import httpx
 
-from instar.client import gateway_client, get_json, settings_of, stream_events, unreachable
-from instar.errors import InputError, ServerError
+from instar.client import (
+    gateway_client,
+    model_names,
+    require_utf8,
+    settings_of,
+    standard_input_text,
+    stream_choices,
+)
 from instar.parser import CommandParser, add_client_flags, at_least_one, temperature
 
 DESCRIPTION = """\
@@ -36,14 +41,10 @@ def add_to(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     settings = settings_of(args)
-    text = " ".join(args.text) if args.text else _standard_input()
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"the text is not valid UTF-8 (character {error.start})") from error
+    text = require_utf8(" ".join(args.text)) if args.text else _standard_input()
     with gateway_client(settings, args.url, args.api_key, "api_keys") as client:
         body = {
-            "model": args.model or first_model(client),
+            "model": args.model or model_names(client)[0],
             "prompt": text,
             "max_tokens": args.max_tokens,
             "temperature": args.temperature,
@@ -58,26 +59,9 @@ def run(args: argparse.Namespace) -> int:
 def _standard_input() -> str:
     if sys.stdin.isatty():
         sys.stderr.write("instar complete: type the text and end it with Ctrl-D\n")
-    return sys.stdin.read()
-
-
-def first_model(client: httpx.Client) -> str:
-    """Return the name of the first model served. Raises ServerError if there is none."""
-    models = get_json(client, "/v1/models", "data")["data"]
-    if not models:
-        raise ServerError("no model is being served yet; `instar status` shows what is loading")
-    return str(models[0]["id"])
+    return standard_input_text()
 
 
 def stream_text(client: httpx.Client, body: dict[str, object]) -> Iterator[str]:
     """Yield the text of a streamed completion in pieces. Raises ServerError."""
-    try:
-        for _, data in stream_events(client, "POST", "/v1/completions", json={**body, "stream": True}):
-            if data in ("", "[DONE]"):
-                continue
-            event = json.loads(data)
-            if "error" in event:
-                raise ServerError(event["error"]["message"])
-            yield from (choice["text"] for choice in event["choices"])
-    except httpx.HTTPError as error:
-        raise unreachable(client, error) from error
+    return (choice["text"] for choice in stream_choices(client, "/v1/completions", body))

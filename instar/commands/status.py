@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -14,10 +14,9 @@ from instar.client import admin_client, get_json
 from instar.output.deployments import deployment_line
 from instar.output.gpus import gpu_lines
 from instar.output.morph_numbers import heading
+from instar.output.shapes import degrees_text, layers_text
 from instar.output.tables import ABSENT, MIB, make_table, print_line, trimmed, write_json
 from instar.parser import CommandParser, add_client_flags
-
-T = TypeVar("T")
 
 ENDED_SHOWN = 3  # morphs
 FULL = {"attention": "full", "ffn": "full"}
@@ -156,46 +155,6 @@ def _stage(stage: dict[str, Any]) -> str:
     first, last = stage["first"], stage["end"] - 1
     layers = f"layers {first} to {last}" if last > first else f"layer {first}"
     return f"{layers} on {' + '.join(stage['workers'])}"
-
-
-def layers_text(layers: Sequence[Mapping[str, str]]) -> str:
-    """Return `5 full, 3 int4 ffn (5-7)`. The most frequent shape goes without numbers."""
-    groups = sorted(_grouped(map(_layer_shape, layers)).items(), key=lambda group: -len(group[1]))
-    return ", ".join(
-        f"{len(numbers)} {shape}" + (f" ({ranges_text(numbers)})" if place else "")
-        for place, (shape, numbers) in enumerate(groups)
-    )
-
-
-def degrees_text(degrees: Sequence[int]) -> str:
-    """Return `0-1 at tp1, 2 at tp2` for [1, 1, 2]."""
-    return ", ".join(f"{ranges_text(layers)} at tp{degree}" for degree, layers in _grouped(degrees).items())
-
-
-def _grouped(values: Iterable[T]) -> dict[T, list[int]]:
-    """Return the positions of each value."""
-    found: dict[T, list[int]] = {}
-    for position, value in enumerate(values):
-        found.setdefault(value, []).append(position)
-    return found
-
-
-def _layer_shape(layer: Mapping[str, str]) -> str:
-    attention, ffn = layer.get("attention", "?"), layer.get("ffn", "?")
-    if attention == ffn:
-        return ffn
-    return " + ".join(f"{half} {part}" for part, half in layer.items() if half != "full")
-
-
-def ranges_text(numbers: Iterable[int]) -> str:
-    """Return `0,4-6` for [0, 4, 5, 6]."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and ranges[-1][-1] == number - 1:
-            ranges[-1] = [ranges[-1][0], number]
-        else:
-            ranges.append([number])
-    return ",".join("-".join(map(str, one)) for one in ranges)
 
 
 def shown_morphs(morphs: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     ("argv", "told"),
     [
         (["serv"], "there is no command 'serv'; did you mean serve?"),
-        (["xyz"], "there is no command 'xyz'; there are serve, status, "),
+        (["xyz"], "there is no command 'xyz'; there are serve, "),
         (["serve", "--prot", "9000"], "instar serve: there is no flag --prot; did you mean --port?"),
         (["serve", "--prot=9000"], "there is no flag --prot; did you mean --port?"),
         (["serve", "--max-queue", "3"], "INSTAR_GATEWAY__MAX_QUEUE, or gateway.max_queue in instar.toml"),
@@ -39,7 +39,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["morph", "swap", "--count", "1", "--precision", "int4", "--det"], "there is no flag --det"),
         (["bench", "replay", "x", "--wind", "1:2"], "there is no flag --wind; did you mean --window?"),
         (["--vers"], "there is no flag --vers; did you mean --version?"),
-        ([""], "there is no command ''; there are serve, status, "),
+        ([""], "there is no command ''; there are serve, "),
         (["drain", "w0", "--wait", "-5"], "argument --wait: '-5' must be a number, 0 or more"),
         (["complete", "a", "--temperature", "nan"], "'nan' must be a number from 0 to 2"),
         (["complete", "a", "--max-tokens", "0"], "'0' must be a whole number, 1 or more"),
@@ -61,7 +61,7 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         sent.append(body["prompt"])
         yield ""
 
-    monkeypatch.setattr("instar.commands.complete.first_model", lambda _: "demo")
+    monkeypatch.setattr("instar.commands.complete.model_names", lambda _: ["demo"])
     monkeypatch.setattr("instar.commands.complete.stream_text", stream_text)
     return sent
 

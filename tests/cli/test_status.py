@@ -11,17 +11,16 @@ from rich.padding import Padding
 from instar.commands.status import (
     as_of_text,
     instances_table,
-    layers_text,
     limit_lines,
     morph_lines,
     policy_text,
     product_lines,
-    ranges_text,
     shape_lines,
     show,
     shown_morphs,
 )
 from instar.output.gpus import gpu_lines
+from instar.output.shapes import layers_text, ranges_text
 from instar.output.tables import trimmed
 from tests.support.cli_gateway import APPLIED, DEFERRED, RUNNING, instance
 

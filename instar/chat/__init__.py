@@ -1,0 +1,1 @@
+"""The terminal chat: the conversation and its commands, and the terminal that shows them."""
