@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bus.families import architecture_of, option_of
+from bus.pulled import find_pulled, served_name
 
 WEIGHTS = "*.safetensors"
 
@@ -32,7 +33,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     except OSError as error:  # a name that is too long, or a folder that may not be read
         raise BadCheckpoint(f"{str(folder)[:200]} cannot be opened: {error.strerror}") from None
     if not is_folder:
-        raise BadCheckpoint(f"there is no folder {folder}; models are local folders, nothing is downloaded")
+        raise BadCheckpoint(f"there is no folder {folder}; `instar pull ORG/NAME` downloads a model")
     path = folder / "config.json"
     try:
         raw = path.read_bytes()
@@ -71,9 +72,14 @@ def _digest(folder: Path, config: bytes) -> str:
 
 
 def parse_model(entry: str) -> tuple[str, Path]:
-    """Return (served name, folder) of `name=dir` or `dir` (then the folder's name)."""
+    """Return (served name, folder) of `name=dir` or `dir` (then the folder's name).
+
+    `dir` may be the name of a checkpoint that `instar pull` fetched. A folder of that name goes first.
+    """
     name, is_named, folder = entry.partition("=")
     if not is_named or "/" in name:  # the = belongs to the folder
         name, folder = "", entry
     path = Path(folder).expanduser().resolve()
+    if (pulled := find_pulled(folder)) is not None and not path.is_dir():
+        return name or served_name(folder), pulled
     return name or path.name, path

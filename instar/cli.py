@@ -16,6 +16,7 @@ from instar.parser import CommandParser, add_config_flag, parse
 COMMANDS: Final = {
     "serve": "start the service",
     "chat": "talk with a model in the terminal",
+    "pull": "download a model from a hub",
     "status": "show workers, memory, instances and morphs",
     "morph": "change the shape of a running instance",
     "model": "register models and measure them",
@@ -45,6 +46,7 @@ Instar serves large language models and changes shape while it serves.
   instar serve path/to/model        a model folder of Hugging Face [demo model]
   instar chat                       talk with the model that is served
   instar status                     what runs, on which workers, with how much memory
+  instar pull ORG/NAME              download a model, which `instar serve ORG/NAME` finds
   instar morph resize 400           change KV blocks, precision or the policy by hand
   instar deploy llama               serve a registered model by an intent: cheap, fast or small
   instar complete "def fib(n):"     print a completion as it is generated

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any, Final
 
 import httpx
 
+from bus.checkpoints import parse_model
 from instar.client import admin_client, admin_path, ask_json, follow, get_json
 from instar.output.tables import MIB, make_table, with_reason, write_found, write_parts, write_text
 from instar.parser import CommandParser, subcommands
@@ -30,7 +30,7 @@ Registers models with a running service, which measures a few of their layers on
 def add_to(parser: CommandParser) -> None:
     command = subcommands(parser)
     add = command("add", "register a model folder, and measure it", _add)
-    add.add_argument("folder", type=Path, metavar="DIR", help="as `instar serve` takes it")
+    add.add_argument("folder", metavar="DIR", help="as `instar serve` takes it, or the NAME of one pulled")
     add.add_argument("--name", metavar="NAME", help="[the folder's]")
     add.add_argument("--detach", action="store_true", help="do not wait until it is measured")
     command("list", "list the registered models", _list)
@@ -41,9 +41,11 @@ def add_to(parser: CommandParser) -> None:
 
 
 def _add(args: argparse.Namespace) -> int:
-    body = {"path": str(args.folder.expanduser().resolve())}
+    name, folder = parse_model(args.folder)
+    named = args.name or (name if name != folder.name else "")
+    body = {"path": str(folder)} | ({"name": named} if named else {})
     with admin_client(args) as client:
-        card = ask_json(client, "POST", "/admin/models", body | ({"name": args.name} if args.name else {}))
+        card = ask_json(client, "POST", "/admin/models", body)
         if not args.detach:
             card = until_measured(client, card)
     return write_found(args, card, _heading, is_good=card["state"] != "failed")

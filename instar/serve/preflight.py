@@ -11,6 +11,7 @@ import socket
 from pathlib import Path
 
 from bus.checkpoints import BadCheckpoint, parse_model, read_checkpoint
+from bus.pulled import is_unfinished
 from bus.settings import GatewaySettings, Settings, WorkerSettings
 from bus.tls import TLSProblem, server_context
 from instar.serve.programs import count_gpus
@@ -33,6 +34,9 @@ def models_problem(worker: WorkerSettings) -> str:
     folders: dict[str, Path] = {}
     for entry in worker.models:
         name, folder = parse_model(entry)
+        given = entry.rpartition("=")[2]
+        if is_unfinished(given) and not folder.is_dir():
+            return f"model {entry!r}: its download has not ended; `instar pull {given}` goes on"
         if problem := _folder_problem(folder, worker.load_format):
             return f"model {entry!r}: {problem}"
         if name in folders:

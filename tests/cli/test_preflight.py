@@ -42,7 +42,7 @@ def test_a_folder_with_config_and_weights_is_let_through(folder: Write) -> None:
 
 def test_a_model_that_is_no_folder_says_what_to_name(folder: Write, tmp_path: Path) -> None:
     assert f"there is no folder {tmp_path}/absent" in complaint(tmp_path / "absent")
-    assert "nothing is downloaded" in complaint("meta-llama/Llama-3.2-1B")
+    assert "`instar pull ORG/NAME` downloads a model" in complaint("meta-llama/Llama-3.2-1B")
     inside = folder("config.json", "model.safetensors") / "model.safetensors"
     assert f"name a folder, the one it lies in: {inside.parent}" in complaint(inside)
     alone = tmp_path / "model.gguf"

@@ -1,0 +1,1 @@
+"""Checkpoints from a hub: which files are fetched, and how."""
