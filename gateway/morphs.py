@@ -21,6 +21,9 @@ KEPT: Final = 256  # ended morphs that are kept
 CARDS_S: Final = 3.0  # after a transform, at most, the cards of all its members are read
 SILENT_S: Final = 30.0  # the gateway that gives the orders of several steps reports more often
 UNHEARD_S: Final = 90.0  # longer than a worker's watchdog lets a step take: then the order was lost
+WITHHELD_S: Final = (
+    900.0  # why an instance was not morphed is told for so long, as decisions on the dashboard
+)
 # From a swap of one small layer to one of a large model.
 SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, *LATENCY)
 PAUSES: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -95,6 +98,7 @@ class Morphs:
         self.pauses = {kind: Distribution(PAUSES) for kind in KIND_OF.values()}
         self._entries: dict[str, MorphRecord] = {}  # morphs in the order of their first report
         self._decided: dict[str, tuple[str, str]] = {}  # decision and cause by morph id
+        self._withheld: dict[str, Event] = {}  # the last by instance
         self._clock = clock
 
     def get(self, morph_id: str) -> MorphRecord | None:
@@ -158,7 +162,12 @@ class Morphs:
         return entry
 
     def on_event(self, event: Event, *, is_history: bool = False) -> None:
-        """Note why a morph was decided, or whether a forecast was right."""
+        """Note why a morph was decided, why none was, or whether a forecast was right."""
+        if event.kind == "relief_withheld":
+            self._withheld.pop(event.subject, None)
+            while len(self._withheld) >= KEPT:
+                del self._withheld[next(iter(self._withheld))]
+            self._withheld[event.subject] = event
         if event.kind == "forecast_scored" and not is_history:
             self.forecasts[bool(event.numbers.get("is_right"))] += 1
         if event.kind == "morph_decided" and event.morph_id:
@@ -168,6 +177,13 @@ class Morphs:
             while len(self._decided) >= KEPT:
                 del self._decided[next(iter(self._decided))]
             self._decided[event.morph_id] = event.reason, event.cause
+
+    def withheld(self, instance: str) -> dict[str, Any] | None:
+        """Return why the instance was not morphed last, and when; None if that is WITHHELD_S ago."""
+        event = self._withheld.get(instance)
+        if event is None or time.time() - event.at_ms / 1000 > WITHHELD_S:
+            return None
+        return {"reason": event.reason, "at": event.at_ms / 1000}
 
     def worker_gone(self, worker: str, epoch: int, how: str) -> None:
         """Take the running morphs of this epoch, and of earlier ones, for failed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,7 +51,7 @@ def show(state: dict[str, Any], console: Console, *, is_verbose: bool = False) -
     """Print the state in 80 columns. Long names wrap and are not cut."""
     deployments = [one for one in state.get("deployments") or [] if one["state"] != "retired"]
     instances = state["instances"]
-    lines: list[Any] = shape_lines(instances)
+    lines: list[Any] = [*shape_lines(instances), *withheld_lines(instances, time.time())]
     if is_verbose:
         lines += [*gpu_lines(state["workers"]), *limit_lines(instances), *product_lines(instances)]
     lines += map(deployment_line, deployments)
@@ -123,6 +124,21 @@ def shape_lines(instances: list[dict[str, Any]]) -> list[str]:
             lines.append(f"{name}: layers {degrees_text(degrees)}")
         lines += loss_lines(instance)
     return lines
+
+
+def withheld_lines(instances: list[dict[str, Any]], now_s: float) -> list[str]:
+    """Return why instances were not morphed although requests waited. now_s: seconds since 1970."""
+    return [
+        f"{one['id']}: no morph, {ago_text(now_s - found['at'])}: {found['reason']}"
+        for one in instances
+        if (found := one.get("withheld"))
+    ]
+
+
+def ago_text(seconds: float) -> str:
+    """Return `12 s ago` or `3 min ago`; clocks of two machines may differ."""
+    seconds = max(0.0, seconds)
+    return f"{seconds:.0f} s ago" if seconds < 120 else f"{seconds / 60:.0f} min ago"
 
 
 def loss_lines(instance: Mapping[str, Any]) -> list[str]:

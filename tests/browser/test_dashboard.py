@@ -180,6 +180,24 @@ def test_an_event_does_not_name_its_subject_twice(fake: Fake, open_page: OpenPag
     assert row.locator("b").inner_text() == "policy changed"
 
 
+def test_why_nothing_was_morphed_is_in_the_list_with_its_numbers(fake: Fake, open_page: OpenPage) -> None:
+    page = open_page(fake.url)
+    shown(page, ".row-button")
+    reason = "requests wait for compute, not for KV blocks: 1200 prompt tokens are due at 1000 a second"
+    event = {
+        "kind": "relief_withheld",
+        "source": "w0",
+        "subject": "demo@w0",
+        "reason": reason,
+        "morph_id": "",
+    }
+    fake.tell_event(event | {"at": time.time(), "numbers": {"kv_needed": 10, "kv_blocks": 100}})
+    row = page.locator(".row-button", has_text=reason)
+    assert row.locator("b").inner_text() == "relief withheld demo@w0"
+    row.focus()
+    wait_for_text(page, "#saw", "KV needed")
+
+
 def test_a_decision_that_is_pointed_at_is_chosen_by_a_click(fake: Fake, open_page: OpenPage) -> None:
     page = open_page(fake.url)
     row = page.locator(".row-button >> nth=1")

@@ -18,6 +18,7 @@ from instar.commands.status import (
     shape_lines,
     show,
     shown_morphs,
+    withheld_lines,
 )
 from instar.output.gpus import gpu_lines
 from instar.output.shapes import layers_text, ranges_text
@@ -31,6 +32,18 @@ def test_status_says_which_losses_are_assumed_and_why() -> None:
         "demo@w0: the loss of int8, int3 is assumed: there is no profile",
         "demo@w0: the loss of int4 is assumed: made for another model",
     ]
+
+
+def test_status_says_why_nothing_was_morphed_and_how_long_ago() -> None:
+    why = "requests wait for compute, not for KV blocks: 1200 prompt tokens are due at 1000 a second"
+    seen = [
+        instance("w0", withheld={"reason": why, "at": 100.0}),
+        instance("w1", withheld=None),
+        instance("w2"),
+    ]
+    assert withheld_lines(seen, 112.4) == [f"demo@w0: no morph, 12 s ago: {why}"]
+    assert withheld_lines(seen, 99.0) == [f"demo@w0: no morph, 0 s ago: {why}"]
+    assert withheld_lines(seen, 400.0) == [f"demo@w0: no morph, 5 min ago: {why}"]
 
 
 def layer(attention: str = "full", ffn: str = "full") -> dict[str, str]:

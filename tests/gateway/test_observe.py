@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from bus.morphs import KIND_OF, MORPHS, MorphReport
 from bus.precisions import PRECISIONS
 from gateway import stats
 from gateway.delivery.candidates import lowest_named
+from gateway.morphs import KEPT, WITHHELD_S
 from gateway.operations.metrics import exposition
 from tests.support.gateway_core import Core
 from tests.support.metrics_samples import metrics_of
@@ -123,6 +125,24 @@ def test_forecasts_are_counted_by_whether_they_came_from_zero_on() -> None:
         core.gateway.morphs.on_event(replace(told, numbers={"is_right": is_right}))
     core.gateway.morphs.on_event(replace(told, numbers={"is_right": 1}), is_history=True)
     assert counted() == {"right": 2, "wrong": 1}
+
+
+def test_why_nothing_was_morphed_is_told_of_its_instance_for_a_while() -> None:
+    morphs, now_ms = Core().gateway.morphs, int(time.time() * 1000)
+    told = Event(
+        kind="relief_withheld",
+        source="w0",
+        subject="m@w0",
+        reason="requests wait for compute, not for KV blocks",
+        at_ms=now_ms - 1000 * (int(WITHHELD_S) + 5),
+    )
+    morphs.on_event(told, is_history=True)
+    assert morphs.withheld("m@w0") is None  # too long ago
+    for number in range(KEPT + 1):
+        morphs.on_event(replace(told, subject=f"m@w{number}", at_ms=now_ms))
+    assert morphs.withheld("m@w0") is None  # more than are kept
+    assert morphs.withheld("m@w1") == {"reason": told.reason, "at": now_ms / 1000}
+    assert morphs.withheld("other@w1") is None
 
 
 def test_morphs_are_counted_by_their_cause_too_and_pauses_are_told() -> None:
