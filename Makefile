@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 QUICK  := not slow and not faults and not docker and not gpu and not browser
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-again test-faults test-browser test-fuzz check format bench bench-morph bench-quality bench-paper bench-windows bench-transform bench-serving bench-scheduler bench-planner bench-placement bench-estimate bench-deploy bench-profile-load bench-prefix bench-peers gpu gpu-kit demo-model compose-test clean
+.PHONY: help serve demo test test-again test-faults test-browser test-fuzz check format bench bench-morph bench-quality bench-paper bench-windows bench-transform bench-serving bench-scheduler bench-planner bench-placement bench-estimate bench-deploy bench-profile-load bench-prefix bench-peers gpu gpu-kit demo-model compose-test clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,6 +17,11 @@ help: ## this list
 
 serve: $(VENV)/.serve ## start the service; MODEL=dir, INSTAR_PORT and INSTAR_WORKERS choose what
 	@$(if $(MODEL),INSTAR_MODEL='$(MODEL)') exec $(BIN)/instar serve
+
+demo: $(VENV)/.serve ## a burst with and without morphs, and a long request, on a service of its own; under three minutes
+	@$(BIN)/python -c "import matplotlib" 2>/dev/null || $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt matplotlib || \
+	  echo "matplotlib cannot be installed: there will be no picture"
+	@exec $(BIN)/instar demo
 
 test: $(VENV)/.dev ## the tests, without the slow ones
 	@$(BIN)/pytest -q -n 2 --dist loadfile -m "$(QUICK)"

@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "keys": "add, list and revoke API keys",
     "drain": "let a worker finish its requests and leave",
     "complete": "complete a text",
+    "demo": "show what morphs do under load, in less than three minutes",
     "bench": "replay recorded traffic, or record it",
     "simulate": "compute what a cluster would do with recorded traffic",
     "settings": "show every setting and its source",

@@ -21,6 +21,7 @@ from bus.tls import pinned_context
 from instar.errors import InputError
 
 EVERY_ADDRESS = ("", "0.0.0.0", "::")
+DEMO = "demo.lock"  # the file that holds the address of the demo that runs
 
 
 def runtime_folder() -> Path:
@@ -41,6 +42,28 @@ def announced(url: str) -> Iterator[None]:
             file.write(url)
             file.flush()
             stack.callback(path.unlink, missing_ok=True)
+        yield
+
+
+@contextmanager
+def sole_demo(url: str) -> Iterator[None]:
+    """Run the block if no other demo of this user runs. Raises InputError with the address of the other."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # without a writable folder none is found
+            folder = runtime_folder()
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file = stack.enter_context((folder / DEMO).open("a+"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise InputError(
+                    f"a demo runs already: {file.read() or 'it is just starting'}; watch that one, or end it "
+                    "with Ctrl-C where it was started"
+                ) from None
+            file.truncate(0)
+            file.write(url)
+            file.flush()
         yield
 
 

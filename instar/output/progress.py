@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ class StatusLine:
     """Each text replaces the one before. Where standard error is not a terminal, `show` writes nothing."""
 
     def __init__(self) -> None:
-        self.is_watched = sys.stderr.isatty()
+        self.is_watched = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._shown = ""
 
     def show(self, text: str) -> None:
@@ -31,6 +32,12 @@ class StatusLine:
         if text:
             sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
+
+
+def bar(share: float, width: int = 20) -> str:
+    """Return `[#####...............]` for a quarter; shares below 0 and above 1 are drawn as these."""
+    done = round(width * min(1.0, max(0.0, share)))
+    return f"[{'#' * done}{'.' * (width - done)}]"
 
 
 @contextmanager

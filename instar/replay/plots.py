@@ -39,16 +39,16 @@ def draw(runs: Sequence[RunFile], path: Path) -> None:
     """Write a PNG. Raises InputError."""
     figure, panels = pyplot().subplots(4, 2, figsize=(13, 14))
     degrees = panels[3][1].twinx()
-    ends_s = max(_end_s(run) for run in runs)
+    ends_s = max(end_s(run) for run in runs)
     bin_s = max(1, math.ceil(ends_s / BINS))
     _due(panels[0][0], runs, bin_s)
     for run, colour in zip(runs, cycle(COLOURS)):
         _failed(panels[0][0], run, colour, bin_s)
         _tokens(panels[0][1], run, colour, bin_s)
         for row, times in ((1, attrgetter("ttft_s")), (2, attrgetter("tpot_s"))):
-            _over_arrivals(panels[row][0], run, colour, times)
+            draw_over_arrivals(panels[row][0], run, colour, times)
             _distribution(panels[row][1], run, colour, times)
-        _kv(panels[3][0], run, colour)
+        draw_kv(panels[3][0], run, colour)
         _shape(panels[3][1], degrees, run, colour)
     _finish(panels, degrees, runs, ends_s)
     _head(figure, runs)
@@ -68,7 +68,7 @@ def save(figure: Any, path: Path) -> None:
         parts.unlink(missing_ok=True)
 
 
-def _end_s(run: RunFile) -> float:
+def end_s(run: RunFile) -> float:
     return max(max(one.due_s, one.last_s or one.ended_s or 0.0) for one in run.outcomes)
 
 
@@ -78,14 +78,14 @@ def _due(axes: Any, runs: Sequence[RunFile], bin_s: int) -> None:
     for run, colour in zip(runs, cycle(COLOURS)):
         if run.about.get("arrivals_sha256") != runs[0].about.get("arrivals_sha256"):
             due, style = [one.due_s for one in run.outcomes], {"histtype": "step", "linestyle": ":"}
-            _rate(axes, due, bin_s, f"due in {_plain(run.name)}", color=colour, **style)
+            _rate(axes, due, bin_s, f"due in {plain(run.name)}", color=colour, **style)
 
 
 def _failed(axes: Any, run: RunFile, colour: str, bin_s: int) -> None:
     failed = [one.due_s for one in run.outcomes if one.error and one.counts]
     if failed:
         style = {"histtype": "step", "linewidth": 1.5}
-        _rate(axes, failed, bin_s, f"failed in {_plain(run.name)}", color=colour, **style)
+        _rate(axes, failed, bin_s, f"failed in {plain(run.name)}", color=colour, **style)
 
 
 def _rate(axes: Any, at_s: Sequence[float], bin_s: int, label: str, **style: Any) -> None:
@@ -102,7 +102,7 @@ def _tokens(axes: Any, run: RunFile, colour: str, bin_s: int) -> None:
     axes.plot(middles, means, color=colour, linewidth=1.2, marker="." if len(means) < 40 else None)
 
 
-def _over_arrivals(axes: Any, run: RunFile, colour: str, times: Times) -> None:
+def draw_over_arrivals(axes: Any, run: RunFile, colour: str, times: Times) -> None:
     found = [(one.due_s, max(times(one) or 0.0, SHORTEST_S)) for one in _served(run, times)]
     if found:
         axes.plot(*zip(*found, strict=True), ".", color=colour, markersize=4, alpha=0.7)
@@ -122,8 +122,8 @@ def _served(run: RunFile, times: Times) -> list[RequestOutcome]:
     return [one for one in run.outcomes if one.is_served and times(one) is not None]
 
 
-def _kv(axes: Any, run: RunFile, colour: str) -> None:
-    at_s, blocks, used = _sums(run, "kv_blocks", "kv_used")
+def draw_kv(axes: Any, run: RunFile, colour: str) -> None:
+    at_s, blocks, used = sums_over_instances(run, "kv_blocks", "kv_used")
     axes.step(at_s, blocks, where="post", color=colour)
     axes.step(at_s, used, where="post", color=colour, linestyle="--", linewidth=1)
     axes.fill_between(at_s, used, step="post", color=colour, alpha=0.15)
@@ -131,13 +131,13 @@ def _kv(axes: Any, run: RunFile, colour: str) -> None:
 
 def _shape(axes: Any, degrees: Any, run: RunFile, colour: str) -> None:
     """Draw the layers below full precision, and the mean degree of the instances."""
-    at_s, below, tp = _sums(run, "layers_below_full", "tp")
+    at_s, below, tp = sums_over_instances(run, "layers_below_full", "tp")
     num = [max(1, len(one["instances"])) for one in run.observed.get("samples", [])]
     axes.step(at_s, below, where="post", color=colour)
     degrees.step(at_s, [d / n for d, n in zip(tp, num, strict=True)], ":", where="post", color=colour)
 
 
-def _sums(run: RunFile, *keys: str) -> tuple[list[float], ...]:
+def sums_over_instances(run: RunFile, *keys: str) -> tuple[list[float], ...]:
     """Return the seconds, and for each key the sums over the instances."""
     samples = run.observed.get("samples", [])
     instances = [sample["instances"].values() for sample in samples]
@@ -165,12 +165,12 @@ def _finish(panels: Any, degrees: Any, runs: Sequence[RunFile], ends_s: float) -
         shares.axvline(limit_s, color=GREY, linestyle="--", linewidth=1, label=f"SLO {limit_s:g} s")
     if any(run.observed.get("morphs") for run in runs):
         for over_time in (panels[1][0], panels[2][0]):
-            _key(over_time, "a morph", linewidth=1, alpha=0.4)
+            add_style(over_time, "a morph", linewidth=1, alpha=0.4)
     if any(run.observed.get("samples") for run in runs):
-        _key(panels[3][0], "all")
-        _key(panels[3][0], "in use", linestyle="--", linewidth=1)
-        _key(panels[3][1], "layers below full")
-        _key(panels[3][1], "degree", linestyle=":")
+        add_style(panels[3][0], "all")
+        add_style(panels[3][0], "in use", linestyle="--", linewidth=1)
+        add_style(panels[3][1], "layers below full")
+        add_style(panels[3][1], "degree", linestyle=":")
     else:
         for axes in panels[3]:
             place = {"ha": "center", "transform": axes.transAxes}
@@ -185,7 +185,7 @@ def _finish(panels: Any, degrees: Any, runs: Sequence[RunFile], ends_s: float) -
             axes.legend(fontsize=8, loc="best", framealpha=0.8)
 
 
-def _key(axes: Any, label: str, **style: Any) -> None:
+def add_style(axes: Any, label: str, **style: Any) -> None:
     """Add a style to the legend, in neutral colour."""
     axes.plot([], [], color="#555555", label=label, **style)
 
@@ -195,15 +195,15 @@ def _head(figure: Any, runs: Sequence[RunFile]) -> None:
     from matplotlib.lines import Line2D
 
     about = runs[0].about
-    heading = _plain(f"{about['source']} against {about['url']} ({about['model']})")
+    heading = plain(f"{about['source']} against {about['url']} ({about['model']})")
     figure.suptitle(heading, fontsize=11, y=0.995)
     if len(runs) > 1:
-        names = [_plain(run.name) for run in runs]
+        names = [plain(run.name) for run in runs]
         lines = [Line2D([], [], color=colour, linewidth=3) for _, colour in zip(names, cycle(COLOURS))]
         figure.legend(lines, names, loc="upper center", ncol=min(6, len(runs)), bbox_to_anchor=(0.5, 0.98))
     figure.tight_layout(rect=(0, 0, 1, 0.965 if len(runs) > 1 else 0.985))
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Escape dollar signs: matplotlib would read a formula."""
     return text.replace("$", r"\$")

@@ -15,7 +15,7 @@ from typing import Any, Final
 from bus.settings import GatewaySettings, Settings
 from instar.client import settings_of
 from instar.errors import InputError, ServerError
-from instar.output.progress import progress_line
+from instar.output.progress import bar, progress_line
 from instar.output.tables import trimmed
 from instar.replay import files, plots
 from instar.replay.card import card, comparison, differing_loads
@@ -216,7 +216,8 @@ async def show_progress(run: RunState, workload: Workload) -> None:
         while True:
             await asyncio.sleep(TERMINAL_S if line.is_watched else ELSEWHERE_S)
             if line.is_watched:
-                line.show(progress_text(run, workload))
+                share = run.now_s / (workload.arrivals[-1].at_s or 1.0)
+                line.show(f"{bar(share)} {progress_text(run, workload)}")
             else:
                 line.end(progress_text(run, workload))
 
