@@ -5,9 +5,12 @@
 
 The calibration is fitted to the runs at full precision, INT8 and INT4 that `windows` makes before its
 windows. In those nothing is swapped: what a half of a layer costs is measured in the other windows, none of
-which is the one that is simulated. Then every run of full precision and of a mode is simulated, and its P95
-TTFT and its number of swaps are held against those that were measured. The time per token and the time until
-a swap brought its first blocks are compared too, to see where an error comes from.
+which is the one that is simulated. A shared machine is not equally fast all the time: steps are taken to be
+as much slower or faster as they were in the run of the same window at full precision, of the same repeat,
+minutes before or after. (For that run itself this is no prediction; the bars are of the modes.) Then every
+run of full precision and of a mode is simulated, and its P95 TTFT and its number of swaps are held against
+those that were measured. The time per token and the time until a swap brought its first blocks are compared
+too, to see where an error comes from.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import Any, Final
 from msgspec import structs
 
 from bench.common.plots import picture
-from bench.common.results import RESULTS, parser, say
+from bench.common.results import RESULTS, digits, parser, say
 from bench.paper.service import DEFAULT, FULL, MODES
 from bench.paper.windows import DRAIN_S
 from bus.policy import Policy
@@ -36,7 +39,7 @@ from instar.replay.traces import Workload
 from instar.simulate.calibrate import calibration_of
 from instar.simulate.calibration import EngineCalibration
 from instar.simulate.cluster import SimulatedCluster
-from instar.simulate.fitting import morph_costs
+from instar.simulate.fitting import machine_factor, morph_costs
 from instar.simulate.report import ComparedNumber, SimulatedRun, compare
 
 WITHIN, IN_WINDOWS = 0.15, 0.8
@@ -72,7 +75,18 @@ def simulated(run: RunFile, calibration: EngineCalibration) -> RunFile:
 
 def window_of(run: RunFile) -> str:
     """Return the window that was sent, as in `code:792`."""
-    return str(run.about["source"]).split(f" {run.name}")[0]
+    return _of_window(run)[0]
+
+
+def _of_window(run: RunFile) -> tuple[str, str]:
+    """Return the window that was sent, and which repeat it was."""
+    window, _, repeat = str(run.about["source"]).partition(f" {run.name}")
+    return window, repeat
+
+
+def machine_factors(runs: Sequence[RunFile], calibration: EngineCalibration) -> dict[tuple[str, str], float]:
+    """Return how many times as long as by the calibration steps took in each window, at full precision."""
+    return {_of_window(run): machine_factor(run, calibration) for run in runs if run.name == FULL}
 
 
 def with_swaps(calibration: EngineCalibration, runs: Sequence[RunFile], window: str) -> EngineCalibration:
@@ -86,14 +100,15 @@ def with_swaps(calibration: EngineCalibration, runs: Sequence[RunFile], window: 
 def rows_of(runs: Sequence[RunFile], calibration: EngineCalibration) -> list[dict[str, Any]]:
     """Return what was simulated and measured, for each window and way."""
     rows = []
+    factors = machine_factors(runs, calibration)
     for run in runs:
         if run.name != FULL and run.name not in MODES:
             continue  # layers are in fewer bits from the start
-        window = window_of(run)
-        found_of = simulated(run, with_swaps(calibration, runs, window))
+        window, factor = window_of(run), factors.get(_of_window(run), 1.0)
+        found_of = simulated(run, with_swaps(calibration.slowed(factor), runs, window))
         numbers = {one.name: one for one in compare(found_of, run)}
         found = {key: _pair(numbers[name]) for key, name in (COMPARED | SEEN).items()}
-        rows.append({"window": window, "way": run.name} | found)
+        rows.append({"window": window, "way": run.name, "machine_factor": digits(factor)} | found)
         texts = [f"{name} {_text(found[key])}" for key, name in (COMPARED | SEEN).items()]
         say(f"{window:<10} {run.name:<17} {', '.join(texts)}")
     return rows

@@ -14,7 +14,7 @@ from bus.policy import Slowdown
 from bus.precisions import PRECISIONS, Precision
 from instar.errors import InputError
 
-VERSION: Final = 1
+VERSION: Final = 2
 DEFAULT: Final = "demo.json"  # models/demo on a CPU, in this package
 MADE_BY: Final = "`instar simulate --calibrate RUN_DIR --out FILE` makes one"
 
@@ -24,13 +24,21 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class StepCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The seconds of a step in full precision: a sum of four terms."""
+    """The seconds of a step with all layers in one precision: a sum of four terms."""
 
     fixed_s: FromZero
     prompt_token_s: FromZero
     decode_s: FromZero  # seconds for each sequence that gets a token
     kv_token_s: FromZero  # seconds for each token of KV that the step reads
-    slowdowns: dict[Precision, Slowdown] = {}
+
+    def seconds(self, num_prompt: float, num_decodes: float, kv_tokens: float, num_steps: float = 1) -> float:
+        """Return the time of steps with so many tokens of prompts, tokens of outputs, and KV read in all."""
+        base_s = num_steps * self.fixed_s + num_decodes * self.decode_s
+        return num_prompt * self.prompt_token_s + (base_s + kv_tokens * self.kv_token_s)
+
+    def times(self, factor: float) -> StepCosts:
+        """Return the costs multiplied by a factor."""
+        return StepCosts(*(factor * getattr(self, name) for name in self.__struct_fields__))
 
 
 class MorphCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -111,9 +119,10 @@ class Coverage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class EngineCalibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A calibration file.
 
-    order: in which layers are swapped. losses: by precision and part, the share of perplexity that each
-    layer's half adds; those that are missing are assumed, as a worker without a profile does. transit_s: from
-    the client to the worker and back. error: median relative error of the fit.
+    step: in full precision. below_full: with all layers in one other precision; a step of several costs what
+    the shares of its halves say. order: in which layers are swapped. losses: by precision and part, the share
+    of perplexity that each layer's half adds; those that are missing are assumed, as by a worker without a
+    profile. transit_s: from the client to the worker and back. error: median relative error of the fit.
     """
 
     version: int
@@ -124,6 +133,7 @@ class EngineCalibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     limits: EngineLimits
     memory: CalibratedMemory
     step: StepCosts
+    below_full: dict[Precision, StepCosts]
     morph: MorphCosts
     covers: Coverage
     transform: TransformCosts = TransformCosts()
@@ -136,6 +146,42 @@ class EngineCalibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         """The tokens of the KV cache of a worker alone, and of a group of each degree."""
         alone = self.memory.kv_blocks * self.limits.block_tokens
         return {1: alone} | {degree: one.kv_tokens for degree, one in self.transform.degrees.items()}
+
+    def step_of(self, shares: Mapping[Precision, float]) -> StepCosts:
+        """Return the costs of a step with these shares of halves below full precision."""
+        if not shares:
+            return self.step
+        parts = [(1 - sum(shares.values()), self.step)]
+        parts += [(share, self.below_full[precision]) for precision, share in shares.items()]
+        return StepCosts(
+            *(
+                max(0.0, sum(share * getattr(costs, name) for share, costs in parts))
+                for name in StepCosts.__struct_fields__
+            )
+        )
+
+    def slowed(self, factor: float) -> EngineCalibration:
+        """Return the calibration of a machine on which steps take `factor` times as long."""
+        return msgspec.structs.replace(
+            self,
+            step=self.step.times(factor),
+            below_full={name: costs.times(factor) for name, costs in self.below_full.items()},
+        )
+
+    @property
+    def slowdowns(self) -> dict[Precision, Slowdown]:
+        """The times of steps as multiples of those in full precision, at as many sequences as were measured.
+
+        So a deployment's profile has them (`controller.planning.latency.slowdowns_of`).
+        """
+        full_s = self.step.seconds(0, self.covers.running, 0)
+        return {
+            precision: Slowdown(
+                costs.prompt_token_s / self.step.prompt_token_s if self.step.prompt_token_s else 1.0,
+                costs.seconds(0, self.covers.running, 0) / full_s if full_s else 1.0,
+            )
+            for precision, costs in self.below_full.items()
+        }
 
     @property
     def variants(self) -> list[Precision]:
@@ -178,12 +224,11 @@ def _problem(found: EngineCalibration) -> str:
         return f"order is {found.order}, not one of {found.num_layers} layers"
     if "full" not in memory.layer_pages or memory.layer_pages.keys() != memory.attention_pages.keys():
         return "layer_pages and attention_pages must have the same precisions, full among them"
-    if missing := [one for one in found.variants if one != "full" and one not in found.step.slowdowns]:
-        return f"step.slowdowns lacks {missing[0]}"
-    slowdowns = found.step.slowdowns.items()
-    if odd_ones := [(name, one) for name, one in slowdowns if min(one.prompt, one.decode) <= 0]:
-        name, one = odd_ones[0]
-        return f"step.slowdowns of {name} are {one.prompt:g} and {one.decode:g}; both must be above 0"
+    if missing := [one for one in found.variants if one != "full" and one not in found.below_full]:
+        return f"below_full lacks {missing[0]}"
+    costs = {"step": found.step} | {f"below_full of {name}": one for name, one in found.below_full.items()}
+    if free := [name for name, one in costs.items() if not one.seconds(1, 1, 1)]:
+        return f"{free[0]}: a step takes no time; one of its four costs must be above 0"
     if wrong := [
         f"{name} of the {part}"
         for name, parts in found.losses.items()

@@ -118,7 +118,7 @@ class SimulatedInstance:
         self.prompt_rate = PromptRate()
         self.residence_s = 0.0  # mean time that a request runs here; 0.0: none has ended yet
         self.num_planned = 0  # tokens of the next step
-        self.model = StepModel(calibration.step, 2 * calibration.num_layers)
+        self.model = StepModel(calibration)
         self.is_at_ease = False  # the reflex is not asked at the boundaries of the steps in progress
         self._lone: LoneRun | None = None  # what runs, where the scheduler does not know of it
         self._chunks: list[ScheduledChunk] = []

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
-from bus.policy import Slowdown
 from bus.precisions import PRECISIONS, Precision
 from instar.errors import InputError
 from instar.output.tables import plural
@@ -59,10 +59,9 @@ def fit(runs: Sequence[RunFile], limits: EngineLimits) -> EngineCalibration:
             f"{_names(runs)}: {plural(len(full), 'sample')} in full precision, and a fit needs {FEWEST}: "
             "record a longer run, with `instar bench replay --out`, and the admin key if the server has one"
         )
-    costs = _step_costs(full)
-    slowdowns, measured = _slowdowns(work, costs, list(facts["layer_pages"]))
-    step = StepCosts(*costs, slowdowns=slowdowns)
-    return EngineCalibration(
+    step = _step_costs(full)
+    below_full, measured = _costs_below(work, step, list(facts["layer_pages"]))
+    found = EngineCalibration(
         version=VERSION,
         model=models.pop(),
         source=f"{how} in {_names(runs)}",
@@ -71,12 +70,13 @@ def fit(runs: Sequence[RunFile], limits: EngineLimits) -> EngineCalibration:
         limits=limits,
         memory=_memory(facts, runs),
         step=step,
+        below_full=below_full,
         morph=morph_costs(runs)
         or MorphCosts(half_s=TYPICAL_HALF_S, byte_s=TYPICAL_BYTE_S, share=MORPH_SHARE),
         covers=_coverage(runs, measured),
         transit_s=_transit(runs, step),
-        error=_error(work, step),
     )
+    return structs.replace(found, error=error_of(work, found))
 
 
 def _names(runs: Sequence[RunFile]) -> str:
@@ -125,12 +125,11 @@ def _memory(facts: dict[str, Any], runs: Sequence[RunFile]) -> CalibratedMemory:
 # ------------------------------------------------------------------------------------- least squares
 
 
-def _step_costs(work: Sequence[Work]) -> tuple[float, float, float, float]:
-    """Return fixed, prompt token, decode and KV token costs, none below 0."""
+def _step_costs(work: Sequence[Work]) -> StepCosts:
+    """Return the costs of a step in the precision of this work, none below 0."""
     table = np.array([[one.steps, one.prompt_tokens, one.decodes, one.kv_tokens] for one in work], np.float64)
     seconds = np.array([one.seconds for one in work], np.float64)
-    fixed, prompt, decode, kv = non_negative(table, seconds)
-    return fixed, prompt, decode, kv
+    return StepCosts(*non_negative(table, seconds))
 
 
 def non_negative(table: Matrix, wanted: Matrix) -> list[float]:
@@ -157,44 +156,51 @@ def non_negative(table: Matrix, wanted: Matrix) -> list[float]:
     return [float(one) for one in found]
 
 
-def _slowdowns(
-    work: Sequence[Work], costs: tuple[float, float, float, float], variants: Sequence[Precision]
-) -> tuple[dict[Precision, Slowdown], list[Precision]]:
-    """Return the slowdown of each precision, and those that were measured; of others 1 is assumed."""
-    fixed, prompt, decode, kv = costs
-    found: dict[Precision, Slowdown] = {}
+def _costs_below(
+    work: Sequence[Work], full: StepCosts, variants: Sequence[Precision]
+) -> tuple[dict[Precision, StepCosts], list[Precision]]:
+    """Return the costs in each precision below full, and the precisions that were measured.
+
+    KV costs the same in all of them. Those that were not measured are taken to cost what full precision does.
+    """
+    found: dict[Precision, StepCosts] = {}
     measured: list[Precision] = ["full"]
     for precision in variants:
         if precision == "full":
             continue
+        found[precision] = full
         own = [one for one in work if list(one.shares) == [precision]]
-        found[precision] = Slowdown(1.0, 1.0)
         if len(own) < FEWEST:
             continue
         table, wanted = [], []
         for one in own:
             share = one.shares[precision]
-            prompt_s = one.prompt_tokens * prompt
-            rest_s = one.steps * fixed + one.decodes * decode + one.kv_tokens * kv
-            table.append([prompt_s * share, rest_s * share])
-            wanted.append(one.seconds - (prompt_s + rest_s) * (1 - share))
-        factors = non_negative(np.array(table), np.array(wanted))
-        found[precision] = Slowdown(*(factor or 1.0 for factor in factors))
+            rest_s = (1 - share) * _seconds(one, full) + share * one.kv_tokens * full.kv_token_s
+            table.append([share * one.steps, share * one.prompt_tokens, share * one.decodes])
+            wanted.append(max(0.0, one.seconds - rest_s))
+        fixed, prompt, decode = non_negative(np.array(table), np.array(wanted))
+        found[precision] = StepCosts(fixed, prompt, decode, full.kv_token_s)
         measured.append(precision)
     return found, measured
 
 
-def _error(work: Sequence[Work], step: StepCosts) -> float:
+def _seconds(one: Work, costs: StepCosts) -> float:
+    return costs.seconds(one.prompt_tokens, one.decodes, one.kv_tokens, one.steps)
+
+
+def machine_factor(run: RunFile, calibration: EngineCalibration) -> float:
+    """Return how many times as long as by the calibration the steps of a run took; 1.0 without any."""
+    work = list(work_of(run))
+    predicted_s = sum(_seconds(one, calibration.step_of(one.shares)) for one in work)
+    return sum(one.seconds for one in work) / predicted_s if predicted_s else 1.0
+
+
+def error_of(work: Sequence[Work], calibration: EngineCalibration) -> float:
     """Return the median relative error of the times."""
-    errors = []
-    for one in work:
-        prompt = decode = 1.0
-        for precision, share in one.shares.items():
-            prompt += share * (step.slowdowns[precision].prompt - 1)
-            decode += share * (step.slowdowns[precision].decode - 1)
-        rest_s = one.steps * step.fixed_s + one.decodes * step.decode_s + one.kv_tokens * step.kv_token_s
-        predicted = one.prompt_tokens * step.prompt_token_s * prompt + rest_s * decode
-        errors.append(abs(predicted - one.seconds) / max(one.seconds, MORE_THAN_ZERO))
+    errors = [
+        abs(_seconds(one, calibration.step_of(one.shares)) - one.seconds) / max(one.seconds, MORE_THAN_ZERO)
+        for one in work
+    ]
     return round(float(np.median(errors)), 4)
 
 

@@ -118,7 +118,7 @@ class SimulatedMorphs:
         if policy is not None:
             numbers = count(1)
             self._loop = ReflexLoop(self, clock, lambda: f"{instance.name}-{next(numbers)}")
-            self._granted = _granted(instance, policy, calibration.step.slowdowns)
+            self._granted = _granted(instance, policy, calibration.slowdowns)
             self._loop.grant(self._granted)
 
     # ------------------------------------------------------------------------------------- for the reflex

@@ -7,30 +7,24 @@ from collections.abc import Mapping
 import numpy as np
 
 from bus.precisions import Precision
-from instar.simulate.calibration import StepCosts
+from instar.simulate.calibration import EngineCalibration
 
 
 class StepModel:
     """The seconds of steps of one instance; `reshape` when its layers change."""
 
-    def __init__(self, costs: StepCosts, num_halves: int) -> None:
-        self._costs, self._num_halves = costs, num_halves
-        self._prompt = self._decode = 1.0
+    def __init__(self, calibration: EngineCalibration) -> None:
+        self._calibration, self._costs = calibration, calibration.step
 
     def reshape(self, halves: Mapping[Precision, int]) -> None:
         """Take note of the number of halves in each precision."""
-        self._prompt = self._decode = 1.0
-        for precision, count in halves.items():
-            if precision != "full":
-                slowdown, share = self._costs.slowdowns[precision], count / self._num_halves
-                self._prompt += share * (slowdown.prompt - 1)
-                self._decode += share * (slowdown.decode - 1)
+        num_halves = 2 * self._calibration.num_layers
+        shares = {precision: n / num_halves for precision, n in halves.items() if precision != "full" and n}
+        self._costs = self._calibration.step_of(shares)
 
     def seconds(self, num_prompt: int, num_decodes: int, kv_tokens: int) -> float:
         """Return the seconds of a step with so many tokens of prompts, sequences that decode, and KV read."""
-        costs = self._costs
-        rest_s = costs.fixed_s + num_decodes * costs.decode_s + kv_tokens * costs.kv_token_s
-        return num_prompt * costs.prompt_token_s * self._prompt + rest_s * self._decode
+        return self._costs.seconds(num_prompt, num_decodes, kv_tokens)
 
     def ends_alone(self, now_s: float, num_prompt: int, num_output: int, most_tokens: int) -> list[float]:
         """Return when each step of a request ends that begins now and is alone.
@@ -62,10 +56,10 @@ class StepModel:
         one, to the last bit. speed: relative to a worker alone. least_s: of a step.
         """
         costs = self._costs
-        prompt_s = num_prompt * costs.prompt_token_s * self._prompt
+        prompt_s = num_prompt * costs.prompt_token_s
         base_s = costs.fixed_s + num_decodes * costs.decode_s
         kv = kv_tokens + (num_prompt + num_decodes) * np.arange(count)
-        seconds = prompt_s + (base_s + kv * costs.kv_token_s) * self._decode
+        seconds = prompt_s + (base_s + kv * costs.kv_token_s)
         if speed != 1.0 or least_s:
             seconds = np.maximum(least_s, seconds / speed)
         seconds[0] += now_s

@@ -29,7 +29,7 @@ from bench.paper.page import BLOCKS, PAGE, regenerated
 from bench.paper.reflex import first_blocks, loss_tables
 from bench.paper.service import DEFAULT, FULL, INT4, PERFORMANCE
 from bench.paper.simulated import judge as judge_simulated
-from bench.paper.simulated import runs_of, window_of, with_swaps
+from bench.paper.simulated import machine_factors, runs_of, window_of, with_swaps
 from bench.paper.verdict import judge
 from bench.paper.windows import WindowRuns, poisson
 from bench.paper.windows_page import bursts
@@ -365,6 +365,28 @@ def test_the_cost_of_a_half_is_that_of_the_swaps_in_other_windows() -> None:
     assert (found.byte_s, found.share) == (0.001, SMALL.morph.share)
     assert found.half_s == pytest.approx(0.02)
     assert with_swaps(SMALL, runs[:1], "code:1") == SMALL  # nothing was swapped elsewhere
+
+
+def test_a_machine_is_as_slow_as_in_the_run_at_full_precision_of_the_same_repeat() -> None:
+    def run(window: str, way: str, repeat: int, seconds: float) -> RunFile:
+        shape = {"halves": {"full": 16}, "kv_used": 0, "prompt_tokens": 0, "output_tokens": 0}
+        samples = [
+            {"at_s": at_s, "instances": {"small@w0": shape | {"steps": 100 * at_s, "step_s": seconds * at_s}}}
+            for at_s in (0, 1)
+        ]
+        return RunFile(
+            {"name": way, "source": f"{window} {way} {repeat}: "}, Slo(2.0, 0.1), [], {"samples": samples}
+        )
+
+    step_s = 100 * SMALL.step.fixed_s
+    runs = [
+        run("code:1", FULL, 0, step_s),
+        run("code:1", FULL, 1, 2 * step_s),
+        run("code:1", DEFAULT, 1, 9.0),
+    ]
+    factors = machine_factors(runs, SMALL)
+    assert [round(one, 6) for one in factors.values()] == [1.0, 2.0]
+    assert list(factors) == [("code:1", " 0: "), ("code:1", " 1: ")]
 
 
 def test_runs_without_calibrations_are_refused(tmp_path: Path) -> None:

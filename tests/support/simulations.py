@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from bus.policy import Mode, Policy, Slowdown
+from bus.policy import Mode, Policy
 from instar.replay.schemas import Arrival
 from instar.replay.traces import gamma_burst
 from instar.simulate.calibration import (
@@ -42,8 +42,11 @@ SMALL = EngineCalibration(
         prompt_token_s=0.00013,
         decode_s=0.0002,
         kv_token_s=1e-7,
-        slowdowns={"int8": Slowdown(1.1, 1.2), "int4": Slowdown(1.5, 2.0)},
     ),
+    below_full={
+        "int8": StepCosts(fixed_s=0.0018, prompt_token_s=0.000143, decode_s=0.00024, kv_token_s=1e-7),
+        "int4": StepCosts(fixed_s=0.0030, prompt_token_s=0.000195, decode_s=0.0004, kv_token_s=1e-7),
+    },
     morph=MorphCosts(half_s=0.004, byte_s=3e-9, share=0.02),
     covers=Coverage(running=64, prompt_tokens=512, precisions=["full", "int8", "int4"]),
     transit_s=0.003,

@@ -26,7 +26,7 @@ MODES: tuple[Mode, ...] = ("manual", "accuracy", "default", "performance")
 def plain(
     fixed_s: float, prompt_token_s: float, decode_s: float, kv_token_s: float = 0.0
 ) -> EngineCalibration:
-    costs = StepCosts(fixed_s, prompt_token_s, decode_s, kv_token_s, SMALL.step.slowdowns)
+    costs = StepCosts(fixed_s, prompt_token_s, decode_s, kv_token_s)
     return msgspec.structs.replace(SMALL, step=costs, transit_s=0.0)
 
 

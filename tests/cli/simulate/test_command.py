@@ -9,11 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from bus.policy import Slowdown
 from instar.cli import main
 from instar.replay import files
 from instar.simulate import calibration as calibrations
-from instar.simulate.calibration import Degree, EngineCalibration, TransformCosts
+from instar.simulate.calibration import Degree, EngineCalibration, StepCosts, TransformCosts
 from instar.simulate.run import burst_note
 from tests.support.paths import TRACES
 from tests.support.simulations import SMALL
@@ -152,7 +151,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "not JSON": ("{", "is not JSON"),
     "another version": ({"version": 9}, "its version is 9"),
     "a list": ([], "its version is None"),
-    "a run": ({"version": 1, "about": {}}, "is not a calibration"),
+    "a run": ({"version": calibrations.VERSION, "about": {}}, "is not a calibration"),
 }
 
 
@@ -177,10 +176,10 @@ def replaced(what: str, **changes: Any) -> EngineCalibration:
     [
         (msgspec.structs.replace(SMALL, order=[0, 1]), "order is [0, 1], not one of 8 layers"),
         (replaced("memory", attention_pages={"full": 49}), "must have the same precisions"),
-        (replaced("step", slowdowns={}), "step.slowdowns lacks int8"),
+        (msgspec.structs.replace(SMALL, below_full={}), "below_full lacks int8"),
         (
-            replaced("step", slowdowns=SMALL.step.slowdowns | {"int4": Slowdown(0.0, 2.0)}),
-            "step.slowdowns of int4 are 0 and 2; both must be above 0",
+            msgspec.structs.replace(SMALL, below_full=SMALL.below_full | {"int4": StepCosts(0, 0, 0, 0)}),
+            "below_full of int4: a step takes no time; one of its four costs must be above 0",
         ),
         (replaced("limits", max_model_len=4096), "47 KV blocks of 16 tokens hold no sequence of 4096 tokens"),
         (

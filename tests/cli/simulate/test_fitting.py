@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bus.policy import Slowdown
 from instar.cli import main
 from instar.replay import files
 from instar.replay.files import RunFile
@@ -16,7 +17,7 @@ from instar.replay.outcomes import RequestOutcome
 from instar.replay.statistics import Slo
 from instar.simulate import calibration as calibrations
 from instar.simulate.calibration import EngineCalibration
-from instar.simulate.fitting import fit, non_negative
+from instar.simulate.fitting import fit, machine_factor, non_negative
 from tests.support.simulations import SMALL
 
 LIMITS = SMALL.limits
@@ -37,9 +38,7 @@ FACTS = {
 def recorded(precision: str = "full", seconds: int = 40, seed: int = 0, **observed: Any) -> RunFile:
     """A run of SMALL, with `precision` in all halves: a sample each second, and a request."""
     rng = random.Random(seed)
-    step = SMALL.step
-    slow = step.slowdowns.get(precision)  # type: ignore[call-overload]
-    prompt_factor, decode_factor = (slow.prompt, slow.decode) if slow else (1.0, 1.0)
+    step = SMALL.below_full.get(precision, SMALL.step)  # type: ignore[call-overload]
     total = {"steps": 100, "step_s": 5.0, "prompt_tokens": 1000, "output_tokens": 500}
     samples = []
     for second in range(seconds):
@@ -50,8 +49,7 @@ def recorded(precision: str = "full", seconds: int = 40, seed: int = 0, **observ
         if second % 2:  # an even second ends with as many blocks as it began with
             continue
         steps, prompt, decodes = rng.randint(50, 200), rng.randint(0, 900), rng.randint(50, 900)
-        rest_s = steps * step.fixed_s + decodes * step.decode_s + steps * used * 16 * step.kv_token_s
-        took_s = prompt * step.prompt_token_s * prompt_factor + rest_s * decode_factor
+        took_s = step.seconds(prompt, decodes, steps * used * 16, steps)
         total = {
             "steps": total["steps"] + steps,
             "step_s": total["step_s"] + took_s,
@@ -74,9 +72,10 @@ def test_the_costs_of_a_recorded_run_are_found() -> None:
     assert found.step.fixed_s == pytest.approx(wanted.fixed_s, rel=0.05)
     assert found.step.prompt_token_s == pytest.approx(wanted.prompt_token_s, rel=0.05)
     assert found.step.decode_s == pytest.approx(wanted.decode_s, rel=0.05)
-    for precision, slow in wanted.slowdowns.items():
-        assert found.step.slowdowns[precision].prompt == pytest.approx(slow.prompt, rel=0.1)
-        assert found.step.slowdowns[precision].decode == pytest.approx(slow.decode, rel=0.1)
+    for precision, costs in SMALL.below_full.items():
+        assert found.below_full[precision].fixed_s == pytest.approx(costs.fixed_s, rel=0.1)
+        assert found.below_full[precision].prompt_token_s == pytest.approx(costs.prompt_token_s, rel=0.1)
+        assert found.below_full[precision].decode_s == pytest.approx(costs.decode_s, rel=0.1)
     assert found.memory == SMALL.memory
     assert found.covers == calibrations.Coverage(4, 100, ["full", "int8", "int4"])
     assert found.transit_s == pytest.approx(
@@ -85,10 +84,18 @@ def test_the_costs_of_a_recorded_run_are_found() -> None:
     assert found.error < 0.01 and "times of steps" in found.source
 
 
+def test_a_slower_machine_is_told_by_its_runs_and_its_steps_take_longer() -> None:
+    half_as_fast = SMALL.slowed(2.0)
+    assert machine_factor(recorded("int8"), SMALL) == pytest.approx(1.0, rel=0.01)
+    assert machine_factor(recorded("int8"), half_as_fast) == pytest.approx(0.5, rel=0.01)
+    assert half_as_fast.slowdowns == pytest.approx(SMALL.slowdowns)
+    assert machine_factor(recorded(seconds=0), SMALL) == 1.0
+
+
 def test_precisions_without_samples_are_not_covered() -> None:
     found = fit([recorded()], LIMITS)
     assert found.covers.precisions == ["full"]
-    assert found.step.slowdowns["int4"].decode == 1.0
+    assert found.below_full["int4"] == found.step and found.slowdowns["int4"] == Slowdown(1.0, 1.0)
 
 
 def test_swaps_tell_what_a_half_costs() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.policy import Mode, Policy, Slowdown
+from bus.policy import Mode, Policy
 from instar.replay.schemas import Arrival
 from instar.simulate.calibration import (
     CalibratedMemory,
@@ -46,7 +46,8 @@ LARGE = msgspec.structs.replace(
         layer_pages={"full": 192, "int8": 96, "int4": 52},
         attention_pages={"full": 96, "int8": 48, "int4": 26},
     ),
-    step=StepCosts(STEP_S, 0.0, 0.0, 0.0, dict.fromkeys(["int8", "int4"], Slowdown(1.0, 1.0))),
+    step=StepCosts(STEP_S, 0.0, 0.0, 0.0),
+    below_full=dict.fromkeys(["int8", "int4"], StepCosts(STEP_S, 0.0, 0.0, 0.0)),
     morph=MorphCosts(half_s=0.01, byte_s=0.0, share=1.0),
     transit_s=0.0,
 )
@@ -86,7 +87,14 @@ def burst(at_s: float) -> float:
 
 
 PERIODS_S = (10, 20, 45, 90, 120, 240, 400, 600, 1200, 3600)  # an hour of each
-LONG_STEPS = msgspec.structs.replace(SMALL, step=StepCosts(0.2, 0.0001, 0.0002, 1e-7, SMALL.step.slowdowns))
+LONG_STEPS = msgspec.structs.replace(
+    SMALL,
+    step=StepCosts(0.2, 0.0001, 0.0002, 1e-7),
+    below_full={
+        "int8": StepCosts(0.24, 0.00011, 0.00024, 1e-7),
+        "int4": StepCosts(0.4, 0.00015, 0.0004, 1e-7),
+    },
+)
 
 
 def oscillating() -> Iterator[Arrival]:
