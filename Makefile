@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 QUICK  := not slow and not faults and not docker and not gpu and not browser
 
 .DEFAULT_GOAL := help
-.PHONY: help serve demo test test-again test-faults test-browser test-fuzz check format bench bench-morph bench-quality bench-paper bench-windows bench-transform bench-serving bench-scheduler bench-planner bench-placement bench-estimate bench-deploy bench-profile-load bench-prefix bench-peers gpu gpu-kit demo-model compose-test clean
+.PHONY: docs help serve demo test test-again test-faults test-browser test-fuzz check format bench bench-morph bench-quality bench-paper bench-windows bench-transform bench-serving bench-scheduler bench-planner bench-placement bench-estimate bench-deploy bench-profile-load bench-prefix bench-peers gpu gpu-kit demo-model compose-test clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -107,6 +107,9 @@ gpu-kit: $(VENV)/.dev ## pack what such a machine lacks into gpu-kit/, also WITH
 demo-model: $(VENV)/.dev ## train models/demo anew
 	@$(BIN)/python models/train_demo.py
 
+docs: $(VENV)/.docs ## the documentation as a site, in build/site
+	@$(BIN)/mkdocs build -q && echo "build/site/index.html"
+
 compose-test: $(VENV)/.dev ## docker compose up for real, one completion through it, down
 	@$(BIN)/pytest -q -s -m docker
 
@@ -125,6 +128,10 @@ $(VENV)/.dev: constraints.txt pyproject.toml | $(VENV)/.serve
 
 $(VENV)/.browser: constraints.txt pyproject.toml | $(VENV)/.dev
 	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[browser]'
+	@touch $@
+
+$(VENV)/.docs: constraints.txt pyproject.toml | $(VENV)/.serve
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
 $(BIN)/python:

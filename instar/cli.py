@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in OFFLINE:
         return run_offline(words[0], words[1:])
-    args = parse(_parser(words[0] if words else ""), words)
+    args = parse(parser_for(words[0] if words else ""), words)
     try:
         return int(args.run(args))
     except CommandError as error:
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser(first: str) -> CommandParser:
+def parser_for(first: str) -> CommandParser:
     """Return the parser with the flags of the command `first`, or of all commands if it is a flag."""
     parser = CommandParser(prog="instar", description=DESCRIPTION, formatter_class=_Help)
     parser.add_argument("--version", action="store_true", help="print the version")

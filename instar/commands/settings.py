@@ -51,7 +51,7 @@ def example() -> str:
         about = (model.__doc__ or "").strip().splitlines()
         parts.append(f"\n[{section}]" + (f"  # {about[0]}" if about else "") + "\n")
         for key, field in model.model_fields.items():
-            note = ", ".join(filter(None, (field.description, _limits(field))))
+            note = ", ".join(filter(None, (field.description, limits_of(field))))
             line = f"{key} = {json.dumps(field.get_default(call_default_factory=True))}"
             parts.append(f"{line}  # {note}\n" if note else f"{line}\n")
     return "".join(parts)
@@ -72,7 +72,7 @@ def listing(path: Path | None) -> str:
     return "\n".join(lines)
 
 
-def _limits(field: FieldInfo) -> str:
+def limits_of(field: FieldInfo) -> str:
     """Return the allowed values where the type alone does not say: `1..64`, `> 0`, `"a" | "b"`."""
     if typing.get_origin(field.annotation) is Literal:
         return " | ".join(json.dumps(choice) for choice in typing.get_args(field.annotation))

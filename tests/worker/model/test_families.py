@@ -1,4 +1,4 @@
-"""Families as data: the tensors that a layout takes, the table of the README, and what is refused by name."""
+"""Families as data: the tensors that a layout takes, the table of docs/models.md, and what is refused by name."""
 
 from __future__ import annotations
 
@@ -358,19 +358,19 @@ def test_every_row_of_every_tensor_goes_to_one_place(tmp_path: Path, family: str
         assert all(sorted(rows) == list(range(len(rows))) for rows in (*taken.values(), *filled.values()))
 
 
-# ---------------------------------------------------------------------------- the README's table
+# ---------------------------------------------------------------------------- the table of docs/models.md
 
 
-def rows_of_readme() -> list[dict[str, str]]:
-    lines = (ROOT / "README.md").read_text().splitlines()
+def rows_of_page() -> list[dict[str, str]]:
+    lines = (ROOT / "docs" / "models.md").read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("| architecture |"))
     end = next(i for i in range(first, len(lines)) if not lines[i].startswith("|"))
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[first:end]]
     return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
 
 
-def test_the_readme_says_of_every_family_what_holds(tmp_path: Path) -> None:
-    table = rows_of_readme()
+def test_the_page_says_of_every_family_what_holds(tmp_path: Path) -> None:
+    table = rows_of_page()
     assert {row["architecture"].strip("`") for row in table} == FAMILIES.keys()
     tested = {f"{name}ForCausalLM" for name, _ in TINY_FAMILIES.values()}
     for row in table:
