@@ -17,7 +17,12 @@ Service = Literal["gateway", "monitor", "controller", "worker"]
 # The keys are asked for by the gateway alone; an origin "*" takes one.
 NO_KEYS: Final[dict[str, Any]] = {"api_keys": [], "admin_keys": [], "cors_origins": []}
 
-DEMO_MODEL = Path(__file__).resolve().parent.parent.parent / "models" / "demo"
+# Folders that may have models/demo: a checkout, and where a wheel puts its data.
+_DEMO_PARENTS = (Path(__file__).resolve().parent.parent.parent, Path(sys.prefix, "share", "instar"))
+DEMO_MODEL = next(
+    (path for parent in _DEMO_PARENTS if (path := parent / "models" / "demo").is_dir()),
+    _DEMO_PARENTS[0] / "models" / "demo",
+)
 NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
 
 
