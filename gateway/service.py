@@ -30,6 +30,7 @@ log = logging.getLogger("gateway")
 CONFIGURATION_ERROR = 2  # the same settings will fail again
 FAILED = 1
 LEFTOVERS_S = 3  # time for connections still open after the drain
+SEND_BUFFER = 256 * 1024  # bytes that the kernel keeps for a client that does not read
 
 
 class GatewayServer(uvicorn.Server):
@@ -149,6 +150,7 @@ def _bind(section: GatewaySettings) -> socket.socket:
     family = socket.AF_INET6 if ":" in section.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # its connections inherit it
     try:
         listener.bind((section.host, section.port))
     except OSError as error:

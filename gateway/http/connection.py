@@ -2,7 +2,8 @@
 
 Connections without a whole request head are closed after `header_timeout_s`, or for another at the limit. So
 are those with a longer head than `max_head_bytes`, and those whose client takes nothing of an answer for
-`write_timeout_s`; the reader of a stream has a limit of its own (`EventStream.max_pending`).
+`write_timeout_s`; the reader of a stream has a limit of its own (`EventStream.max_pending`). Requests that a
+client sends ahead of an answer wait as bytes: parsed at once, thousands of them would hold up everybody.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from gateway.errors import large_head, malformed, overloaded
 
 EXTENSION = "instar.link"
+HEAD_BYTES, BODY_BYTES = 512, 64 * 1024  # parsed at once of a head, and of a body: few requests fit in
 
 
 def _nothing() -> None:
@@ -71,6 +73,8 @@ class Protocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_bytes: int | None = None  # of the head that is under way
         self._write_timer: asyncio.TimerHandle | None = None
+        self._is_in_body = False
+        self._ahead = bytearray()  # not parsed yet: it follows requests that wait for their answers
         if len(self.connections) > self.max_connections and not self._make_room():
             error = overloaded(f"{self.max_connections} connections are open (gateway.max_connections)")
             self._refuse(b"503 Service Unavailable", error.body(), b"retry-after: 1\r\n")
@@ -86,10 +90,22 @@ class Protocol(HttpToolsProtocol):
         self.socket.on_lost()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came, and refuse a head without an end. One read may go over the limit."""
+        """Parse what came up to the first request that has to wait for the answer to another."""
+        self._ahead += data
+        self._parse_on()
+
+    def _parse_on(self) -> None:
+        while self._ahead and not self.pipeline and not self.transport.is_closing():
+            size = BODY_BYTES if self._is_in_body else HEAD_BYTES
+            piece = bytes(self._ahead[:size])
+            del self._ahead[:size]
+            self._parse(piece)
+
+    def _parse(self, data: bytes) -> None:
+        """Parse a piece, and refuse a head without an end. One piece may go over the limit."""
         if self._head_bytes is not None:
             self._head_bytes += len(data)
-        super().data_received(data)  # a head that begins within `data` counts from the next read on
+        super().data_received(data)  # a head that begins within `data` counts from the next piece on
         if self._head_bytes is not None and self._head_bytes > self.max_head_bytes:
             error = large_head(f"the request's head is longer than {self.max_head_bytes} bytes")
             self._refuse(b"431 Request Header Fields Too Large", error.body())
@@ -105,8 +121,13 @@ class Protocol(HttpToolsProtocol):
         if self._head_bytes is not None:
             super().on_header(name, value)
 
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_in_body = False
+
     def on_headers_complete(self) -> None:
         self._head_arrived()
+        self._is_in_body = True
         scope: Any = self.scope
         scope["extensions"] = {EXTENSION: self.socket}
         super().on_headers_complete()
@@ -117,6 +138,8 @@ class Protocol(HttpToolsProtocol):
             self._start_timer()
         self._expect_reader()  # also if little is left: closing would wait for it without end
         super().on_response_complete()
+        if self._ahead and not self.pipeline:
+            self.loop.call_soon(self._parse_on)
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -14,6 +14,7 @@ from bus.version import program_version
 from gateway.delivery.cluster import ReadyInstance
 from gateway.errors import no_such_model
 from gateway.http.auth import check_api
+from gateway.http.paced import PacedResponse
 from gateway.openai.answer_types import (
     HealthAnswer,
     NotReadyAnswer,
@@ -134,7 +135,7 @@ def page(request: Request, name: str) -> Response:
     given = [one.strip().removeprefix("W/") for one in known]
     if etag in given or "*" in given:
         return Response(status_code=304, headers=headers)
-    return Response(body, headers=headers, media_type=media_type)
+    return PacedResponse(body, headers=headers, media_type=media_type)
 
 
 def _model(name: str, ready: ReadyInstance) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, TypeAdapter
 from starlette.responses import Response
 
 from bus.version import program_version
+from gateway.http.paced import PacedResponse
 from gateway.openai.answer_types import ErrorAnswer
 from gateway.openai.formats import to_json
 from gateway.openai.params import HARMLESS, Body, SamplingBody, ServedBody
@@ -69,7 +70,7 @@ async def openapi(request: Request) -> Response:
     state = request.app.state
     if state.document is None:
         state.document = to_json(state.describe())
-    return Response(state.document, media_type=JSON)
+    return PacedResponse(state.document, media_type=JSON)
 
 
 @router.api_route("/docs", methods=READ, responses=answering(None, 304, media="text/html"))

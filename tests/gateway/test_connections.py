@@ -8,12 +8,14 @@ import socket
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
-from unittest.mock import Mock
+from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from bus.settings import RedisSettings
 from gateway.http.connection import ClientSocket, Protocol
+from gateway.http.paced import PIECE, PacedResponse
 from gateway.http.sse import EventStream
 from tests.support.gateway_harness import ANSWER, BODY, running
 
@@ -126,6 +128,47 @@ async def test_a_request_in_the_pipeline_is_not_timed_by_the_answer_before_it(
             gate.worker.gate.set()
             status = await asyncio.wait_for(reader.readline(), 5)
             assert status.startswith(b"HTTP/1.1 200"), f"cut off by the first answer: {status!r}"
+
+
+async def test_requests_sent_ahead_wait_as_bytes_and_are_answered_in_their_order(
+    redis_settings: RedisSettings, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed_ahead = [0]
+    parse = Protocol._parse
+
+    def watched(self: Protocol, data: bytes) -> None:
+        parse(self, data)
+        parsed_ahead.append(len(self.pipeline))
+
+    monkeypatch.setattr(Protocol, "_parse", watched)
+    paths = [f"/no/{number}" for number in range(500)]
+    async with running(redis_settings, folder) as gate, gate.connection() as (reader, writer):
+        writer.write(b"".join(b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % path.encode() for path in paths))
+        for path in paths:
+            async with asyncio.timeout(10):
+                assert (await reader.readline()).startswith(b"HTTP/1.1 404")
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = next(line for line in head.split(b"\r\n") if line.startswith(b"content-length"))
+                body = await reader.readexactly(int(length.partition(b":")[2]))
+            assert path in json.loads(body)["error"]["message"]
+    assert 0 < max(parsed_ahead) < 32, "512 bytes hold no more heads"
+
+
+async def test_a_long_answer_waits_in_pieces_for_its_reader() -> None:
+    taken, gate = list[bytes](), asyncio.Semaphore(2)
+
+    async def send(message: Any) -> None:
+        await gate.acquire()
+        taken.append(message.get("body", b""))
+
+    body = bytes(range(256)) * 1000
+    answer = asyncio.create_task(PacedResponse(body)({"type": "http"}, AsyncMock(), send))
+    await asyncio.sleep(0)
+    assert len(taken) == 2 and len(taken[1]) == PIECE and not answer.done()
+    for _ in range(20):
+        gate.release()
+    await asyncio.wait_for(answer, 1)
+    assert b"".join(taken) == body
 
 
 async def test_the_rest_of_a_stream_is_waited_for_until_the_socket_took_it_or_the_client_left() -> None:
