@@ -58,7 +58,8 @@ def test_every_command_of_a_page_can_be_parsed(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_the_json_of_a_page_can_be_parsed(document: Path) -> None:
     for body in re.findall(r"-d '(\{.*?\})'", document.read_text(), re.DOTALL):
-        json.loads(body)
+        if "..." not in body:  # what a reader fills in
+            json.loads(body)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
