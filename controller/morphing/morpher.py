@@ -193,9 +193,9 @@ class Morpher:
 
     async def _foresee(self) -> None:
         """Forecast from the last metrics, and tell at once whom it concerns."""
-        if self._metrics is None:
-            return
         policy, workers = await asyncio.gather(self._bus.read_policy(), self._bus.workers())
+        if self._metrics is None:  # Redis may have lost its data meanwhile
+            return
         at_s, metrics = self._metrics
         share = (policy.in_force() or policy).kv_usage_high
         before = expected_blocks(self._forecasts)

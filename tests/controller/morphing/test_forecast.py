@@ -6,8 +6,12 @@ import math
 from collections.abc import Callable
 
 from bus.client import LiveWorker
+from bus.link import Restart
 from bus.messages import InstanceCard, WorkerCard
+from bus.policy import Policy
+from bus.settings import MonitorSettings
 from controller.morphing.forecast import Forecast, Score, expected_blocks, observe, observe_all
+from controller.morphing.morpher import Morpher
 from tests.support.metrics_samples import metrics_of
 
 LIMIT = 80.0
@@ -103,3 +107,24 @@ def test_what_is_expected_is_told_in_whole_steps_and_only_with_trust() -> None:
     assert forecast.claim and expected_blocks({"m@w0": forecast}) == {}
     trusted = Forecast(level=81.0, right=5.0, claim=forecast.claim)
     assert expected_blocks({"m@w0": trusted}) == {"m@w0": 88}
+
+
+async def test_metrics_that_redis_loses_while_they_are_read_are_forecast_no_more() -> None:
+    class LosingBus:
+        """A bus whose Redis loses its data while the policy is read."""
+
+        def on_restart(self, restarted: Callable[[Restart], None]) -> None:
+            self.restarted = restarted
+
+        async def read_policy(self) -> Policy:
+            self.restarted(Restart(data_lost=True, run_id="another"))
+            return Policy()
+
+        async def workers(self) -> list[LiveWorker]:
+            return []
+
+    bus = LosingBus()
+    morpher = Morpher(MonitorSettings(), bus)  # type: ignore[arg-type]
+    morpher._metrics = (0.0, metrics_of())
+    await morpher._foresee()
+    assert morpher._metrics is None and morpher._forecasts == {}
