@@ -89,7 +89,7 @@ def test_a_slower_machine_is_told_by_its_runs_and_its_steps_take_longer() -> Non
     assert machine_factor(recorded("int8"), SMALL) == pytest.approx(1.0, rel=0.01)
     assert machine_factor(recorded("int8"), half_as_fast) == pytest.approx(0.5, rel=0.01)
     assert half_as_fast.slowdowns == pytest.approx(SMALL.slowdowns)
-    assert machine_factor(recorded(seconds=0), SMALL) == 1.0
+    assert machine_factor(RunFile({}, Slo(2.0, 0.1), [], {}), SMALL) == 1.0
 
 
 def test_precisions_without_samples_are_not_covered() -> None:
