@@ -44,6 +44,7 @@ REFUSALS: Final = {
                 "leave (it|stream)",
             ),
             *("must be an integer", "must be a text"),  # JSON Schema takes 5.0 for an integer
+            *("only the role", "the role 'tool' needs"),  # of a message
             "cannot be used",  # a schema, expression or grammar
             # of orders
             *("no folder", "cannot be opened", "must begin with", "must be printable"),
