@@ -108,7 +108,7 @@ demo-model: $(VENV)/.dev ## train models/demo anew
 	@$(BIN)/python models/train_demo.py
 
 docs: $(VENV)/.docs ## the documentation as a site, in build/site
-	@$(BIN)/mkdocs build -q && echo "build/site/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q && echo "build/site/index.html"
 
 compose-test: $(VENV)/.dev ## docker compose up for real, one completion through it, down
 	@$(BIN)/pytest -q -s -m docker
