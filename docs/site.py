@@ -79,15 +79,16 @@ def settings_page() -> str:
     from bus.settings_sources import variable_of
     from instar.commands.settings import limits_of
 
-    parts = ["# Every setting\n\n[Commands, endpoints, settings](../commands.md#settings) says where they are set.\n"]
+    parts = ["# Every setting\n\n[Settings](../commands.md#settings) says where they are set.\n"]
     for section, holder in Settings.model_fields.items():
         model: Any = holder.annotation
         about = (model.__doc__ or "").strip().partition("\n")[0]
         parts.append(f"\n## {section}\n\n{about}\n\n| setting | default | meaning |\n| --- | --- | --- |\n")
         for key, field in model.model_fields.items():
             default = json.dumps(field.get_default(call_default_factory=True))
-            note = ", ".join(filter(None, (field.description, limits_of(field))))
-            cells = f"`{section}.{key}`<br>`{variable_of(f'{section}.{key}')}`", f"`{default}`", html.escape(note)
+            note = html.escape(", ".join(filter(None, (field.description, limits_of(field)))))
+            name = f"{section}.{key}"
+            cells = (f"`{name}`<br>`{variable_of(name)}`", f"`{default}`", note)
             parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     return "".join(parts)
 

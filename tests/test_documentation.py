@@ -1,4 +1,4 @@
-"""The documentation: its commands can be typed as they stand, its anchors exist, the first pages read easily."""
+"""The documentation: its commands can be typed as they stand, and the first pages read easily."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def blocks_of(text: str) -> list[tuple[str, str]]:
 
 
 def typed(document: Path) -> Iterator[list[str]]:
-    """Yield the words of each `instar` command in the blocks, with comments and what follows a pipe left out."""
+    """Yield the words of each `instar` command in the blocks, without comments and what follows a pipe."""
     for language, block in blocks_of(document.read_text()):
         if language not in ("", "bash", "sh", "console"):
             continue
@@ -85,7 +85,8 @@ def test_the_first_pages_have_no_long_sentence(document: Path) -> None:
 
 def sentences_of(text: str) -> Iterator[str]:
     """Yield the sentences of a page's prose: no blocks, tables, headings or markup."""
-    text = re.sub(r"^```.*?^```$|^<!--.*?-->$|<picture>.*?</picture>|^\|.*$|^#.*$", "\n", text, flags=re.M | re.S)
+    no_prose = r"^```.*?^```$|^<!--.*?-->$|<picture>.*?</picture>|^\|[^\n]*$|^#[^\n]*$"
+    text = re.sub(no_prose, "\n", text, flags=re.M | re.S)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
     for paragraph in re.split(r"\n\s*\n|^- ", text, flags=re.MULTILINE):
         yield from re.split(r"(?<=[.:;!?])\s+", " ".join(paragraph.split()))
@@ -104,17 +105,17 @@ def site() -> ModuleType:
 
 
 def test_links_lead_to_pages_of_the_site_and_others_become_text(site: ModuleType) -> None:
-    text = "[a](docs/keys.md#scopes), [b](bench/LOG.md), [c](https://x.org/), [d](#here), ![e](bench/results/p.png)"
+    text = "[a](docs/keys.md#scopes), [b](bench/LOG.md), [c](https://x.org/), [d](#here), ![e](bench/p.png)"
     found, pictures = site.rewritten(text, "README.md")
-    assert found == "[a](keys.md#scopes), b, [c](https://x.org/), [d](#here), ![e](bench/results/p.png)"
-    assert pictures == {"bench/results/p.png"}
-    found, pictures = site.rewritten('[a](../README.md), ![b](images/c.png) <img src="images/c.png">', "docs/x.md")
-    assert found == '[a](index.md), ![b](images/c.png) <img src="images/c.png">' and pictures == set()
+    assert found == "[a](keys.md#scopes), b, [c](https://x.org/), [d](#here), ![e](bench/p.png)"
+    assert pictures == {"bench/p.png"}
+    text = '[a](../README.md), ![b](images/c.png) <img src="images/c.png">'
+    assert site.rewritten(text, "docs/x.md") == (text.replace("../README.md", "index.md"), set())
 
 
 def test_the_site_has_every_page_and_every_setting(site: ModuleType) -> None:
     nav = (ROOT / "mkdocs.yml").read_text()
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} | set(site.OUTSIDE.values()) | site.GENERATED.keys()
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} | {*site.OUTSIDE.values(), *site.GENERATED}
     assert {page for page in pages if f": {page}\n" not in nav} == set()
     assert "`gateway.port`" in site.settings_page() and "INSTAR_GATEWAY__PORT" in site.settings_page()
     assert "## instar morph swap" in site.commands_page() and "--precision" in site.commands_page()

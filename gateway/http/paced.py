@@ -1,4 +1,4 @@
-"""Answers with long bodies, sent piece by piece: a client that does not read holds one piece, not the whole."""
+"""Long answers, sent piece by piece: a client that does not read holds one piece, not the whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PIECE: Final = 32 * 1024
 
 
 class PacedResponse(Response):
-    """A response whose server waits before each piece of the body until the client has taken most of the last."""
+    """A response that sends a piece of its body when the client has taken most of the one before."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send head and body."""

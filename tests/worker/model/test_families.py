@@ -1,4 +1,4 @@
-"""Families as data: the tensors that a layout takes, the table of docs/models.md, and what is refused by name."""
+"""Families as data: tensors that a layout takes, the table of docs/models.md, what is refused by name."""
 
 from __future__ import annotations
 
