@@ -79,6 +79,7 @@ def calibration() -> EngineCalibration:
             attention_pages={"full": 1},
         ),
         step=StepCosts(0.0, prompt_token_s(), output_token_s(), 0.0),
+        below_full={},
         morph=MorphCosts(0.0, 0.0, share=1.0),
         covers=Coverage(running=256, prompt_tokens=TOKENS_AT[4], precisions=["full"]),
         transform=TransformCosts(

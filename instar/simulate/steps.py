@@ -19,7 +19,9 @@ class StepModel:
     def reshape(self, halves: Mapping[Precision, int]) -> None:
         """Take note of the number of halves in each precision."""
         num_halves = 2 * self._calibration.num_layers
-        shares = {precision: n / num_halves for precision, n in halves.items() if precision != "full" and n}
+        shares: dict[Precision, float] = {
+            precision: n / num_halves for precision, n in halves.items() if precision != "full" and n
+        }
         self._costs = self._calibration.step_of(shares)
 
     def seconds(self, num_prompt: int, num_decodes: int, kv_tokens: int) -> float:
