@@ -23,15 +23,17 @@ MIB = 1024 * 1024
 STREAM_TOKENS = 200
 PROMPTS = ("def read_lines(path):\n    ", "class Queue:\n", "import os\n\n\ndef main():\n")
 # What the service may answer: states of morphs, and codes of refusals.
-STATES = {"applied", "deferred", "failed", "conflict"}
-REFUSALS = {
-    "invalid_value",
-    "unknown_field",
-    "morph_not_found",
-    "morph_ended",
-    "instance_not_found",
-    "shape_changing",
-}
+STATES = frozenset({"applied", "deferred", "failed", "conflict"})
+REFUSALS = frozenset(
+    {
+        "invalid_value",
+        "unknown_field",
+        "morph_not_found",
+        "morph_ended",
+        "instance_not_found",
+        "shape_changing",
+    }
+)
 
 NONSENSE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("swap", {"precision": "int5", "count": 1}),
@@ -56,6 +58,8 @@ class MorphStorm(Storm):
     hands: int = 3
     readers: int = 4
     kinds: tuple[str, ...] = ("swap", "resize", "cancel", "nonsense")
+    states: frozenset[str] = STATES
+    refusals: frozenset[str] = REFUSALS
     answers: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     streams: int = 0
@@ -108,7 +112,7 @@ class MorphStorm(Storm):
         kind = rng.choice(self.kinds)
         answer: dict[str, Any] = getattr(self, f"_{kind}")(rng)
         if "error" in answer:
-            assert answer["error"]["code"] in REFUSALS, answer
+            assert answer["error"]["code"] in self.refusals, answer
             self.answers["refused"] += 1
         elif kind != "cancel":
             self._ids.append(answer["id"])
@@ -117,7 +121,7 @@ class MorphStorm(Storm):
         self.pause(rng.random() * 0.1)
 
     def _note(self, morph: dict[str, Any]) -> None:
-        assert morph["state"] in STATES, morph
+        assert morph["state"] in self.states, morph
         self.answers[morph["state"]] += 1
         if morph["state"] != "applied":
             self.reasons[f"{morph['state']}: {re.sub(r'[0-9a-f]{12}|[0-9]+', '#', morph['reason'])}"] += 1

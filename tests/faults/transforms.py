@@ -61,7 +61,7 @@ class Shapes:
         Hand(self.service, gateway=self.gateway).manual()
         streams = {prompt: stream(self.service, TOKENS, self.gateway, prompt=prompt) for prompt in PROMPTS}
         for prompt, one in streams.items():
-            assert_complete(one.finished(120), TOKENS)
+            assert_complete(one.finished(300), TOKENS)
             self.oracle[prompt] = one.tokens
         self.hand("w0").wait_idle()
         self.pages = {name: self.hand(name).pages() for name in self.workers}
@@ -167,12 +167,14 @@ class Shapes:
 
 
 @contextmanager
-def serving(host: Path, *more: dict[str, str], **service: Any) -> Iterator[Shapes]:
+def serving(
+    host: Path, *more: dict[str, str], kind: type[Service] = Service, **service: Any
+) -> Iterator[Shapes]:
     """Two workers, unless `service` says otherwise, that have told what they give and have alone.
 
     host: for their variants. more: settings, above those of `ROOMY`.
     """
-    with Service(**{"num_workers": 2} | service, settings=settings(host, ROOMY, *more)) as running:
+    with kind(**{"num_workers": 2} | service, settings=settings(host, ROOMY, *more)) as running:
         with running.explained():
             shapes = Shapes(running).learn()
         yield shapes
