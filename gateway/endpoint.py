@@ -26,6 +26,7 @@ from gateway.openai.call import (
     StreamedCompletion,
     StreamedResponse,
     WholeCompletion,
+    WholeResponse,
 )
 from gateway.openai.embeddings import EmbeddingsBody, EmbeddingsCall
 from gateway.openai.formats import AnswerHead, Format
@@ -145,8 +146,8 @@ class CompletionsEndpoint:
             if not isinstance(asked, CompletionBody | ChatBody):
                 error.param = asked.NAMES.get(error.param or "", error.param)
             raise
-        if isinstance(asked, ResponsesBody):
-            form_of_answers = None  # its output is one text
+        if isinstance(asked, ResponsesBody) and form_of_answers is not None:
+            form_of_answers = form_of_answers.without_thoughts()
         if isinstance(asked, EmbeddingsBody):
             requests = [replace(one, embeds=True) for one in requests]
         cost = CallBytes.of(requests, body.num_samples, form, is_stream=body.stream)
@@ -166,6 +167,8 @@ class CompletionsEndpoint:
             stream = EventStream(socket, section.stream_buffer_tokens, section.max_call_mb)
             kind = StreamedResponse if isinstance(asked, ResponsesBody) else StreamedChoices
             call = kind(stream, *needs)
+        elif isinstance(asked, ResponsesBody):
+            call = WholeResponse(*needs)
         elif isinstance(asked, EmbeddingsBody):
             call = EmbeddingsCall(asked.encoding_format, *needs)
         elif isinstance(body, CompletionBody) and body.is_ranked:

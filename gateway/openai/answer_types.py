@@ -229,6 +229,38 @@ class OutputMessage(AnswerType):
     content: list[OutputText]
 
 
+class OutputCall(AnswerType):
+    """A call that the client is to make. The item with its result names the call_id."""
+
+    id: str
+    type: Literal["function_call"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    call_id: str
+    name: str
+    arguments: str
+    """The text of a JSON object, as the model wrote it; empty until it is whole."""
+
+
+OutputItem = Annotated[OutputMessage | OutputCall, Field(discriminator="type")]
+
+
+class AskedTool(AnswerType):
+    """A tool as the request had it."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+    strict: bool | None
+
+
+class AskedChoice(AnswerType):
+    """The choice of one tool as the request had it."""
+
+    type: Literal["function"]
+    name: str
+
+
 class PlainFormat(AnswerType):
     type: Literal["text", "json_object"]
 
@@ -265,7 +297,7 @@ class ResponseAnswer(AnswerType):
     """Unix time in seconds."""
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     model: str
-    output: list[OutputMessage]
+    output: list[OutputItem]
     usage: ResponseUsage | None
     """Null until the end."""
     error: ResponseFailure | None
@@ -279,14 +311,14 @@ class ResponseAnswer(AnswerType):
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, str]
-    parallel_tool_calls: Literal[True]
+    parallel_tool_calls: bool
     previous_response_id: None
     service_tier: Literal["default"]
     store: Literal[False]
     temperature: float
     text: TextForm
-    tool_choice: Literal["auto"]
-    tools: Annotated[list[str], Field(max_length=0)]
+    tool_choice: Literal["none", "auto", "required"] | AskedChoice
+    tools: list[AskedTool]
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"]
@@ -312,7 +344,7 @@ class StateEvent(_Numbered):
 class ItemEvent(_Numbered):
     type: Literal["response.output_item.added", "response.output_item.done"]
     output_index: int
-    item: OutputMessage
+    item: OutputItem
 
 
 class _OfText(_Numbered):
@@ -338,6 +370,23 @@ class TextDoneEvent(_OfText):
     logprobs: list[ScoredChoice]
 
 
+class _OfCall(_Numbered):
+    item_id: str
+    output_index: int
+
+
+class ArgumentsDeltaEvent(_OfCall):
+    type: Literal["response.function_call_arguments.delta"]
+    delta: str
+    """The next piece of the arguments' text."""
+
+
+class ArgumentsDoneEvent(_OfCall):
+    type: Literal["response.function_call_arguments.done"]
+    name: str
+    arguments: str
+
+
 class ErrorEvent(_Numbered):
     type: Literal["error"]
     code: str | None
@@ -348,7 +397,14 @@ class ErrorEvent(_Numbered):
 class ResponseEvent(
     RootModel[
         Annotated[
-            StateEvent | ItemEvent | PartEvent | TextDeltaEvent | TextDoneEvent | ErrorEvent,
+            StateEvent
+            | ItemEvent
+            | PartEvent
+            | TextDeltaEvent
+            | TextDoneEvent
+            | ArgumentsDeltaEvent
+            | ArgumentsDoneEvent
+            | ErrorEvent,
             Field(discriminator="type"),
         ]
     ]

@@ -13,10 +13,12 @@ from gateway.errors import ApiError, slow_reader
 from gateway.http.limits import Slot
 from gateway.http.sse import DONE, EventStream
 from gateway.openai.choice import ChoicePiece, ChoiceText
-from gateway.openai.formats import AnswerHead, ChunkWriter
+from gateway.openai.formats import AnswerHead, ChunkWriter, to_json
+from gateway.openai.logprobs import chat_logprobs
 from gateway.openai.params import CompletionBody
 from gateway.openai.response_format import ResponseHead, ResponseWriter
 from gateway.openai.tools.answer import AnswerForm, DeltaWriter, message_of
+from gateway.openai.tools.call_reader import AnswerPart
 from gateway.text.vocabulary import Vocabulary
 
 
@@ -236,7 +238,7 @@ class StreamedResponse(StreamedCompletion):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._writer = ResponseWriter(self.envelope)
+        self._writer = ResponseWriter(self.envelope, self.form)
 
     def submit(self) -> None:
         self.stream.push(self._writer.opening())
@@ -244,10 +246,8 @@ class StreamedResponse(StreamedCompletion):
 
     def _emit(self, index: int, made: str | ChoicePiece) -> None:
         piece = ChoicePiece(made) if isinstance(made, str) else made
-        form = self.envelope.format
-        logprobs = form.logprobs(piece.tokens, self.vocabulary)["content"] if piece.tokens else []
-        if piece.text or logprobs:
-            self.stream.push(self._writer.text(piece.text, logprobs))
+        if events := self._writer.take(_parts_of(piece), _scores_of(piece, self.vocabulary)):
+            self.stream.push(events)
 
     def _on_all_ended(self) -> None:
         ended, precision = self.states[0].ended, self.choices[0].precision
@@ -285,6 +285,26 @@ class WholeCompletion(Completion):
         return {"index": index} | fields | rest | spans
 
 
+class WholeResponse(WholeCompletion):
+    """The answer of /v1/responses, put together as that of a stream is."""
+
+    envelope: ResponseHead
+
+    def answer(self) -> bytes:
+        (pieces,) = self._pieces
+        writer = ResponseWriter(self.envelope, self.form)
+        writer.opening()
+        if self.form is None:  # then any division gives the same
+            tokens = [token for one in pieces for token in one.tokens]
+            pieces = [ChoicePiece("".join(one.text for one in pieces), tokens, pieces[-1].finish_reason)]
+        for piece in pieces:
+            writer.take(_parts_of(piece), _scores_of(piece, self.vocabulary))
+        finish = pieces[-1].finish_reason
+        writer.close(finish)
+        precision = self.choices[0].precision
+        return to_json(writer.ended(finish, self.usage(), self.fingerprint, precision))
+
+
 class RankedCompletion(WholeCompletion):
     """The best samples of each prompt, by their mean log-probability."""
 
@@ -302,3 +322,14 @@ class RankedCompletion(WholeCompletion):
                 choice = self._choice(sample, self._pieces[sample]) | {"index": len(choices)}
                 choices.append(choice if body.logprobs is not None else choice | {"logprobs": None})
         return self.envelope.whole(choices, self.usage(), self.fingerprint)
+
+
+def _parts_of(piece: ChoicePiece) -> Sequence[AnswerPart]:
+    """Return a piece as parts: where no form divides an answer, its text is content."""
+    return [*piece.parts, AnswerPart("content", piece.text)] if piece.text else piece.parts
+
+
+def _scores_of(piece: ChoicePiece, vocabulary: Vocabulary) -> list[dict[str, Any]]:
+    """Return the log-probabilities of a piece's tokens, as a chat has them."""
+    content: list[dict[str, Any]] = chat_logprobs(piece.tokens, vocabulary)["content"]
+    return content

@@ -7,7 +7,7 @@ Those that /v1/responses has beside them are in `gateway.openai.responses`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
@@ -438,10 +438,14 @@ class NamedTool(Body):
     """The function to call."""
 
 
-def _named_once(tools: list[FunctionTool]) -> list[FunctionTool]:
-    names = [tool.function.name for tool in tools]
+def refuse_namesakes(names: Sequence[str]) -> None:
+    """Raise PydanticCustomError for a name that two tools have."""
     if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
         raise PydanticCustomError("names", "two tools have the name {name}", {"name": repr(twice)})
+
+
+def _named_once(tools: list[FunctionTool]) -> list[FunctionTool]:
+    refuse_namesakes([tool.function.name for tool in tools])
     return tools
 
 
@@ -631,16 +635,10 @@ REASONS: Final = {
 # Parameters of one call that another has not.
 ELSEWHERE: Final = {
     **dict.fromkeys(("echo", "prompt"), "/v1/completions"),
+    **dict.fromkeys(("max_completion_tokens", "messages"), "/v1/chat/completions"),
     **dict.fromkeys(
-        (
-            "max_completion_tokens",
-            "messages",
-            "parallel_tool_calls",
-            "tool_choice",
-            "tools",
-            "top_logprobs",
-        ),
-        "/v1/chat/completions",
+        ("parallel_tool_calls", "tool_choice", "tools", "top_logprobs"),
+        "/v1/chat/completions and /v1/responses",
     ),
     **dict.fromkeys(("include", "instructions", "max_output_tokens", "text", "truncation"), "/v1/responses"),
     "encoding_format": "/v1/embeddings",

@@ -5,6 +5,7 @@ Fields that do nothing are dropped, unsupported ones refused by name, the rest v
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -26,8 +27,10 @@ from gateway.openai.params import (
     SamplingBody,
     ServedBody,
     StreamOptions,
+    ToolChoice,
 )
 from gateway.openai.problems import first_problem, shown
+from gateway.openai.responses import ResponsesBody
 
 B = TypeVar("B", bound=ServedBody)
 
@@ -123,7 +126,10 @@ def _check_together(body: ServedBody) -> None:
         if old is not None and new is not None and old != new:
             message = f"max_tokens is {old} and max_completion_tokens {new}; send one"
             raise invalid(message, "max_completion_tokens")
-        _check_choice(body)
+        names = [tool.function.name for tool in body.tools]
+        _check_choice(body.tool_choice, names, "tool_choice.function.name")
+    elif isinstance(body, ResponsesBody):
+        _check_choice(body.chat_choice, [tool.name for tool in body.tools], "tool_choice.name")
     elif isinstance(body, CompletionBody):
         if body.max_tokens == 0 and not body.echo:
             raise invalid("max_tokens must be at least 1 (0 only with echo: true)", "max_tokens")
@@ -138,15 +144,13 @@ def _check_together(body: ServedBody) -> None:
             raise invalid(message, "best_of")
 
 
-def _check_choice(body: ChatBody) -> None:
-    """Refuse the choice of a tool that there is not. Raises ApiError 400."""
-    names = [tool.function.name for tool in body.tools]
-    choice = body.tool_choice
+def _check_choice(choice: ToolChoice, names: Sequence[str], where: str) -> None:
+    """Refuse the choice of a tool that there is not. `where`: the path of its name. Raises ApiError 400."""
     if not names and (choice == "required" or isinstance(choice, NamedTool)):
         raise invalid(
             "tool_choice asks for a call, and there are no tools to call; send tools", "tool_choice"
         )
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         known = ", ".join(names)[:500]
-        message = f"tool_choice.function.name is {shown(choice.function.name)}; the tools are {known}"
-        raise invalid(message, "tool_choice.function.name")
+        message = f"{where} is {shown(choice.function.name)}; the tools are {known}"
+        raise invalid(message, where)

@@ -31,7 +31,9 @@ _LENGTHS: Final[Mapping[str, Callable[[Any, Mapping[str, Any]], str]]] = {
     ),
     "string_too_short": lambda *_: "is an empty string",
 }
-_UNION_TAGS: Final = frozenset(["str", "int", "float", "[key]", "[named]"])
+_UNION_TAGS: Final = frozenset(
+    ["str", "int", "float", "[key]", "[named]", "[message]", "[call]", "[result]", "[tool]"]
+)
 
 
 def first_problem(error: ValidationError, within: str = "") -> ApiError:

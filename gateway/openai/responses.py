@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    Tag,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from bus.fields import MAX_COUNT
 from gateway.openai.params import (
     MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
     Body,
+    CalledFunction,
     ChatBody,
+    FunctionSpec,
+    FunctionTool,
     JsonSchema,
     JsonSchemaFormat,
     Message,
     Metadata,
+    NamedFunction,
+    NamedTool,
     OnlyFalse,
     ResponseFormat,
     SamplingBody,
+    TextPart,
+    ToolCall,
+    ToolChoice,
     between,
     or_text,
+    refuse_namesakes,
     sampling,
 )
 
@@ -50,9 +71,70 @@ class InputItem(Message):
         kind = value.get("type", "message") if isinstance(value, dict) else "message"
         if kind != "message":
             raise PydanticCustomError(
-                "item", "its type is {kind}, and only 'message' is supported here", {"kind": repr(kind)[:60]}
+                "item",
+                "its type is {kind}; {known} are supported here",
+                {"kind": repr(kind)[:60], "known": _KNOWN},
             )
         return value
+
+
+class CallItem(CalledFunction):
+    """A call that an earlier answer made. Fields that other programs add are ignored."""
+
+    type: Literal["function_call"]
+    call_id: Annotated[str, Field(min_length=1)]
+    """The item with the result names it, too."""
+
+    def as_call(self) -> ToolCall:
+        """Return the same as a message of a chat has it."""
+        function = CalledFunction.model_construct(name=self.name, arguments=self.arguments)
+        return ToolCall.model_construct(id=self.call_id, function=function)
+
+
+class ResultItem(Body):
+    """The result of a call. Fields that other programs add are ignored."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function_call_output"]
+    call_id: Annotated[str, Field(min_length=1)]
+    """The call whose result this is."""
+    output: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
+    """Its text, or parts of it."""
+
+
+_KNOWN: Final = "'message', 'function_call' and 'function_call_output'"
+_TAGS: Final = {"function_call": "[call]", "function_call_output": "[result]"}
+
+
+def _tag_of(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return _TAGS.get(kind, "[message]") if isinstance(kind, str) else "[message]"
+
+
+# The tags are no part of an error's path (`gateway.openai.problems`).
+Item = Annotated[
+    Annotated[InputItem, Tag("[message]")]
+    | Annotated[CallItem, Tag("[call]")]
+    | Annotated[ResultItem, Tag("[result]")],
+    Discriminator(_tag_of),
+]
+
+
+def _messages(items: Sequence[InputItem | CallItem | ResultItem]) -> list[Message]:
+    """Return the items as messages of a chat, where an assistant's message has the calls that follow it."""
+    found: list[Message] = []
+    for item in items:
+        if isinstance(item, ResultItem):
+            found.append(Message(role="tool", content=item.output, tool_call_id=item.call_id))
+        elif isinstance(item, InputItem):
+            found.append(item)
+        elif found and found[-1].role == "assistant":
+            calls = [*found[-1].tool_calls, item.as_call()]
+            found[-1] = found[-1].model_copy(update={"tool_calls": calls})
+        else:
+            found.append(Message(role="assistant", content="", tool_calls=[item.as_call()]))
+    return found
 
 
 def _listed(value: Any) -> Any:
@@ -115,6 +197,39 @@ class ResponseStreamOptions(Body):
     """Padding of events, of which there is none here."""
 
 
+class OfFunction(Body):
+    type: Literal["function"]
+    """The only kind of tool."""
+
+
+class ResponseTool(FunctionSpec, OfFunction):  # in this order the type is checked first
+    """A function that the model may call, with its fields beside the type."""
+
+    def for_answer(self) -> dict[str, Any]:
+        """Return the fields that the answer repeats."""
+        names = ("type", "name", "description", "parameters", "strict")
+        return {name: getattr(self, name) for name in names}
+
+    def as_tool(self) -> FunctionTool:
+        """Return the same as a chat has it."""
+        return FunctionTool.model_construct(type=self.type, function=self)
+
+
+class NamedChoice(NamedFunction, OfFunction):
+    """The choice of one tool, which the model then calls."""
+
+
+def _named_once(tools: list[ResponseTool]) -> list[ResponseTool]:
+    refuse_namesakes([tool.name for tool in tools])
+    return tools
+
+
+_Choice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("str")] | Annotated[NamedChoice, Tag("[named]")],
+    Discriminator(lambda value: "str" if isinstance(value, str) else "[named]"),
+]
+
+
 class ResponsesBody(SamplingBody):
     """The body of /v1/responses. No answer is stored, so every call has the whole conversation."""
 
@@ -124,16 +239,16 @@ class ResponsesBody(SamplingBody):
         "prompt": "input",
         "max_tokens": "max_output_tokens",
         "response_format.json_schema.schema": "text.format.schema",
-    }
+    } | {f"tools[{number}].function.parameters": f"tools[{number}].parameters" for number in range(MAX_TOOLS)}
 
     input: Annotated[
-        list[InputItem],
+        list[Item],
         Field(min_length=1, max_length=MAX_MESSAGES),
         FailFast(),
         _LISTED,
         or_text(minLength=1, examples=["The quick fox"]),
     ]
-    """A text, or the messages so far."""
+    """A text, or the messages, the calls and their results so far."""
     instructions: str | None = None
     """A system message before the input."""
     max_output_tokens: Annotated[int, between(1, MAX_COUNT)] | None = None
@@ -144,6 +259,14 @@ class ResponsesBody(SamplingBody):
     """message.output_text.logprobs: log-probabilities of each token. The others change nothing here."""
     text: TextOptions = TextOptions()
     """The form of the output."""
+    tools: Annotated[
+        list[ResponseTool], Field(max_length=MAX_TOOLS), FailFast(), AfterValidator(_named_once)
+    ] = Field(default=[])
+    """Functions that the model may call."""
+    tool_choice: _Choice = "auto"
+    """Whether it calls one: never, as it likes, at least one, or one by name. Of no effect without tools."""
+    parallel_tool_calls: bool = True
+    """False: at most one call in an answer."""
     truncation: Literal["disabled"] = "disabled"
     """An input longer than the model's context is refused."""
     stream_options: ResponseStreamOptions = ResponseStreamOptions()
@@ -159,6 +282,22 @@ class ResponsesBody(SamplingBody):
     def has_logprobs(self) -> bool:
         return self.top_logprobs > 0 or LOGPROBS in self.include
 
+    @property
+    def chat_choice(self) -> ToolChoice:
+        """The choice of a tool as a chat has it."""
+        choice = self.tool_choice
+        if isinstance(choice, str):
+            return choice
+        return NamedTool.model_construct(
+            type=choice.type, function=NamedFunction.model_construct(name=choice.name)
+        )
+
+    @property
+    def choice_for_answer(self) -> str | dict[str, str]:
+        """The choice of a tool as the answer repeats it."""
+        choice = self.tool_choice
+        return choice if isinstance(choice, str) else {"type": choice.type, "name": choice.name}
+
     def as_call(self) -> ChatBody:
         """Return the chat that this asks for: whatever a chat can do is said in a chat's fields here."""
         shared = {name: getattr(self, name) for name in SamplingBody.model_fields}
@@ -166,7 +305,10 @@ class ResponsesBody(SamplingBody):
         return ChatBody.model_construct(  # every field was validated
             **shared,
             response_format=self.text_format.as_response_format(),
-            messages=[*told, *self.input],
+            messages=[*told, *_messages(self.input)],
+            tools=[tool.as_tool() for tool in self.tools],
+            tool_choice=self.chat_choice,
+            parallel_tool_calls=self.parallel_tool_calls,
             max_completion_tokens=self.max_output_tokens,
             logprobs=self.has_logprobs,
             top_logprobs=self.top_logprobs if self.has_logprobs else None,

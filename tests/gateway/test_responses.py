@@ -231,9 +231,9 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "'user'"),
     ({"input": [{"role": "user"}]}, "input[0].content", "missing"),
     (
-        {"input": [{"type": "function_call", "name": "f", "call_id": "1", "arguments": "{}"}]},
+        {"input": [{"type": "web_search_call", "id": "1"}]},
         "input[0]",
-        "its type is 'function_call', and only 'message' is supported here",
+        "its type is 'web_search_call'; 'message', 'function_call' and 'function_call_output' are supported",
     ),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
@@ -252,7 +252,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format", "need each other"),
     ({"text": keeping({"type": "integer", "minimum": 3, "maximum": 2})}, "text.format.schema", "minimum"),
     ({"response_format": {"type": "json_object"}}, "response_format", "here it is text.format"),
-    ({"tools": [{"type": "function", "name": "f"}]}, "tools", "belongs to"),
+    ({"tools": [{"type": "function", "name": "f"}]}, "tools", "does not tell the model of tools"),
     ({"reasoning": {"effort": "high"}}, "reasoning", "not supported"),
     ({"include": ["everything"]}, "include[0]", "message.output_text.logprobs"),
     ({"max_output_tokens": 0}, "max_output_tokens", "1"),

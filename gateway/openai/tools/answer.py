@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gateway.openai.tools.call_reader import AnswerPart
@@ -25,6 +25,13 @@ class AnswerForm:
     max_calls: int | None = None
     id_chars: int = 24
     markers: Mapping[int, str] = field(default_factory=dict)  # special tokens that the text must keep, by id
+
+    def without_thoughts(self) -> AnswerForm | None:
+        """Return the form in which thoughts are content; None if no tools can be called, either."""
+        if self.tools is None:
+            return None
+        markers = {number: text for number, text in self.markers.items() if text in self.tools.markers}
+        return replace(self, thought=None, is_thinking=False, markers=markers)
 
     def parser(self) -> AnswerParser:
         return AnswerParser(
