@@ -2,13 +2,15 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
+# The clients of others, whose dependencies differ from the product's.
+CLIENTS ?= .clients-venv
 BIN    := $(VENV)/bin
-# What `make test` leaves out; `make test-faults`, `make test-browser`, `make compose-test` and
+# What `make test` leaves out; `make test-faults`, `make test-browser`, `make test-clients`, `make compose-test` and
 # `make gpu` run the rest.
-QUICK  := not slow and not faults and not docker and not gpu and not browser
+QUICK  := not slow and not faults and not docker and not gpu and not browser and not clients
 
 .DEFAULT_GOAL := help
-.PHONY: docs help serve demo test test-again test-faults test-browser test-fuzz check format bench bench-morph bench-quality bench-paper bench-windows bench-transform bench-serving bench-scheduler bench-planner bench-placement bench-estimate bench-deploy bench-profile-load bench-prefix bench-peers gpu gpu-kit demo-model compose-test clean
+.PHONY: docs help serve demo test test-again test-faults test-browser test-clients test-fuzz check format bench bench-morph bench-quality bench-paper bench-windows bench-transform bench-serving bench-scheduler bench-planner bench-placement bench-estimate bench-deploy bench-profile-load bench-prefix bench-peers gpu gpu-kit demo-model compose-test clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,10 +32,13 @@ test-again: $(VENV)/.dev ## the tests that failed last, alone; if all pass now, 
 	@$(BIN)/pytest -q -rA --last-failed --last-failed-no-failures none --show-capture no --maxfail 3 -m "$(QUICK)"
 
 test-faults: $(VENV)/.dev ## harms the real service, and runs the slow tests; ends in a table; STORM_S=600: long storms; JOBS=3: files at once
-	@STORM_S=$${STORM_S:-60} $(BIN)/pytest -q -n $${JOBS:-2} --dist loadfile -m "(faults or slow) and not docker and not gpu and not browser"
+	@STORM_S=$${STORM_S:-60} $(BIN)/pytest -q -n $${JOBS:-2} --dist loadfile -m "(faults or slow) and not docker and not gpu and not browser and not clients"
 
 test-browser: $(VENV)/.browser ## the dashboard in chromium; INSTAR_SCREENSHOTS=1 writes docs/images
 	@$(BIN)/pytest -q -m browser tests/browser
+
+test-clients: $(CLIENTS)/.clients ## openai, langchain, litellm, lm-eval and others, unmodified, against the real service
+	@SERVICE_PYTHON=$(BIN)/python $(CLIENTS)/bin/pytest -q -m clients tests/clients
 
 test-fuzz: $(VENV)/.dev ## requests made from /openapi.json, to the real service; CASES=100000
 	@$(BIN)/python -m bench.fuzz --cases $(or $(CASES),10000)
@@ -114,7 +119,7 @@ compose-test: $(VENV)/.dev ## docker compose up for real, one completion through
 	@$(BIN)/pytest -q -s -m docker
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # Stamps: installed anew when a pin or a dependency changed.
 $(VENV)/.serve: constraints.txt pyproject.toml | $(BIN)/python
@@ -132,6 +137,12 @@ $(VENV)/.browser: constraints.txt pyproject.toml | $(VENV)/.dev
 
 $(VENV)/.docs: constraints.txt pyproject.toml | $(VENV)/.serve
 	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+$(CLIENTS)/.clients: tests/clients/requirements.txt tests/clients/constraints.txt | $(VENV)/.dev
+	@echo "Installing the clients into $(CLIENTS)"
+	@$(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/pip install -q --disable-pip-version-check -c tests/clients/constraints.txt -r tests/clients/requirements.txt
 	@touch $@
 
 $(BIN)/python:

@@ -1,0 +1,1 @@
+"""Programs that others wrote, unmodified, against the real service (make test-clients)."""
