@@ -43,6 +43,7 @@ FULL, MORPHED = "full precision", "with morphs"
 PICTURE: Final = "demo.png"
 MEASURED_S: Final = 6.0
 TRIES: Final = 3
+GRANT_S: Final = 2.0  # the controller looks twice a second whether instances know the policy
 DRAIN_S: Final = 90.0  # for the queue that full precision leaves
 LONG_OUTPUT_TOKENS: Final = 256
 LONG_S: Final = 90.0
@@ -76,7 +77,6 @@ class Scenes:
     async def play(self) -> None:
         """Play all scenes. Raises CommandError; asyncio.CancelledError if it is interrupted."""
         await self.start()
-        await self._set_policy({"mode": "manual"})
         rate = await self.measure()
         load = bursts.burst(rate, self.seconds)
         full = await self.full_precision(load)
@@ -103,6 +103,7 @@ class Scenes:
             "this machine"
         )
         for _ in range(TRIES):  # the first one may find a machine that is still busy with the start
+            await self._switch_off_morphs()
             run = await self._sent(bursts.at_once(), "measured", MEASURED_S)
             if rate := bursts.tokens_per_s(run.events_per_s):
                 break
@@ -120,7 +121,7 @@ class Scenes:
             f"Full precision: {len(load.arrivals)} requests in {load.seconds:g} s and no morphs, so that "
             "requests wait for KV blocks"
         )
-        await self._rest()
+        await self._switch_off_morphs()
         return await self._told(load, FULL)
 
     async def with_morphs(self, load: Workload) -> RunFile:
@@ -179,8 +180,8 @@ class Scenes:
         took_s = time.monotonic() - began
         written = answer["usage"]["completion_tokens"]
         self.say(
-            f"  one instance of both workers after {joined_s:.1f} s; {written} tokens after {took_s:.1f} s; "
-            "requests lost: 0"
+            f"  one instance of both workers after {joined_s:.1f} s; {written} of "
+            f"{LONG_OUTPUT_TOKENS} tokens after {took_s:.1f} s"
         )
         await until(self.client, "both workers to serve alone again", is_at_rest, REST_S)
         self.say(f"  the group has parted after {time.monotonic() - began:.1f} s: no long request is left")
@@ -194,6 +195,13 @@ class Scenes:
 
     async def _set_policy(self, fields: Mapping[str, Any]) -> None:
         await ask(self.client, "PUT", "/admin/policy", dict(fields))
+
+    async def _switch_off_morphs(self) -> None:
+        """Wait for an idle service at full precision, which orders no morph from then on."""
+        await self._set_policy({"mode": "default"})  # in `manual`, layers that were swapped would stay
+        await self._rest()
+        await self._set_policy({"mode": "manual"})
+        await asyncio.sleep(GRANT_S)
 
     async def _rest(self) -> dict[str, Any]:
         """Wait until the service is idle at full precision, and return its state."""
@@ -253,4 +261,4 @@ class Scenes:
             "temperature": 0,
             "ignore_eos": True,
         }
-        return await ask(self.client, "POST", "/v1/completions", body)
+        return await ask(self.client, "POST", "/v1/completions", body, within_s=2 * LONG_S)

@@ -29,6 +29,7 @@ START_S: Final = 300.0  # the first start compiles kernels
 STOP_S: Final = 20.0
 REST_S: Final = 60.0
 POLL_S: Final = 0.25
+ANSWER_S: Final = 45.0
 CGROUP: Final = Path("/sys/fs/cgroup")
 
 SETTINGS: Final = """\
@@ -81,7 +82,7 @@ class DemoService:
         try:
             self._child = await Child.start(argv, own_environment(os.environ), b"", self._on_line)
             # Proxies of the environment are for other hosts.
-            async with httpx.AsyncClient(base_url=self.url, timeout=45.0, trust_env=False) as client:
+            async with httpx.AsyncClient(base_url=self.url, trust_env=False) as client:
                 yield client
         finally:
             await self._stop()
@@ -128,10 +129,12 @@ def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
 # ------------------------------------------------------------------------------------- requests
 
 
-async def ask(client: httpx.AsyncClient, method: str, path: str, body: Any = None) -> dict[str, Any]:
+async def ask(
+    client: httpx.AsyncClient, method: str, path: str, body: Any = None, within_s: float = ANSWER_S
+) -> dict[str, Any]:
     """Return the JSON of an answer. Raises ServerError."""
     try:
-        answer = await client.request(method, path, json=body)
+        answer = await client.request(method, path, json=body, timeout=within_s)
         found = answer.json()
     except (httpx.HTTPError, ValueError) as error:
         raise ServerError(f"{method} {path} of the demo's service failed: {error}") from error

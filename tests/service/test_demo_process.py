@@ -88,7 +88,11 @@ def test_all_scenes_end_in_a_card_and_a_picture_and_no_process_is_left(tmp_path:
     assert f"the dashboard: http://127.0.0.1:{port}/" in output
     assert [f"[{number}/5]" in output for number in range(1, 6)] == [True] * 5
     assert "requests lost: 0 of" in output and "TTFT P95" in output
-    assert "become one instance (tp 2)" in output and "the group has parted" in output
+    assert (
+        "256 of 256 tokens" in output
+        and "become one instance (tp 2)" in output
+        and "the group has parted" in output
+    )
     assert "\033" not in output  # neither colours nor lines that are replaced
     out = tmp_path / "out"
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
