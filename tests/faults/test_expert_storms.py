@@ -140,6 +140,8 @@ class DeadlyStorm(ShapeStorm):
     def _transform(self, rng: random.Random) -> dict[str, Any]:
         if not self.service.state()["instances"]:
             return {"error": {"code": "instance_not_found"}}
+        if rng.random() < 0.4:  # two groups of two seldom meet between two deaths
+            return self._to_degree(rng, Shapes(self.service).workers, rng.choice((4, 4, 2, 1)))
         return super()._transform(rng)
 
 

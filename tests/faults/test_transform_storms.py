@@ -45,6 +45,9 @@ class ShapeStorm(MorphStorm):
             workers, tp = one + rng.choice(alike), 2 * len(one)
         else:
             workers, tp = one, rng.choice((1, max(1, len(one) // 2)))
+        return self._to_degree(rng, workers, tp)
+
+    def _to_degree(self, rng: random.Random, workers: list[str], tp: int) -> dict[str, Any]:
         body = {"workers": workers, "tp": tp, "layers_per_step": rng.choice((1, 3, NUM_LAYERS))}
         url = f"{self.service.url()}/admin/instances/transform"
         return dict(httpx.post(url, json=body, timeout=20).json())
