@@ -39,14 +39,18 @@ def _grant(commands: str, keys: str) -> Grant:
     return Grant(tuple(commands.split()), tuple(keys.split()))
 
 
+DATA_SET: Final = "boot schema"
 RECORDS: Final = "catalogue model:* deployment:* profile:*"
 REGISTRY: Final = "workers lease:* card:*"
 LEADER: Final = "leader leader-lease"
 
 TABLE: Final[Mapping[Role, tuple[Grant, ...]]] = {
     "gateway": (
-        _grant("get mget smembers pttl", f"boot policy answer:* gateway:* {LEADER} {REGISTRY} {RECORDS}"),
-        _grant("set", "boot policy gateway:*"),
+        _grant(
+            "get mget smembers pttl",
+            f"{DATA_SET} policy answer:* gateway:* {LEADER} {REGISTRY} {RECORDS}",
+        ),
+        _grant("set", f"{DATA_SET} policy gateway:*"),
         _grant("pexpire del", "gateway:* tokens:*"),
         _grant("xadd", "requests:* control:* demand events orders dead-letters"),
         _grant("xread xinfo|stream xlen", "tokens:* metrics moments events"),
@@ -54,15 +58,19 @@ TABLE: Final[Mapping[Role, tuple[Grant, ...]]] = {
         _grant("xdel", "orders"),
     ),
     "monitor": (
-        _grant("get set", "boot"),
+        _grant("get set", DATA_SET),
+        _grant("set", "reads:*"),
         _grant("xread xinfo|stream", "telemetry"),
         _grant("xadd", "metrics moments events dead-letters"),
     ),
     "controller": (
         _grant("scan time", ""),
         _grant("get pttl set pexpire del", LEADER),
-        _grant("get mget smembers pttl exists", f"boot policy answer:* gateway:* {REGISTRY} {RECORDS}"),
-        _grant("set", f"boot answer:* {RECORDS}"),
+        _grant(
+            "get mget smembers pttl exists",
+            f"{DATA_SET} policy answer:* gateway:* reads:* {REGISTRY} {RECORDS}",
+        ),
+        _grant("set", f"{DATA_SET} reads:* answer:* {RECORDS}"),
         _grant("sadd srem", "workers catalogue"),
         _grant("del", f"{REGISTRY} {RECORDS} requests:* control:* tokens:*"),
         _grant("xread xinfo|stream", "orders events metrics demand"),
@@ -71,8 +79,8 @@ TABLE: Final[Mapping[Role, tuple[Grant, ...]]] = {
         _grant("xpending xack xgroup|delconsumer", "requests:*"),
     ),
     "worker": (
-        _grant("get mget pttl smembers", f"boot policy catalogue gateway:* {REGISTRY}"),
-        _grant("set", "boot lease:* card:* profile:*"),
+        _grant("get mget pttl smembers", f"{DATA_SET} policy catalogue gateway:* {REGISTRY}"),
+        _grant("set", f"{DATA_SET} lease:* card:* profile:*"),
         _grant("sadd srem", "workers catalogue"),
         _grant("pexpire del", "lease:* card:*"),
         _grant("del xtrim xlen", "requests:*"),
@@ -85,7 +93,7 @@ TABLE: Final[Mapping[Role, tuple[Grant, ...]]] = {
         _grant("xadd", "tokens:* telemetry events dead-letters"),
         _grant("exists", "lease:*"),
     ),
-    "cli": (_grant("get set", "boot"),),
+    "cli": (_grant("get set", DATA_SET),),
 }
 
 # Arguments with which Redis accepts a command for a transaction, "KEY" where its key stands.

@@ -7,6 +7,7 @@ from bus.connection import Command
 from bus.deployments import Deployment, ModelCard, Profile
 from bus.link import RedisLink
 from bus.names import GROUP, Names
+from bus.schema import entries_of
 
 Record = ModelCard | Deployment | Profile
 
@@ -28,7 +29,7 @@ class WriteBatch:
         self._publishes = False
 
     def publish(self, stream: str, message: object) -> None:
-        """Add an entry to a stream (XADD), which is trimmed exactly to `Names.limit`.
+        """Add a message to a stream (XADD), which is trimmed exactly to `Names.limit`.
 
         A link that leads adds its term, by which readers refuse what an earlier leader ordered.
         """
@@ -36,11 +37,13 @@ class WriteBatch:
         trim = () if keep is None else ("MAXLEN", "=", keep)
         self._publishes = True
         term = (b"t", self._link.fence.term) if self._link.fence else ()
-        self._commands.append(("XADD", stream, *trim, "*", b"m", encode(message), *term))
+        version = self._link.schema
+        entries = [encode(entry, version) for entry in entries_of(message, version)]
+        self._commands += [("XADD", stream, *trim, "*", b"m", entry, *term) for entry in entries]
 
     def write(self, record: Record) -> None:
         """Write a record of the catalogue."""
-        names, payload = self._link.names, encode(record)
+        names, payload = self._link.names, encode(record, self._link.schema)
         key = key_of(names, record)
         self._publishes = True
         self._commands += [("SET", key, payload), ("SADD", names.catalogue, key)]

@@ -89,7 +89,7 @@ class Catalogue:
 
     async def order(self, order: Order) -> str:
         """Send an order to the controller. Returns the id of its entry."""
-        payload, stream = encode(order), self._names.orders
+        payload, stream = encode(order, self._link.schema), self._names.orders
         keep = self._names.limit(stream)
         entry: Any = await self._link.run(
             lambda client: client.xadd(stream, {b"m": payload}, maxlen=keep, approximate=False)
@@ -101,10 +101,11 @@ class Catalogue:
     ) -> bool:
         """End an order with its answer and changes. Returns False, and does nothing, if it is gone."""
         written = list(write)
-        pairs = [part for record in written for part in (key_of(self._names, record), encode(record))]
+        version, names = self._link.schema, self._names
+        pairs = [part for one in written for part in (key_of(names, one), encode(one, version))]
         keys = [self._names.orders, self._names.answer(answer.id), self._names.catalogue]
         removed = [key_of(self._names, record) for record in remove]
-        args = [entry, encode(answer), round(ANSWER_S * 1000), len(written), *pairs, *removed]
+        args = [entry, encode(answer, version), round(ANSWER_S * 1000), len(written), *pairs, *removed]
         return bool(await self._link.script(_SETTLE, keys, args))
 
     async def answer(self, order: str) -> Answer | None:

@@ -46,6 +46,10 @@ class NameTaken(RedisProblem):
     """Another process that lives has the name of this one."""
 
 
+class OtherSchema(RedisProblem):
+    """The processes of the cluster write messages in a version that this program does not read."""
+
+
 class BusUnavailable(Exception):
     """Redis did not answer. Whether it carried out the command is unknown.
 

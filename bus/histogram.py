@@ -36,13 +36,23 @@ class Accumulator:
 
     def observe(self, value: float, times: int = 1) -> None:
         """Count `value`, which is not negative, once or `times` over."""
-        bucket = math.ceil(math.log(value) / _LOG_GAMMA) if value > SMALLEST else _ZERO
+        bucket = bucket_of(value)
         self._counts[bucket] = self._counts.get(bucket, 0) + times
         self._total += value * times
 
     def snapshot(self) -> Histogram:
         """Return what was observed so far; later observations do not change it."""
         return Histogram(counts=dict(self._counts), total=self._total)
+
+
+def bucket_of(value: float) -> int:
+    """Return the bucket that counts a value, which is not negative. Raises OverflowError for infinity."""
+    return math.ceil(math.log(value) / _LOG_GAMMA) if value > SMALLEST else _ZERO
+
+
+def value_of(bucket: int) -> float:
+    """Return what stands for the values of a bucket."""
+    return 2 * _GAMMA**bucket / (_GAMMA + 1) if bucket != _ZERO else 0.0
 
 
 def count(histogram: Histogram) -> int:
@@ -93,5 +103,5 @@ def _value_at(histogram: Histogram, rank: int) -> float:
     for bucket in sorted(histogram.counts):
         above += histogram.counts[bucket]
         if rank < above:
-            return 2 * _GAMMA**bucket / (_GAMMA + 1) if bucket != _ZERO else 0.0
+            return value_of(bucket)
     raise IndexError(f"rank {rank} of {above} values")

@@ -42,7 +42,7 @@ def lease_of(names: Names, key: str) -> str | None:
 async def without_owner(registry: Registry) -> dict[str, str]:
     """Return the streams whose owner holds no lease now: key -> lease key. Raises BusUnavailable."""
     names = registry.names
-    leases = {key: lease for key in await _keys(registry) if (lease := lease_of(names, key))}
+    leases = {key: lease for key in await all_keys(registry) if (lease := lease_of(names, key))}
     if not leases:
         return {}
     wanted = sorted(set(leases.values()))
@@ -51,7 +51,7 @@ async def without_owner(registry: Registry) -> dict[str, str]:
     return {key: lease for key, lease in leases.items() if lease not in held}
 
 
-async def _keys(registry: Registry) -> set[str]:
+async def all_keys(registry: Registry) -> set[str]:
     """Return all keys by SCAN, which finds every key that is there from its beginning to its end."""
     pattern = re.sub(r"([*?\[\]\\^])", r"\\\1", registry.names.prefix) + "*"
     keys: set[str] = set()

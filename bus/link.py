@@ -15,6 +15,7 @@ from redis import exceptions
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
+from bus import schema
 from bus.access import Role
 from bus.clock import now_ms
 from bus.connection import (
@@ -30,8 +31,8 @@ from bus.connection import (
     raise_refusal,
     translated,
 )
-from bus.errors import BusFull, BusUnavailable, Fenced, RedisNotThere, RedisProblem
-from bus.messages import Event, Number
+from bus.errors import BusFull, BusUnavailable, Fenced, OtherSchema, RedisNotThere, RedisProblem
+from bus.messages import READS, SCHEMA_VERSION, Event, Number
 from bus.names import Names
 from bus.settings import RedisSettings
 
@@ -43,6 +44,10 @@ SHORT_CONNECTIONS = 16
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 1.0
 PICTURES = 3  # tries to read from a server that the watcher knows
 QUIET_S = 5.0  # outages that follow each other faster are logged once
+READS_S = 10.0  # lifetime of what a monitor or controller shows that it reads; several times `block_ms`
+
+# Roles without a card or lease of their own: each of their processes shows in a key what it reads.
+SHOWN: Final = ("monitor", "controller")
 
 # Before the source of a script of a fenced link. Last of the keys is the lease, last of the arguments what it
 # must hold.
@@ -109,6 +114,7 @@ class RedisLink:
         self._role, self._credentials = role, credentials(settings, role or "cli")
         self.names: Final = Names(settings.prefix)
         self.fence: WriteFence | None = None
+        self.schema = SCHEMA_VERSION  # version that this process writes: the one that the data set names
         self.restarts = 0  # how often the watcher saw that Redis restarted or lost its data
         self.block_ms = settings.block_ms
         self.timeout_s = settings.socket_timeout_s
@@ -116,6 +122,7 @@ class RedisLink:
         self._writer, self._writing = OwnConnection(self._client), asyncio.Lock()
         self._scripts: dict[str, AsyncScript] = {}
         self._identity: _Identity | None = None
+        self._reads_key = self.names.reads(f"{role}:{uuid.uuid4().hex}") if role in SHOWN else ""
         self._callbacks: list[Callable[[Restart], None]] = []
         self._up = asyncio.Event()
         self._trouble = asyncio.Event()
@@ -334,14 +341,50 @@ class RedisLink:
                 async with self._client.pipeline(transaction=False) as pipe:
                     pipe.info("server")
                     pipe.get(self.names.boot)
-                    facts, boot = await pipe.execute()
+                    pipe.get(self.names.schema)
+                    facts, boot, version = await pipe.execute()
                 if boot is None:
-                    boot = await self._name_data_set()
+                    boot, version = await self._name_data_set()
+                self._write_in(boot, version)
+                await self._show_reads()
         return _Identity(run_id=str(facts["run_id"]), boot=boot.decode())
 
-    async def _name_data_set(self) -> bytes:
-        """Name a new data set, unless another process was first; at maxmemory the name stays empty."""
+    async def _name_data_set(self) -> tuple[bytes, bytes | None]:
+        """Name a new data set, unless another process was first; at maxmemory the name stays empty.
+
+        The version of its messages is there before its name.
+        """
         with suppress(exceptions.OutOfMemoryError):
+            await self._client.set(self.names.schema, self.schema, nx=True)
             await self._client.set(self.names.boot, uuid.uuid4().hex, nx=True)
         name: Any = await self._client.get(self.names.boot)
-        return bytes(name or b"")
+        version: Any = await self._client.get(self.names.schema)
+        return bytes(name or b""), version
+
+    def _write_in(self, boot: bytes, version: bytes | None) -> None:
+        """Write in the version that the data set names. Raises OtherSchema."""
+        if not boot:
+            return
+        # A process of release 0.1 named the set if there is no version.
+        named = int(version) if version and version.isdigit() else schema.FIRST
+        if named not in READS:
+            raise OtherSchema(
+                f"this cluster's messages are in schema {named} (Redis key {self.names.schema}), and this "
+                f"program reads {schema.in_words(READS)}: "
+                + (
+                    f"start a release that reads {named}"
+                    if named > SCHEMA_VERSION
+                    else f"first replace every process by a release that reads {named} and {READS[0]}"
+                )
+                + " (docs/upgrade.md)"
+            )
+        if named != self.schema:
+            log.info("writing messages in schema %d", named)
+        self.schema = named
+
+    async def _show_reads(self) -> None:
+        """Show for a while what a process reads that has no card or lease; not at maxmemory."""
+        if self._reads_key:
+            with suppress(exceptions.OutOfMemoryError):
+                text = schema.in_words(READS)
+                await self._client.set(self._reads_key, text, px=round(READS_S * 1000))

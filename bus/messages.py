@@ -14,7 +14,8 @@ from typing import Any, Final, Literal
 from bus.fields import MAX_COUNT
 from bus.precisions import PRECISIONS, KVPrecision, Precision, lowest
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Final = 2  # `bus.schema` says how the versions differ
+READS: Final = (1, SCHEMA_VERSION)  # the versions that this program understands, and can write
 
 Part = Literal["attention", "ffn"]
 Number = int | float
@@ -590,6 +591,7 @@ class WorkerCard:
     variants: list[Precision] = field(default_factory=lambda: list(PRECISIONS))  # precisions it keeps
     loading: list[str] = field(default_factory=list)  # models that it loads while it serves others
     device_kind: str = ""  # "cpu" or the name of the GPU; "": not known yet
+    reads: tuple[int, ...] = READS  # versions of the schema that it understands (`bus.schema`)
 
     @property
     def kind(self) -> str:

@@ -41,6 +41,7 @@ class Names:
         self.leader = f"{prefix}leader"  # term and name of the last controller that led
         self.leader_lease = f"{prefix}leader-lease"  # the same, while it leads
         self.boot = f"{prefix}boot"  # marks the data set: another marker means that the data was lost
+        self.schema = f"{prefix}schema"  # version of the schema that all processes write (`bus.schema`)
 
     def requests(self, instance: str) -> str:
         return f"{self.prefix}requests:{instance}"
@@ -59,7 +60,12 @@ class Names:
         return f"{self.prefix}card:{worker}"
 
     def gateway_lease(self, gateway: str) -> str:
+        """Return the key of a live gateway, which holds the versions of the schema that it reads."""
         return f"{self.prefix}gateway:{gateway}"
+
+    def reads(self, process: str) -> str:
+        """Return the key of the versions that a monitor or controller reads; it expires."""
+        return f"{self.prefix}reads:{process}"
 
     def answer(self, order: str) -> str:
         """Return the key of the controller's answer to an order, which expires."""

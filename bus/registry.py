@@ -19,8 +19,9 @@ from redis.asyncio import Redis
 from bus.codec import DecodeError, decode, encode
 from bus.errors import NameTaken
 from bus.link import RedisLink
-from bus.messages import WorkerCard
+from bus.messages import READS, WorkerCard
 from bus.policy import Policy
+from bus.schema import in_words
 
 log = logging.getLogger("bus")
 
@@ -86,7 +87,7 @@ class Registry(RedisLink):
 
         async def call(client: Redis) -> None:
             async with client.pipeline(transaction=True) as pipe:
-                pipe.set(self.names.card(card.id), encode(card))
+                pipe.set(self.names.card(card.id), encode(card, self.schema))
                 pipe.sadd(self.names.workers, card.id)
                 pipe.set(self.names.lease(card.id), card.epoch, px=_ms(lease_s))
                 await pipe.execute()
@@ -108,7 +109,7 @@ class Registry(RedisLink):
     async def update_card(self, card: WorkerCard) -> bool:
         """Replace a worker's card. Returns False, and does nothing, unless the lease holds its epoch."""
         keys = [self.names.lease(card.id), self.names.card(card.id)]
-        return bool(await self.script(_SET_IF, keys, [str(card.epoch), encode(card)]))
+        return bool(await self.script(_SET_IF, keys, [str(card.epoch), encode(card, self.schema)]))
 
     async def drop_lease(self, worker: str, epoch: int) -> bool:
         """Delete lease, card and membership, for a clean exit. Returns False if the lease is another's."""
@@ -144,25 +145,30 @@ class Registry(RedisLink):
         return [_member(*row) for row in rows]
 
     async def workers(self) -> list[LiveWorker]:
-        """Return the live workers in the order of their ids."""
+        """Return the live workers that read what this process writes, in the order of their ids."""
         live = [
             LiveWorker(card=member.card, epoch=member.card.epoch, lease_ms=member.lease_ms)
             for member in await self.members()
             if member.card is not None and member.lease_epoch == member.card.epoch
+            if self.schema in member.card.reads
         ]
         return sorted(live, key=lambda worker: worker.card.id)
 
     async def renew_gateway(self, gateway: str, lease_s: float = 5.0) -> bool:
-        """Renew a gateway's lease and tokens stream. False: the lease was lost, maybe requests, too."""
+        """Renew a gateway's lease and tokens stream. False: the lease was lost, maybe requests, too.
+
+        The lease shows what the gateway reads, also where a process of another release made it.
+        """
 
         async def call(client: Redis) -> bool:
-            key = self.names.gateway_lease(gateway)
+            key, reads = self.names.gateway_lease(gateway), in_words(READS)
             async with client.pipeline(transaction=False) as pipe:
                 pipe.pexpire(key, _ms(lease_s))
                 pipe.pexpire(self.names.tokens(gateway), _ms(10 * lease_s))
-                held, _ = await pipe.execute()
-            if not held:
-                await client.set(key, b"1", px=_ms(lease_s))
+                pipe.get(key)
+                held, _, shown = await pipe.execute()
+            if not held or shown != reads.encode():
+                await client.set(key, reads, px=_ms(lease_s))
             return bool(held)
 
         return await self.run(call)
@@ -191,7 +197,7 @@ class Registry(RedisLink):
         if policy.revision != _policy(before).revision + 1:
             return False
         keys = [self.names.policy, self.names.policy]
-        return bool(await self.script(_SET_IF, keys, [before, encode(policy)]))
+        return bool(await self.script(_SET_IF, keys, [before, encode(policy, self.schema)]))
 
     async def _stored_policy(self) -> bytes:
         found: Any = await self.run(lambda client: client.get(self.names.policy))

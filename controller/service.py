@@ -17,6 +17,7 @@ from bus.leader import Leader
 from bus.service import run_until
 from bus.settings import Settings
 from controller.deployments.deployer import Deployer
+from controller.membership.versions import SchemaChooser
 from controller.membership.watcher import MembershipWatcher
 from controller.morphing.morpher import Morpher
 
@@ -43,6 +44,7 @@ async def lead(settings: Settings, bus: Bus) -> None:
         await run_until(
             asyncio.Event(),
             watcher.run(),
+            SchemaChooser(bus).run(),
             *(morpher.grant(), morpher.decide(), morpher.answer(), morpher.confirm()),
             *(deployer.take(), deployer.listen(), deployer.watch(), deployer.bring_about()),
         )

@@ -139,6 +139,15 @@ def no_grammars(model: str) -> ApiError:
     return ApiError(503, message, code="structured_output_unavailable", retry_after_s=2.0)
 
 
+def outdated(model: str) -> ApiError:
+    """All workers of the model are of an older version, which would leave out a part of the request."""
+    message = (
+        f"every worker of {model!r} is of an older release, which knows no embeddings, repetition_penalty or "
+        "min_tokens; leave these out, or replace its workers"
+    )
+    return ApiError(503, message, code="workers_outdated", retry_after_s=2.0)
+
+
 def below_floor(model: str, floor: str) -> ApiError:
     """No instance keeps the precision asked for, and the client does not wait for one."""
     message = (

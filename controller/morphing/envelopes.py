@@ -10,6 +10,7 @@ from bus.client import LiveWorker
 from bus.messages import Demand, InstanceCard, WorkerCard
 from bus.policy import NEWS_S, Envelope, Policy
 from bus.precisions import LOWEST, PRECISIONS, Precision, is_below
+from bus.schema import FIRST
 from controller.morphing.resting import Rest, Rests, rest_of
 
 RENEW_SHARE = 4  # an envelope is sent again after this part of the time that it is valid for
@@ -68,10 +69,13 @@ def envelopes(
     floors: by instance, the precision that a request waits for. expected: the KV blocks by forecast. moved:
     those of prompts that are being moved elsewhere. held: instances that keep their layers, since they are to
     become one group.
-    The leader of a group or a pipeline gets it. Deployments whose shape at rest is not known get none.
+    The leader of a group or a pipeline gets it. Deployments whose shape at rest is not known get none, and
+    workers of release 0.1, which know no envelopes.
     """
     found: dict[str, ToWorker] = {}
-    for card in (live.card for live in workers if live.card.state == "serving"):
+    for card in (
+        live.card for live in workers if live.card.state == "serving" and live.card.reads != (FIRST,)
+    ):
         for instance in card.instances:
             rest = rest_of(instance, rests)
             if rest and _leads(card, instance):

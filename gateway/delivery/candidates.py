@@ -9,6 +9,7 @@ from functools import lru_cache
 from bus.messages import InstanceMetrics, lowest_precision
 from bus.precisions import PRECISIONS
 from bus.prefix_keys import num_blocks_found
+from bus.schema import FIRST
 from gateway.delivery.cluster import Cluster, ReadyInstance
 from gateway.delivery.dispatch import Candidate, Seat
 from gateway.delivery.request import InstanceAddress
@@ -90,15 +91,19 @@ class Candidates:
         digests_of: DigestsOf = lambda block_tokens: (),
         *,
         with_grammars: bool = False,
+        version: int = FIRST,
     ) -> list[Candidate]:
         """Return the ready instances of `model`, with their load as far as it is known.
 
         digests_of: returns those of the request's prompt (`bus.prefix_keys`) for blocks of so many tokens.
-        with_grammars: only those all of whose members take grammars.
+        with_grammars: only those all of whose members take grammars. version: only those that read this
+        version of the schema, or a newer one.
         """
         ready = self._cluster.ready(model)
         if with_grammars:
             ready = [one for one in ready if self._takes_grammars(one)]
+        if version > FIRST:
+            ready = [one for one in ready if version <= max(self._cluster.workers[one.worker].reads)]
         return [self._candidate(one, refused_by, digests_of) for one in ready]
 
     def _takes_grammars(self, ready: ReadyInstance) -> bool:

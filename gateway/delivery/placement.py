@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
+from bus.schema import FIRST, version_needed
 from gateway.delivery import dispatch
 from gateway.delivery.candidates import Candidates
 from gateway.delivery.cluster import Cluster
@@ -15,7 +16,7 @@ from gateway.delivery.dispatch import Candidate, Destination, QueuesAhead, TooLo
 from gateway.delivery.outbox import RequestOutbox
 from gateway.delivery.request import InstanceAddress, RequestState
 from gateway.delivery.table import RequestTable
-from gateway.errors import below_floor, no_grammars, too_long
+from gateway.errors import below_floor, no_grammars, outdated, too_long
 
 Found = Candidate | Wait | WaitForSplit
 
@@ -96,10 +97,14 @@ class Placement:
 
     def _candidates(self, state: RequestState) -> list[Candidate]:
         view = Candidates(self._cluster, self._table, self._clock())
-        model, has_grammar = state.request.model, state.request.sampling.grammar is not None
-        found = view.of(model, state.refused_by, state.prompt_digests, with_grammars=has_grammar)
-        if has_grammar and not found and self._cluster.ready(model):
-            raise no_grammars(model)
+        model, sampling = state.request.model, state.request.sampling
+        has_grammar = sampling.grammar is not None
+        version = version_needed(sampling, embeds=state.request.embeds)
+        found = view.of(
+            model, state.refused_by, state.prompt_digests, with_grammars=has_grammar, version=version
+        )
+        if (has_grammar or version > FIRST) and not found and self._cluster.ready(model):
+            raise no_grammars(model) if has_grammar else outdated(model)
         if self._has_last_chance(state):
             return [one for one in found if not any(map(self._has_last_chance, self._requests_at(one)))]
         return found

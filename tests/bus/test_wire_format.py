@@ -7,17 +7,15 @@ new type with `python -m tests.bus.test_wire_format`); nothing recorded may be r
 from __future__ import annotations
 
 import base64
-import dataclasses
-import enum
 import json
-import types
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import msgspec
 import pytest
 
 from bus.codec import MESSAGE_TYPES, decode, encode
+from tests.support.wire_samples import sample
 
 RECORDED = Path(__file__).with_name("wire_format.json")
 
@@ -49,27 +47,6 @@ def has_all(value: Any, recorded: Any) -> bool:
     if isinstance(recorded, list):
         return isinstance(value, list) and len(value) == len(recorded) and all(map(has_all, value, recorded))
     return type(value) is type(recorded) and bool(value == recorded)
-
-
-def sample(kind: Any) -> Any:
-    """Return a value of this type in which every field and container has something, always the same."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        hints = get_type_hints(kind)
-        return kind(**{field.name: sample(hints[field.name]) for field in dataclasses.fields(kind)})
-    if origin is Literal:
-        return arguments[0]
-    if origin in (Union, types.UnionType):
-        return sample(next(one for one in arguments if one is not type(None)))
-    if origin is list:
-        return [sample(arguments[0])]
-    if origin in (tuple, frozenset):
-        return origin([sample(arguments[0])])
-    if origin is dict:
-        return {sample(arguments[0]): sample(arguments[1])}
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return next(iter(kind))
-    return {str: "a", int: 7, float: 0.5, bool: True, bytes: b"b"}[kind]
 
 
 def record_new_messages() -> None:

@@ -147,3 +147,21 @@ def test_an_older_worker_which_would_leave_the_form_out_gets_no_request_with_one
     assert (no.value.status, no.value.code) == (503, "structured_output_unavailable")
     core.delivery.submit(plain := core.state("plain"))
     assert plain.target is not None and plain.target.worker == "old"
+
+
+def test_an_older_worker_gets_no_request_of_which_it_would_ignore_a_part() -> None:
+    core = Core()
+    for name in ("old", "new"):
+        core.worker(name)
+    core.cards["old"] = replace(core.cards["old"], reads=(1,))
+    core.poll()
+    for turn in range(3):
+        core.delivery.submit(state := core.state(f"r{turn}", repetition_penalty=1.1))
+        assert state.target is not None and state.target.worker == "new"
+    del core.cards["new"]
+    core.poll(100)
+    with pytest.raises(ApiError, match="is of an older release, which knows no embeddings") as no:
+        core.delivery.submit(core.state("last", min_tokens=2))
+    assert (no.value.status, no.value.code) == (503, "workers_outdated")
+    core.delivery.submit(plain := core.state("plain"))
+    assert plain.target is not None and plain.target.worker == "old"

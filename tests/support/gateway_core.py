@@ -10,6 +10,7 @@ from typing import Any, cast
 from bus.batch import WriteBatch
 from bus.client import Bus, LiveWorker
 from bus.messages import (
+    SCHEMA_VERSION,
     Cancel,
     Delta,
     FinishReason,
@@ -32,7 +33,7 @@ class DeafBus:
     """Takes what is published, or refuses it with `error`."""
 
     def __init__(self) -> None:
-        self.names, self.fence = Names(), None
+        self.names, self.fence, self.schema = Names(), None, SCHEMA_VERSION
         self.up = True
         self.error: Exception | None = None
         self.taken: list[Any] = []

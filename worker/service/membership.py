@@ -36,6 +36,7 @@ class Membership:
         self._bus, self.card, self._lease_s = bus, card, lease_s
         self.on_fenced: Callable[[int], None] = lambda epoch: None
         self._is_stale = False  # Redis has an older card
+        self._shown_in = bus.schema  # version of the schema that the card in Redis is in
         self._showing = asyncio.Lock()  # a card must not be overtaken by an older one
         self._lease = Lease()
         self._hurry, self._renewed = asyncio.Event(), asyncio.Event()
@@ -55,7 +56,10 @@ class Membership:
         await until_taken(self._bus, self._register)
 
     async def run(self) -> None:
-        """Renew the lease three times in its length, and show a stale card. Raises as `join` does."""
+        """Renew the lease three times in its length, and show a stale card. Raises as `join` does.
+
+        A card in another version of the schema than the one that is written now is stale, too.
+        """
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._lease_s / 3):
@@ -64,7 +68,7 @@ class Membership:
             try:
                 if not await self._renew():
                     await self._fence()
-                elif self._is_stale:
+                elif self._is_stale or self._shown_in != self._bus.schema:
                     await self._show()
             except (BusUnavailable, BusFull):
                 await asyncio.sleep(RETRY_S)
@@ -120,16 +124,17 @@ class Membership:
 
     async def _register(self) -> None:
         began, length_s, card = time.monotonic(), self._length_s, self.card
+        version = self._bus.schema
         await self._bus.register_worker(card, length_s)
-        self._is_stale = card is not self.card
+        self._is_stale, self._shown_in = card is not self.card, version
         self._prolong(began, length_s)
 
     async def _show(self) -> None:
         async with self._showing:
-            card = self.card
+            card, version = self.card, self._bus.schema
             with suppress(BusUnavailable, BusFull):
                 if await self._bus.update_card(card):
-                    self._is_stale = card is not self.card
+                    self._is_stale, self._shown_in = card is not self.card, version
 
     def _prolong(self, began: float, length_s: float) -> None:
         self._lease = self._lease.granted(self.epoch, began, length_s)

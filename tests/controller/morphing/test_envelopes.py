@@ -148,3 +148,9 @@ def test_an_envelope_is_sent_when_it_changes_and_again_before_it_is_stale() -> N
     assert again.id != first.id and replace(again, id=first.id) == first
     changed = envelopes([worker("w0", instance())], Policy(revision=1, mode="accuracy"), {})
     assert due(granted, changed, 10.0)
+
+
+def test_a_worker_of_release_0_1_gets_none() -> None:
+    live = worker("w0", instance())
+    old = LiveWorker(replace(live.card, reads=(1,)), live.epoch, live.lease_ms)
+    assert envelopes([live], Policy(), {}) and not envelopes([old], Policy(), {})

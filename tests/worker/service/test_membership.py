@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
+import msgspec
 import pytest
 
 from bus.client import Bus, BusUnavailable, connect
@@ -149,3 +151,17 @@ async def test_sigterm_is_heard_while_redis_is_away_at_the_start(
         assert not task.done()
         stop.set()
         await asyncio.wait_for(task, 2)
+
+
+async def test_a_card_is_shown_again_when_another_version_of_the_schema_is_written(bus: Bus) -> None:
+    async def written_in() -> int:
+        data: Any = await bus.run(lambda client: client.get(bus.names.card("w0")))
+        return int(msgspec.msgpack.decode(data)[0])
+
+    async with member(bus):
+        assert await written_in() == 2
+        for version in (1, 2):
+            await bus.run(lambda client, version=version: client.set(bus.names.schema, version))  # type: ignore[misc]
+            async with asyncio.timeout(5):
+                while await written_in() != version:
+                    await asyncio.sleep(0.05)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bus.errors import BusFull, BusUnavailable, RedisPassword
-from bus.messages import WorkerCard
+from bus.messages import SCHEMA_VERSION, WorkerCard
 from tests.support.bus_samples import card
 from worker.service.membership import Membership
 from worker.service.tasks import end
@@ -26,6 +26,7 @@ class ScriptedBus:
         self.delay_s = 0.0
         self.trouble: Exception | None = None
         self.is_ours = True  # the lease
+        self.schema = SCHEMA_VERSION
 
     def on_restart(self, callback: Callable[[object], None]) -> None:
         self.restart = callback
