@@ -74,11 +74,12 @@ class Process:
     args: list[str]
     env: dict[str, str]
     log: Path
+    folder: Path = ROOT  # of the program that it runs
     popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Process:
         with self.log.open("ab") as log:
-            self.popen = subprocess.Popen(self.args, env=self.env, cwd=ROOT, stdout=log, stderr=log)
+            self.popen = subprocess.Popen(self.args, env=self.env, cwd=self.folder, stdout=log, stderr=log)
         return self
 
     @property
@@ -136,6 +137,7 @@ class Service:
     append_only: bool = False
     redis_args: tuple[str, ...] = ()
     processes: dict[str, Process] = field(default_factory=dict)
+    program: Path = ROOT  # folder of the release of which processes are started
     start_s: ClassVar[float] = 180.0  # within which workers must serve
 
     def __enter__(self) -> Self:
@@ -189,7 +191,8 @@ class Service:
             "INSTAR_WORKER__THREADS": "1",
             "INSTAR_LOG__LEVEL": "info",
         } | {f"INSTAR_{key}": value for key, value in self.settings.items()}
-        process = Process(name, self.command(name, module), base | ours | env, self.folder / f"{name}.log")
+        log = self.folder / f"{name}.log"
+        process = Process(name, self.command(name, module), base | ours | env, log, self.program)
         self.processes[name] = process
         return process.start()
 
