@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from bench.common.oracles import make_oracle
 from bus.client import Bus
 from bus.messages import SamplingParams, StepOutput, Submit
+from bus.morphs import Deploy
 from bus.settings import RedisSettings, WorkerSettings
 from tests.support.paths import ROOT
 from worker.engine.build import fair_shares
@@ -50,6 +52,7 @@ def start(redis: RedisSettings, log: Path, models: str, **settings: str) -> subp
         ({"models": ["x"], "device": "gpu"}, "worker.device is 'gpu'"),
         ({"models": ["x"], "device": "cuda:9"}, "worker.device is 'cuda:9', and "),
         ({"models": [str(DEMO)], "memory_mb": 5}, "too big for the device's budget"),
+        ({"models": [str(DEMO)], "memory_mb": 5}, "a smaller dtype; it would not fit in int3 either"),
         ({"models": [str(DEMO)], "max_model_len": 99999}, "max_model_len is 99999"),
         ({"models": [str(DEMO)], "memory_mb": 29, "threads": 1}, "no room for a KV cache"),
     ],
@@ -59,6 +62,15 @@ def test_what_a_restart_cannot_cure_is_told_in_one_line(settings: dict[str, Any]
         load(WorkerSettings(**settings), "w0", lambda text: None)
     assert says in str(told.value)
     assert "\n" not in str(told.value)
+
+
+def test_a_model_fits_in_the_precision_that_its_refusal_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = WorkerSettings(models=[str(DEMO)], memory_mb=29, threads=1)
+    with pytest.raises(CannotServe, match=r"`instar deploy demo --precision (\w+)`") as told:
+        load(settings, "w0", lambda text: None)
+    precision: Any = str(told.value).rpartition("--precision ")[2].strip("`")
+    monkeypatch.setattr("worker.service.start_up.Deploy", partial(Deploy, precision=precision))
+    assert [card.id for card in load(settings, "w0", lambda text: None).cards] == ["demo@w0"]
 
 
 def test_a_bad_model_folder_is_one_line_and_exit_status_2(

@@ -238,6 +238,15 @@ class ModelLoader:
     def weight_pages(self) -> int:
         return sum(piece.num_pages for piece in self.pieces)
 
+    def pages_in(self, precision: Precision) -> int:
+        """Return the pages of the weights with all layers in a precision of the variants."""
+        assert isinstance(self.variants, LayerVariants)
+        needed = self.variants.ranges.needed
+        layers = range(len(self.plan.layers))
+        halves = sum(int(needed((layer, part, precision), ALONE).sum()) for layer in layers for part in PARTS)
+        ends = (plan.pages(self.pool.page_bytes) for plan in (self.plan.embedding, self.plan.head) if plan)
+        return halves + sum(int(pages.sum()) for pages in ends)
+
     @property
     def least_kv_pages(self) -> int:
         """KV pages of all layers that the model must have."""

@@ -118,14 +118,20 @@ def tensors_in(buffer: torch.Tensor, plan: RangePlan) -> Tensors:
     }
 
 
-def check_budget(config: ModelConfig, plan: ModelPlan, pool: PagePool, pages: int) -> None:
+def check_budget(
+    config: ModelConfig,
+    plan: ModelPlan,
+    pool: PagePool,
+    pages: int,
+    advice: str = "raise memory_mb or take a smaller dtype",
+) -> None:
     """Raise ModelError if the weights, `pages` in all, exceed the free pages."""
     free = pool.num_free
     if pages > free:
         raise ModelError(
             f"{config.folder}: too big for the device's budget: it needs {_mib(pages, pool)} MiB"
             f" ({plan.padding_bytes / _MIB:.1f} MiB of it padding) and {_mib(free, pool)} of"
-            f" {_mib(pool.num_pages, pool)} MiB are free; raise memory_mb or take a smaller dtype"
+            f" {_mib(pool.num_pages, pool)} MiB are free; {advice}"
         )
 
 

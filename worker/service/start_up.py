@@ -219,12 +219,30 @@ class StartUpRun(LoadRun):
     def _no_room(self, state: MorphOutcome, why: str) -> NotApplied:
         """Say what is missing in terms of the settings: a restart finds no other model to shrink."""
         loader, pool, cache = self._loader, self._host.pool, self._loader.cache
-        check_budget(loader.config, loader.plan, pool, loader.weight_pages)
+        advice = self._advice()
+        check_budget(loader.config, loader.plan, pool, loader.weight_pages, advice)
         reserve, left = self._host.reserve_pages, pool.num_free - loader.weight_pages
         kept = f" ({reserve} are kept for swaps)" if reserve else ""
         return NotApplied(
             "failed",
             f"{loader.folder}: no room for a KV cache: a block of {cache.block_tokens} tokens takes"
             f" {loader.least_kv_pages} pages and {max(0, left - reserve)} are left of"
-            f" {pool.num_pages}{kept}; raise memory_mb",
+            f" {pool.num_pages}{kept}; {advice}",
+        )
+
+    def _advice(self) -> str:
+        """Return which precision would fit: a model that is deployed may begin in fewer bits."""
+        loader, pool = self._loader, self._host.pool
+        others = [name for name in loader.held if name != loader.precision]
+        needs = {name: loader.pages_in(name) + loader.least_kv_pages for name in others}
+        room = pool.num_free - loader.reserve_pages
+        fits = next((name for name in others if needs[name] <= room), None)
+        if fits is None:
+            either = f"; it would not fit in {others[-1]} either" if others else ""
+            return f"raise memory_mb or take a smaller dtype{either}"
+        mib = needs[fits] * pool.page_bytes / MIB
+        return (
+            f"raise memory_mb, take a smaller dtype, or deploy it in {fits}, which needs {mib:.1f} MiB with "
+            "the KV of one sequence: a worker without a model (worker.may_be_empty), `instar model add DIR`, "
+            f"`instar deploy {self.model} --precision {fits}`"
         )
