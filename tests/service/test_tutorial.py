@@ -10,7 +10,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from instar.serve.redis_server import free_port
@@ -45,6 +47,14 @@ class Reader:
         while "Instar is ready" not in log.read_text():
             assert self.service.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
             time.sleep(0.2)
+        num_workers = int(command.partition("--workers ")[2] or 1)
+        while len(self._instances()) < num_workers:
+            assert time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.2)
+
+    def _instances(self) -> list[Any]:
+        state = httpx.get(f"http://127.0.0.1:{self.port}/admin/state").json()
+        return list(state["instances"])
 
     def stop(self) -> None:
         if self.service and self.service.poll() is None:
