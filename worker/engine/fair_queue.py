@@ -14,7 +14,7 @@ costs by the keys that wait, not by those that are known.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import chain
@@ -65,7 +65,15 @@ class FairQueue:
         """The next sequence. Raises IndexError if the queue is empty."""
         if self._returned:
             return self._returned[0]
-        return self._next().seqs[0]
+        return self._next(self._busy.values()).seqs[0]
+
+    def first_without(self, keys: Collection[str]) -> Sequence | None:
+        """Return the sequence that is the next but for those of `keys`; None if there is no other."""
+        for seq in self._returned:
+            if seq.request.key not in keys:
+                return seq
+        lines = [line for key, line in self._busy.items() if key not in keys]
+        return self._next(lines).seqs[0] if lines else None
 
     def add(self, seq: Sequence) -> None:
         """Append a sequence to those of its key."""
@@ -81,14 +89,16 @@ class FairQueue:
         """Let a sequence that has run be the next."""
         self._returned.appendleft(seq)
 
-    def pop(self) -> Sequence:
-        """Take the head. Raises IndexError if the queue is empty."""
-        if self._returned:
-            return self._returned.popleft()
-        line = self._next()
+    def pop(self, seq: Sequence | None = None) -> Sequence:
+        """Take the head, or `seq` of `first_without`. Raises IndexError if the queue is empty."""
+        seq = seq or self.head
+        if seq in self._returned:
+            self._returned.remove(seq)
+            return seq
+        line = self._lines[seq.request.key]
         self._turn += 1
         self._floor, line.turn = line.served, self._turn
-        seq = line.seqs.popleft()
+        line.seqs.popleft()
         self._on_left(seq, line)
         self._forget_idle()
         return seq
@@ -108,8 +118,9 @@ class FairQueue:
         if line is not None:
             line.served += num_tokens / seq.request.weight
 
-    def _next(self) -> _KeyQueue:
-        found = min(self._busy.values(), key=lambda line: (line.served, line.turn), default=None)
+    @staticmethod
+    def _next(lines: Iterable[_KeyQueue]) -> _KeyQueue:
+        found = min(lines, key=lambda line: (line.served, line.turn), default=None)
         if found is None:
             raise IndexError("the queue is empty")
         return found

@@ -3,15 +3,18 @@
 Continuous batching with chunked prefill, after Orca (OSDI '22, iteration-level scheduling) and
 Sarathi-Serve (OSDI '24, decodes first, prefills fill the rest of the token budget). The rules:
 
-1.  A sequence that decodes runs in every step. Where there are more of them than this batch may hold (a group
-    shares a step's tokens among its members; a pipeline has several batches in flight) they take turns.
+1.  A sequence that decodes runs in every step, but for rule 3. Where there are more of them than this batch
+    may hold (a group shares a step's tokens among its members; a pipeline has several batches in flight) they
+    take turns.
 2.  Prefills share what is left of the token budget, oldest first.
 3.  Admission is fair by tokens between API keys, and first come, first served within one
-    (`worker.engine.fair_queue`). When the head does not fit, nothing passes it. A sequence is admitted when
-    there are blocks for all its known tokens and one spare block for each running sequence, and when the
-    blocks suffice for the peak of what is expected to grow (`worker.engine.growth`). Without this the next
-    tokens of the running sequences would preempt it again. Where nothing runs, a sequence is admitted
-    whatever is expected of it.
+    (`worker.engine.fair_queue`). While some keys use more than their share and others little of theirs, rows,
+    blocks and tokens are kept from the former for the latter (`worker.engine.key_shares`), whose prompts go
+    first, in a step without the former.
+    When the head does not fit, nothing passes it. A sequence is admitted when there are blocks for all its
+    known tokens and one spare block for each running sequence, and when the blocks suffice for the peak of
+    what is expected to grow (`worker.engine.growth`). Without this the next tokens of the running sequences
+    would preempt it again. Where nothing runs, a sequence is admitted whatever is expected of it.
     With the prefix cache its first full blocks are those that an earlier sequence with the same beginning has
     computed, at no lower precision than it would get now, nor than its floor. The last known token is always
     computed, for its logits.
@@ -37,6 +40,7 @@ import numpy as np
 from bus.precisions import Precision, is_below, lowest
 from worker.engine.fair_queue import FairQueue
 from worker.engine.growth import OutputLengths, peak_blocks
+from worker.engine.key_shares import MEMORY_STEPS, MOST_PROMPT, NOTHING, KeyShares, Reserve, reserve_of
 from worker.engine.sequence import Limits, Sequence
 from worker.memory import BlockAllocator
 
@@ -97,6 +101,8 @@ class Scheduler:
         self._holders: Counter[int] = Counter()  # running sequences by block
         self.blocks = blocks
         self.waiting = FairQueue()
+        self.shares = KeyShares(MEMORY_STEPS * limits.max_num_batched_tokens)
+        self._reserve: Reserve | None = None  # None: to be decided anew
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
         self.num_blocks_aside = 0  # blocks in use by no sequence here
@@ -116,6 +122,9 @@ class Scheduler:
         self._needed_at = -1
         self._choose_rope(seq)
         self.waiting.add(seq)
+        if seq.request.key:
+            self.shares.enter(seq, self._num_blocks_in_the_end(seq))
+        self._reserve = None
 
     def remove(self, seq: Sequence) -> None:
         """Forget a finished or cancelled sequence and free its blocks. Raises ValueError for a stranger."""
@@ -125,6 +134,7 @@ class Scheduler:
             self._free(seq)
         else:
             self.waiting.remove(seq)
+        self._on_left(seq)
 
     def schedule(self, max_tokens: int | None = None, max_decodes: int | None = None) -> SchedulerOutput:
         """Choose the next step.
@@ -134,11 +144,12 @@ class Scheduler:
         """
         output = SchedulerOutput()
         max_tokens = self.limits.max_num_batched_tokens if max_tokens is None else max_tokens
+        self._reserve = None
         self._restart_outgrown(output)
         self._find_blocks(output)
-        self._run_decodes(output, max_tokens if max_decodes is None else min(max_tokens, max_decodes))
-        self._run_prefills(output, max_tokens)
-        self._admit(output, max_tokens)
+        max_decodes = max_tokens if max_decodes is None else min(max_tokens, max_decodes)
+        self._run_decodes(output, max_decodes, self._paused)
+        self._run_prompts(output, max_tokens)
         return output
 
     def extend(self, seqs: Seq[Sequence]) -> bool:
@@ -157,7 +168,7 @@ class Scheduler:
         self._turn += times * len(chunks)
         for chunk in chunks:
             if chunk.samples:
-                self.waiting.charge(chunk.seq, times)  # the prompt's tokens were charged at its admission
+                self._charge(chunk.seq, times)  # the prompt's tokens were charged at its admission
             chunk.seq.advance(times * chunk.num_tokens, block_tokens)
             if self.limits.prefix_cache:
                 self._index_blocks(chunk.seq)
@@ -192,16 +203,37 @@ class Scheduler:
         return lost
 
     @property
+    def reserve(self) -> Reserve:
+        """The reserve kept from some API keys for others; it holds for a step."""
+        if self._reserve is None:
+            uses = self.shares.uses(self.running)
+            max_blocks = self.blocks.capacity
+            self._reserve = reserve_of(uses, self._max_running, max_blocks) if uses else NOTHING
+        return self._reserve
+
+    def _kept_from(self, seq: Sequence) -> Reserve:
+        return self.reserve if seq.request.key in self.reserve.above else NOTHING
+
+    @property
+    def head(self) -> Sequence:
+        """The next to be admitted: keys above their shares come last. Raises IndexError if nothing waits."""
+        above = self.reserve.above
+        found = self.waiting.first_without(above) if above else None
+        return found or self.waiting.head
+
+    @property
     def may_admit(self) -> bool:
         """True if a sequence waits and the batch has a row for it: only blocks may be missing."""
-        return bool(self.waiting) and len(self.running) < self._max_running
+        if not self.waiting:
+            return False
+        return len(self.running) < self._max_running - self._kept_from(self.head).num_seqs
 
     @property
     def can_admit(self) -> bool:
         """True if the next step would admit the head of the queue, or send it away."""
         if not self.may_admit:
             return False
-        head = self.waiting.head
+        head = self.head
         is_too_long = head.num_blocks_needed(self.limits.block_tokens) > self.blocks.capacity
         return is_too_long or self._num_missing(head, self._cached(head)) <= 0
 
@@ -210,7 +242,7 @@ class Scheduler:
         """Blocks that are missing to admit the head of the queue beside the growth that is expected."""
         missing = len(self.running) - self.blocks.num_free
         if self.may_admit:
-            head = self.waiting.head
+            head = self.head
             missing = max(missing, self._num_missing(head, self._cached(head)))
         return max(0, missing)
 
@@ -236,6 +268,7 @@ class Scheduler:
         needed = seq.num_blocks_needed(self.limits.block_tokens) - self._num_held(cached)
         if not self.running:
             return needed - num_free
+        num_free -= self._kept_from(seq).num_blocks
         spare = needed + len(self.running) - num_free
         return max(spare, self._peak([(seq, cached)]) - len(self._holders) - num_free)
 
@@ -251,9 +284,19 @@ class Scheduler:
             num_shared = len(shared.intersection(blocks)) if shared else 0
             tokens[i] = len(seq.token_ids) - num_shared * block_tokens
             made[i] = seq.num_output
-            longest = min(seq.num_prompt + seq.request.sampling.max_tokens, self.limits.max_model_len)
-            most[i] = max(0, longest - len(seq.token_ids))
+            most[i] = self._most_left(seq)
         return len(shared) + peak_blocks(tokens, self.lengths.remaining(made, most), block_tokens)
+
+    def _num_blocks_in_the_end(self, seq: Sequence) -> int:
+        """Return the blocks that `seq` is expected to hold when it ends."""
+        made, most = np.asarray([[seq.num_output], [self._most_left(seq)]], np.int64)
+        length = len(seq.token_ids) + int(self.lengths.remaining(made, most)[0])
+        return -(-length // self.limits.block_tokens)
+
+    def _most_left(self, seq: Sequence) -> int:
+        """Return the tokens that the limits leave to `seq`."""
+        longest = min(seq.num_prompt + seq.request.sampling.max_tokens, self.limits.max_model_len)
+        return max(0, longest - len(seq.token_ids))
 
     def _shared(self, coming: Seq[Begun]) -> set[int]:
         """Return the blocks that more than one of the running sequences and of `coming` holds."""
@@ -276,12 +319,12 @@ class Scheduler:
         """The oldest sequence that misses blocks, as counted by `num_blocks_wanted`."""
         if self.blocks.num_free < len(self.running):
             return self.running[0]
-        return self.waiting.head if self.waiting else None
+        return self.head if self.waiting else None
 
     @property
     def first_for_blocks(self) -> Sequence | None:
         """The head of the queue, while blocks are missing as counted by `num_blocks_wanted`."""
-        return self.waiting.head if self.waiting and self.num_blocks_wanted else None
+        return self.head if self.waiting and self.num_blocks_wanted else None
 
     def arrivals_per_s(self, now: float) -> float:
         """Return the rate of the requests that came lately and are still here; 0.0 for fewer than two."""
@@ -326,31 +369,65 @@ class Scheduler:
                 self._needed_at = -1
                 self.running.remove(seq)
                 self._free(seq)
+                self._on_left(seq)
                 output.rejected.append((seq, self._too_long(seq)))
 
-    def _run_decodes(self, output: SchedulerOutput, max_tokens: int) -> None:
+    @property
+    def _paused(self) -> Collection[str]:
+        """The keys whose sequences do not decode in a step that has a prompt of a key far below its share."""
+        below = self.reserve.below
+        if not below:
+            return ()
+        is_next = bool(self.waiting) and self.head.request.key in below and self.can_admit
+        begun = (seq.request.key in below for seq in self.running if seq.num_uncomputed_tokens > 1)
+        return self.reserve.above if is_next or any(begun) else ()
+
+    def _run_decodes(self, output: SchedulerOutput, max_tokens: int, paused: Collection[str]) -> None:
         decoding = [seq for seq in self.running if seq.num_uncomputed_tokens == 1]
+        if paused:
+            decoding = [seq for seq in decoding if seq.request.key not in paused]
         if len(decoding) > max_tokens:
             first = self._turn % len(decoding)
             decoding = [*decoding[first:], *decoding[:first]][:max_tokens]
         for seq in decoding:
             output.add(seq, 1)
 
-    def _run_prefills(self, output: SchedulerOutput, max_tokens: int) -> None:
-        for seq in self.running:
+    def _run_prompts(self, output: SchedulerOutput, max_tokens: int) -> None:
+        """Run prompts; those of keys above their shares last, few of their tokens, or none."""
+        reserve = self.reserve
+        above = reserve.above
+        others = [seq for seq in self.running if seq.request.key not in above] if above else self.running
+        self._run_prefills(output, max_tokens, others)
+        self._admit(output, max_tokens, above)
+        if not above:
+            return
+        prompts = (chunk.seq for chunk in output.chunks if chunk.num_tokens > 1)
+        if any(seq.request.key in reserve.below for seq in prompts):
+            return
+        most = max(1, int(MOST_PROMPT * self.limits.max_num_batched_tokens))
+        max_tokens = min(max_tokens, output.num_tokens + most)
+        self._run_prefills(output, max_tokens, [seq for seq in self.running if seq.request.key in above])
+        self._admit(output, max_tokens)
+
+    def _run_prefills(self, output: SchedulerOutput, max_tokens: int, seqs: Seq[Sequence]) -> None:
+        for seq in seqs:
             remaining = seq.num_uncomputed_tokens
             if remaining > 1:
                 num_tokens = min(remaining, output.room_for(seq, max_tokens))
                 if num_tokens > 0:
                     output.add(seq, num_tokens)
 
-    def _admit(self, output: SchedulerOutput, max_tokens: int) -> None:
+    def _admit(self, output: SchedulerOutput, max_tokens: int, but: Collection[str] = ()) -> None:
+        """Admit what waits and fits, until the next is of one of the keys `but`."""
         while self.may_admit:
-            seq = self.waiting.head
+            seq = self.head
+            if seq.request.key in but:
+                return
             budget = output.room_for(seq, max_tokens)
             needed = seq.num_blocks_needed(self.limits.block_tokens)
             if needed > self.blocks.capacity:
-                self._pop_head()
+                self._pop(seq)
+                self._on_left(seq)
                 output.rejected.append((seq, self._too_long(seq)))
                 continue
             if budget == 0:
@@ -358,11 +435,11 @@ class Scheduler:
             cached = self._cached(seq)
             if self._num_missing(seq, cached) > 0:
                 return
-            self._pop_head()
+            self._pop(seq)
             num_lost_tokens = seq.num_lost_tokens
             self._start_from(seq, cached)
             # What is computed again, after others had its blocks, is not charged twice.
-            self.waiting.charge(seq, len(seq.token_ids) - max(seq.num_computed_tokens, num_lost_tokens))
+            self._charge(seq, len(seq.token_ids) - max(seq.num_computed_tokens, num_lost_tokens))
             self._hold(seq, self.blocks.allocate(needed - len(cached)))
             self.running.append(seq)
             output.admitted.append(seq)
@@ -370,9 +447,17 @@ class Scheduler:
 
     # ----------------------------------------------------------------------------- moves
 
-    def _pop_head(self) -> None:
+    def _pop(self, seq: Sequence) -> None:
         self._needed_at = -1
-        self.waiting.pop()
+        self.waiting.pop(seq)
+
+    def _on_left(self, seq: Sequence) -> None:
+        self._reserve = None
+        self.shares.leave(seq)
+
+    def _charge(self, seq: Sequence, num_tokens: int) -> None:
+        self.waiting.charge(seq, num_tokens)
+        self.shares.charge(seq, num_tokens)
 
     def _preempt_youngest(self, output: SchedulerOutput) -> None:
         self._needed_at = -1
@@ -476,6 +561,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError unless the running sequences hold exactly the blocks handed out."""
         self.waiting.check_integrity()
+        self.shares.check_integrity(chain(self.running, self.waiting))
         held = Counter(block for seq in self.running for block in seq.block_ids)
         assert held == self._holders, "blocks are counted for other sequences than hold them"
         contents: dict[int, bytes] = {}

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.messages import SamplingParams
@@ -76,6 +76,7 @@ def test_in_one_line_the_same_requests_would_wait_for_the_whole_queue() -> None:
     assert next(count for count in range(10_000) if light in step(planner)) > 300
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 60), st.integers(1, 20)), max_size=60))
 def test_within_a_key_and_without_keys_the_first_to_come_is_the_first_to_begin(
     requests: list[tuple[str, int, int]],
@@ -93,6 +94,7 @@ def test_within_a_key_and_without_keys_the_first_to_come_is_the_first_to_begin(
         assert begun == sorted(begun)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 50), min_size=80, max_size=80),
     st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0]),
