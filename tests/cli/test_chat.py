@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
@@ -32,6 +32,7 @@ from instar.errors import InputError, ServerError
 from tests.support.cli_gateway import instance
 from tests.support.paths import ROOT
 from tests.support.terminal import CTRL_C, CTRL_D, terminal
+from tests.support.threaded_http import serving
 
 DIM = "\x1b[2m"
 FULL = {"attention": "full", "ffn": "full"}
@@ -334,12 +335,10 @@ def gateway() -> Iterator[ScriptedGateway]:
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        script = ScriptedGateway(f"http://127.0.0.1:{server.server_port}")
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with serving(Handler) as url:
+        script = ScriptedGateway(url)
         yield script
         script.hangs = False
-        server.shutdown()
 
 
 def words(gateway: ScriptedGateway, *more: str) -> list[str]:

@@ -64,5 +64,5 @@ def service_url() -> Iterator[str]:
 
 @pytest.fixture
 def base_url(service_url: str) -> str:
-    """What clients of OpenAI's API take for an address."""
+    """The address that clients of OpenAI's API take."""
     return f"{service_url}/v1"

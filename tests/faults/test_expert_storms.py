@@ -125,7 +125,7 @@ class DeadlyStorm(ShapeStorm):
         self.streams += 1
 
     def _observe(self, rng: random.Random) -> None:
-        """Nobody dies but who is killed: a worker ends where it finds that a page or a block is lost."""
+        """Hold that only who is killed dies: a worker ends where it finds that a page or a block is lost."""
         victims = [self._victim]
         dead = [one for one in self.service.processes.values() if not one.is_alive]
         victims.append(self._victim)  # it may have been killed, or have come back, since the line above

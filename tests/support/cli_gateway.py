@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
 
 from instar.cli import main
+from tests.support.threaded_http import serving
 
 RUNNING: dict[str, Any] = {
     "id": "a1",
@@ -71,11 +71,9 @@ def scripted() -> Iterator[Script]:
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        script = Script(f"http://127.0.0.1:{server.server_port}")
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with serving(Handler) as url:
+        script = Script(url)
         yield script
-        server.shutdown()
 
 
 def instance(*workers: str, model: str = "demo", running: int | None = 0, **fields: Any) -> dict[str, Any]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from tests.support.threaded_http import serving
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NEWER = "89abcdef0123456789abcdef0123456789abcdef"
@@ -143,8 +144,6 @@ def loopback_hub() -> Iterator[LoopbackHub]:
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        hub = LoopbackHub(f"http://127.0.0.1:{server.server_port}")
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with serving(Handler) as url:
+        hub = LoopbackHub(url)
         yield hub
-        server.shutdown()
