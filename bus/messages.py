@@ -497,6 +497,10 @@ class Event:
     cause: str = ""  # a `bus.morphs.Cause`, to be counted
 
 
+# What a controller does: the subject of its events `controller_failed`.
+ControllerWork = Literal["membership", "schema", "morphs", "deployments", "orders"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter:
     """A stream entry that could not be decoded, whole, with the reason; stream `dead-letters`."""

@@ -17,6 +17,7 @@ from bus.leader import Leader
 from bus.service import run_until
 from bus.settings import Settings
 from controller.deployments.deployer import Deployer
+from controller.failures import Failures
 from controller.membership.versions import SchemaChooser
 from controller.membership.watcher import MembershipWatcher
 from controller.morphing.morpher import Morpher
@@ -35,16 +36,19 @@ async def main(settings: Settings, bus: Bus, stop: asyncio.Event) -> None:
 
 
 async def lead(settings: Settings, bus: Bus) -> None:
-    """Run all loops until cancelled. Raises RedisProblem."""
+    """Run all loops until cancelled, whatever fails in one of them (`Failures`). Raises RedisProblem."""
     with bus.own_callbacks():
-        watcher, deployer = MembershipWatcher(settings.controller, bus), Deployer(settings, bus)
-        morpher = Morpher(settings.monitor, bus, deployer.rests, deployer.copies)
+        failures = Failures(bus)
+        watcher = MembershipWatcher(settings.controller, bus, failures)
+        deployer = Deployer(settings, bus, failures)
+        morpher = Morpher(settings.monitor, bus, failures, deployer.rests, deployer.copies)
         deployer.what_if = morpher.what_if
         log.info("watching leases, metrics, demand and orders")
         await run_until(
             asyncio.Event(),
+            failures.tell(),
             watcher.run(),
-            SchemaChooser(bus).run(),
+            SchemaChooser(bus, failures).run(),
             *(morpher.grant(), morpher.decide(), morpher.answer(), morpher.confirm()),
             *(deployer.take(), deployer.listen(), deployer.watch(), deployer.bring_about()),
         )

@@ -143,6 +143,7 @@ class Loops:
     def _show(self, message: Event | MorphReport, *, is_history: bool = False) -> None:
         if isinstance(message, Event):
             self._gateway.morphs.on_event(message, is_history=is_history)
+            self._gateway.controller_failures.on_event(message, is_history=is_history)
             self._feeds.events.publish(message.kind, message)
             self._feeds.live.publish(message, is_history=is_history)
         else:

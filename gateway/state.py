@@ -14,6 +14,7 @@ from bus.client import Bus
 from bus.leader import LeaderView
 from bus.policy import Policy
 from bus.settings import Settings
+from gateway.controller_failures import ControllerFailures
 from gateway.delivery.attempts import Attempts
 from gateway.delivery.cluster import Cluster
 from gateway.delivery.delivery import Delivery
@@ -61,6 +62,7 @@ class Gateway:
         self.policy = Policy()  # value as last read
         self.catalogue = Contents()  # value as last read
         self.leader = LeaderView()  # of the controllers, as last read
+        self.controller_failures = ControllerFailures()
         self.poll_now = asyncio.Event()  # the registry or the catalogue has news
         self.cluster = Cluster(stale_s=settings.monitor.stale_s)
         self.models = Models(self.cluster)

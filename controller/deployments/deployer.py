@@ -29,6 +29,7 @@ from controller.deployments.planner import Planner, Question, planned
 from controller.deployments.profiling import SlowdownsByKind, profiles_of, rests_of, slowdowns_by_kind
 from controller.deployments.reconcile import reconcile
 from controller.deployments.transitions import Transition
+from controller.failures import Failures, described
 from controller.morphing.copies import Copies
 from controller.morphing.resting import Rests
 from controller.planning.intent import IntentError, validate
@@ -59,8 +60,8 @@ class _Recent(OrderedDict[str, V], Generic[V]):
 class Deployer:
     """The owner of models and deployments. When Redis loses its data, they are written again."""
 
-    def __init__(self, settings: Settings, bus: Bus) -> None:
-        self._bus = bus
+    def __init__(self, settings: Settings, bus: Bus, failures: Failures) -> None:
+        self._bus, self._failures = bus, failures
         self._settings, chosen = settings, settings.controller
         self._contents = Contents()
         self._slowdowns: SlowdownsByKind = {}
@@ -105,7 +106,8 @@ class Deployer:
             while True:
                 batch = await reader.read()
                 for _, message in batch:
-                    self._hear(message)
+                    with self._failures.survived("deployments"):
+                        self._hear(message)
                 if not batch:
                     self._has_history.set()
 
@@ -131,7 +133,8 @@ class Deployer:
     async def _try(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             async with self._turn:
-                await work
+                with self._failures.survived("deployments"):
+                    await work
         except BusUnavailable:
             self._settled_at_s = time.monotonic() + self._settings.controller.grace_s
             await self._bus.wait_up()
@@ -163,7 +166,8 @@ class Deployer:
         if seen.may_change:
             self._improved_s = time.monotonic()
         for transition in reconcile(self._contents, seen, self._planner(seen)):
-            await self._apply(transition)
+            with self._failures.survived("deployments"):
+                await self._apply(transition)
 
     async def _observe(self) -> None:
         self._workers, contents, policy = await asyncio.gather(
@@ -254,6 +258,19 @@ class Deployer:
             log.info("%s %s: %s", transition.kind, transition.subject, record.reason)
 
     async def _answer(self, entry: str, order: Order) -> None:
+        """Carry out an order. One that fails is answered, too: it would stay in the stream and fail again."""
+        why = ""
+        with self._failures.survived("orders"):
+            try:
+                await self._carry_out(entry, order)
+            except Exception as error:
+                why = described(error)
+                raise
+        if why:
+            told = f"the controller failed to carry out this order: {why}; its log has the traceback"
+            await self._bus.catalogue.settle(entry, Answer(id=order.id, status=500, error=told))
+
+    async def _carry_out(self, entry: str, order: Order) -> None:
         if isinstance(order, WeighLevers):
             await self._bus.catalogue.settle(entry, await self.what_if(order))
             return

@@ -9,6 +9,7 @@ from bus.client import Bus, BusFull, BusUnavailable
 from bus.messages import READS
 from bus.presence import has_monitor, readers
 from bus.schema import common_version, in_words
+from controller.failures import Failures
 
 log = logging.getLogger("controller")
 
@@ -18,15 +19,16 @@ INTERVAL_S = 2.0
 class SchemaChooser:
     """Looks at who is present every INTERVAL_S, and names the newest version that all of them read."""
 
-    def __init__(self, bus: Bus) -> None:
-        self._bus = bus
+    def __init__(self, bus: Bus, failures: Failures) -> None:
+        self._bus, self._failures = bus, failures
         self._told: str | None = None  # the last complaint, while there is a reason
 
     async def run(self) -> None:
         """Take steps without end. Raises RedisProblem."""
         while True:
             try:
-                await self.step()
+                with self._failures.survived("schema"):
+                    await self.step()
             except BusUnavailable:
                 await self._bus.wait_up()
             except BusFull as full:

@@ -11,6 +11,7 @@ from bus.client import Bus, BusFull, BusUnavailable, Restart
 from bus.leftovers import remove_worker
 from bus.registry import RegisteredWorker
 from bus.settings import ControllerSettings
+from controller.failures import Failures
 from controller.membership.cleanup import Sweeper, led_by, reap
 from controller.membership.liveness import Known, MembershipChange, RegistryView, Sighting, decide
 
@@ -24,9 +25,9 @@ EXPIRY_MARGIN_S = 0.02
 class MembershipWatcher:
     """The owner of what is known about the workers. One `step` at a time."""
 
-    def __init__(self, settings: ControllerSettings, bus: Bus) -> None:
+    def __init__(self, settings: ControllerSettings, bus: Bus, failures: Failures) -> None:
         self._settings = settings
-        self._bus = bus
+        self._bus, self._failures = bus, failures
         self._known = Known()
         self._todo: deque[MembershipChange] = deque()
         self._restart: Restart | None = None  # without its event yet
@@ -45,7 +46,9 @@ class MembershipWatcher:
     async def run(self) -> None:
         """Take steps without end. Raises RedisProblem."""
         while True:
-            pause_s = await self.step()
+            pause_s = self._settings.interval_s
+            with self._failures.survived("membership"):
+                pause_s = await self.step()
             await asyncio.sleep(pause_s)
 
     async def step(self) -> float:
@@ -76,9 +79,9 @@ class MembershipWatcher:
             unsettled=self._unsettled or now_s - began_s > SLOW_S,
             data_lost=self._data_lost,
         )
-        self._unsettled = self._data_lost = False
         grace_s = self._settings.grace_s
         self._known, changes = decide(self._known, view, grace_s=grace_s, gone_after_s=GONE_AFTER_S)
+        self._unsettled = self._data_lost = False
         self._todo.extend(changes)
         for member in members:
             if member.card:
@@ -92,9 +95,13 @@ class MembershipWatcher:
             self._restart = None
 
     async def _apply(self) -> None:
-        """Carry out changes in order, each until it is done: gateways rely on the event of every death."""
+        """Carry out changes in order, each until it is done: gateways rely on the event of every death.
+
+        One that fails for another reason than Redis is given up: it would fail again and hold up the others.
+        """
         while self._todo:
-            await self._carry_out(self._todo[0])
+            with self._failures.survived("membership"):
+                await self._carry_out(self._todo[0])
             self._todo.popleft()
 
     async def _carry_out(self, change: MembershipChange) -> None:

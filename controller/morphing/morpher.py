@@ -16,6 +16,7 @@ from bus.levers import LeverPlan
 from bus.messages import Demand, Event, Metrics
 from bus.morphs import MorphReport
 from bus.settings import MonitorSettings
+from controller.failures import Failures
 from controller.morphing.copies import Copies, CopyDecision, CopyState, adjust
 from controller.morphing.decision import MorphDecision, costs_of, weighed
 from controller.morphing.envelopes import Floors, Granted, due, envelopes, hear_floor, raised
@@ -45,11 +46,13 @@ class Morpher:
         self,
         monitor: MonitorSettings,
         bus: Bus,
+        failures: Failures,
         resting: Callable[[], Rests] = dict,
         copies: Callable[[], Mapping[str, Copies]] = dict,
     ) -> None:
         """`resting` returns the shapes that deployments rest in, `copies` those that can be copied."""
-        self._bus, self._resting, self._copies = bus, resting, copies
+        self._bus, self._failures = bus, failures
+        self._resting, self._copies = resting, copies
         self._freshness = Freshness(
             stale_s=monitor.stale_s, gap_s=monitor.stale_s + max(monitor.interval_s, monitor.idle_interval_s)
         )
@@ -104,8 +107,9 @@ class Morpher:
             async for batch in reader:
                 for entry_id, message in batch:
                     if isinstance(message, MorphReport):
-                        self._state = observe(self._state, message, seconds_of(entry_id))
-                        self._costs = observe_cost(self._costs, message)
+                        with self._failures.survived("morphs"):
+                            self._state = observe(self._state, message, seconds_of(entry_id))
+                            self._costs = observe_cost(self._costs, message)
 
     async def decide(self) -> None:
         """Judge metrics as they come; late ones (a busy machine, a stopped process) by their age."""
@@ -123,8 +127,9 @@ class Morpher:
             async for batch in reader:
                 now_s = time.monotonic()
                 for entry_id, demand in batch:
-                    self._state = hear(self._state, demand, self._clock.observe(entry_id, now_s))
-                    self._floors = hear_floor(self._floors, demand, now_s)
+                    with self._failures.survived("morphs"):
+                        self._state = hear(self._state, demand, self._clock.observe(entry_id, now_s))
+                        self._floors = hear_floor(self._floors, demand, now_s)
                 await self._try(self._scale_up())
 
     async def what_if(self, order: WeighLevers) -> Answer:
@@ -148,7 +153,8 @@ class Morpher:
 
     async def _try(self, work: Coroutine[Any, Any, None]) -> None:
         try:
-            await work
+            with self._failures.survived("morphs"):
+                await work
         except BusUnavailable:
             await self._bus.wait_up()
         except BusFull as full:
@@ -223,13 +229,15 @@ class Morpher:
             morph_id = f"morph-{uuid.uuid4().hex[:12]}"
             for instance in decision.instances:
                 self._state = sent(self._state, instance, decision.lever, morph_id, at_s)
-            batch = self._bus.batch()
-            batch.publish(self._bus.names.control(decision.worker), decision.command(morph_id))
+            batch, names = self._bus.batch(), self._bus.names
             about = decision.instance, decision.reason, decision.numbers, morph_id, decision.cause
-            batch.publish(self._bus.names.events, self._bus.make_event("morph_decided", *about))
             try:
+                batch.publish(names.control(decision.worker), decision.command(morph_id))
+                batch.publish(names.events, self._bus.make_event("morph_decided", *about))
                 await batch.send()
-            except BusFull:
+            except BusUnavailable:
+                raise
+            except Exception:
                 self._state = unsent(self._state, morph_id)
                 raise
             if decision.predicted_s:

@@ -6,6 +6,7 @@ import { morphEntry } from "./tables.js";
 const FAILED = new Set(["failed", "conflict", "stale", "deferred"]);
 const TONES = {
   worker_lost: "bad", dead_letter: "bad", bus_restarted: "bad", request_replayed: "bad", epoch_changed: "bad",
+  controller_failed: "bad",
   worker_joined: "good", worker_left: "plain", policy_changed: "plain",
 };
 const SAME_S = 5; // events of a kind that follow one another so closely are shown as one

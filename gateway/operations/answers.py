@@ -89,7 +89,7 @@ async def ask(gateway: Gateway, order: Order, *, param: str, code: str = "not_fo
             5.0,
         )
     if answer.status >= 400:
-        codes = {400: "invalid_value", 404: code, 409: "conflict"}
+        codes = {400: "invalid_value", 404: code, 409: "conflict", 500: "controller_failed"}
         raise ApiError(answer.status, answer.error, param=param, code=codes.get(answer.status))
     gateway.poll_now.set()
     return answer

@@ -28,6 +28,7 @@ from bus.messages import (
 )
 from bus.morphs import MORPH_KINDS, MORPHS, MorphOutcome
 from bus.precisions import PRECISIONS
+from gateway.controller_failures import WORKS, ControllerFailures
 from gateway.morphs import Morphs
 from gateway.state import Gateway
 from gateway.stats import Exported, GatewayStats, ModelStats, exported
@@ -52,6 +53,7 @@ class _Page(Collector):
         gateway = self._gateway
         yield from _own(gateway)
         yield from _leader(gateway.leader)
+        yield _controller_failures(gateway.controller_failures)
         yield from _morphs(gateway.morphs)
         yield from _models("instar_", gateway.stats.models)
         instances = list(_fresh(gateway))
@@ -147,6 +149,18 @@ def _leader(leader: LeaderView) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "instar_controller_term", "Term of the controller that led last; it only grows.", leader.term
     )
+
+
+def _controller_failures(failures: ControllerFailures) -> Metric:
+    """Render what the controller failed at since this gateway listens; each work is there from 0 on."""
+    family = CounterMetricFamily(
+        "instar_controller_failures",
+        "Decisions and orders at which the leading controller failed, by what it did.",
+        labels=["work"],
+    )
+    for work in WORKS:
+        family.add_metric([work], failures.counts[work])
+    return family
 
 
 def _gpus(gateway: Gateway) -> Iterator[Metric]:

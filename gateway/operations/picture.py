@@ -49,7 +49,7 @@ def picture(gateway: Gateway, metrics: dict[str, Any] | None = None) -> dict[str
         "models": [model_json(card) for card in gateway.catalogue.models.values()],
         "deployments": [deployment_json(one, gateway) for one in gateway.catalogue.deployments.values()],
         "morphs": [record.as_json() for record in gateway.morphs.recent(SHOWN_MORPHS)],
-        "controller": _leader(gateway.leader),
+        "controller": _leader(gateway.leader) | {"failure": gateway.controller_failures.last()},
         "gateway": {
             "id": gateway.id,
             "is_draining": gateway.is_draining,

@@ -51,14 +51,15 @@ def show(state: dict[str, Any], console: Console, *, is_verbose: bool = False) -
     """Print the state in 80 columns. Long names wrap and are not cut."""
     deployments = [one for one in state.get("deployments") or [] if one["state"] != "retired"]
     instances = state["instances"]
-    lines: list[Any] = [*shape_lines(instances), *withheld_lines(instances, time.time())]
+    now_s = time.time()
+    lines: list[Any] = [*shape_lines(instances), *withheld_lines(instances, now_s)]
     if is_verbose:
         lines += [*gpu_lines(state["workers"]), *limit_lines(instances), *product_lines(instances)]
     lines += map(deployment_line, deployments)
     for morph in shown_morphs(state.get("morphs") or []):
         first, *reasons = morph_lines(morph)
         lines += [first, *(Padding(reason, (0, 0, 0, 2), expand=False) for reason in reasons)]
-    lines += controller_lines(state.get("controller") or {})
+    lines += controller_lines(state.get("controller") or {}, now_s)
     lines += [policy_text(state.get("policy") or {}), as_of_text(state.get("metrics") or {})]
     with trimmed(console):
         for table in (workers_table(state["workers"]), instances_table(instances)):
@@ -196,14 +197,25 @@ def policy_text(policy: dict[str, Any]) -> str:
     )
 
 
-def controller_lines(controller: dict[str, Any]) -> list[str]:
-    """Return which controller leads; nothing from a gateway that does not say."""
+def controller_lines(controller: dict[str, Any], now_s: float) -> list[str]:
+    """Return which controller leads, and at what one failed last; nothing from a gateway that does not say.
+
+    now_s: seconds since 1970.
+    """
     if not controller:
         return []
+    failed = _failure_lines(controller.get("failure"), now_s)
     if controller["leads"]:
-        return [f"controller: {controller['name']} leads, term {controller['term']}"]
+        return [f"controller: {controller['name']} leads, term {controller['term']}", *failed]
     last = f"; the last was {controller['name']}, term {controller['term']}" if controller["name"] else ""
-    return [f"controller: none leads, so nothing morphs or deploys{last}"]
+    return [f"controller: none leads, so nothing morphs or deploys{last}", *failed]
+
+
+def _failure_lines(found: dict[str, Any] | None, now_s: float) -> list[str]:
+    """Return at what the controller failed last; it goes on."""
+    if not found:
+        return []
+    return [f"controller: failed at {found['work']}, {ago_text(now_s - found['at'])}: {found['reason']}"]
 
 
 def as_of_text(metrics: dict[str, Any]) -> str:

@@ -109,16 +109,22 @@ def test_status_shows_workers_memory_and_instances(capsys: pytest.CaptureFixture
     assert (units.count("MiB"), counts.count("reqs")) == (4, 2)
 
 
-def test_status_says_which_controller_leads() -> None:
+def test_status_says_which_controller_leads_and_at_what_it_failed() -> None:
     from instar.commands.status import controller_lines
 
     last = {"name": "host-7-a1b2c3", "term": 1764000000000, "leads": True}
-    assert controller_lines(last) == ["controller: host-7-a1b2c3 leads, term 1764000000000"]
-    (line,) = controller_lines(last | {"leads": False})
+    (first,) = controller_lines(last, 0.0)
+    assert first == "controller: host-7-a1b2c3 leads, term 1764000000000"
+    (line,) = controller_lines(last | {"leads": False}, 0.0)
     assert line.startswith("controller: none leads") and "the last was host-7-a1b2c3" in line
-    (line,) = controller_lines({"name": "", "term": 0, "leads": False})
+    (line,) = controller_lines({"name": "", "term": 0, "leads": False}, 0.0)
     assert line == "controller: none leads, so nothing morphs or deploys"
-    assert controller_lines({}) == []
+    assert controller_lines({}, 0.0) == []
+    failure = {"work": "morphs", "reason": "TypeError: no number (scaling.py:120 in scale_up)", "at": 1000.0}
+    assert controller_lines(last | {"failure": failure}, 1090.0) == [
+        first,
+        "controller: failed at morphs, 90 s ago: TypeError: no number (scaling.py:120 in scale_up)",
+    ]
 
 
 def test_status_does_not_take_an_absent_number_for_zero(capsys: pytest.CaptureFixture[str]) -> None:

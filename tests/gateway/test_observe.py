@@ -18,6 +18,7 @@ from bus.messages import Event, GpuTelemetry, LayerShape
 from bus.morphs import KIND_OF, MORPHS, MorphReport
 from bus.precisions import PRECISIONS
 from gateway import stats
+from gateway.controller_failures import SHOWN_S
 from gateway.delivery.candidates import lowest_named
 from gateway.morphs import KEPT, WITHHELD_S
 from gateway.operations.metrics import exposition
@@ -125,6 +126,32 @@ def test_forecasts_are_counted_by_whether_they_came_from_zero_on() -> None:
         core.gateway.morphs.on_event(replace(told, numbers={"is_right": is_right}))
     core.gateway.morphs.on_event(replace(told, numbers={"is_right": 1}), is_history=True)
     assert counted() == {"right": 2, "wrong": 1}
+
+
+def test_what_the_controller_failed_at_is_counted_by_its_work_and_shown_for_a_while() -> None:
+    core = Core()
+    failures, now_ms = core.gateway.controller_failures, int(time.time() * 1000)
+    told = Event(
+        kind="controller_failed",
+        source="controller",
+        subject="orders",
+        reason="TypeError: no number",
+        at_ms=now_ms,
+        numbers={"failures": 3},
+    )
+
+    def counted() -> dict[str, float]:
+        found = samples(core)["instar_controller_failures_total"]
+        return {labels["work"]: value for labels, value in found if value}
+
+    assert len(samples(core)["instar_controller_failures_total"]) == 5 and counted() == {}
+    assert failures.last() is None
+    failures.on_event(replace(told, at_ms=now_ms - 1000 * (int(SHOWN_S) + 5)), is_history=True)
+    assert failures.last() is None and counted() == {}
+    failures.on_event(told)
+    failures.on_event(replace(told, kind="worker_lost", reason="another kind"))
+    assert counted() == {"orders": 3}
+    assert failures.last() == {"work": "orders", "reason": told.reason, "at": now_ms / 1000}
 
 
 def test_why_nothing_was_morphed_is_told_of_its_instance_for_a_while() -> None:

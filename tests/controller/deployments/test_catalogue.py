@@ -17,6 +17,7 @@ from bus.client import Bus, BusUnavailable, connect
 from bus.deployments import Answer, Deployment, Intent, ModelCard, Profile, RegisterModel
 from bus.settings import Settings
 from controller.deployments.deployer import Deployer
+from controller.failures import Failures
 from tests.conftest import settings_of
 from tests.support.redis_process import RedisProcess
 
@@ -105,7 +106,7 @@ async def test_a_restart_is_told_before_an_empty_catalogue_is_shown(
 async def test_the_controller_writes_again_what_redis_lost(own_redis: Callable[..., RedisProcess]) -> None:
     server = own_redis()
     async with connect(settings_of(server.url)) as bus:
-        deployer = Deployer(Settings(), bus)
+        deployer = Deployer(Settings(), bus, Failures(bus))
         known = Contents({"m": replace(MODEL, state="failed")}, {"a1": replace(DEPLOYMENT, state="failed")})
         await bus.catalogue.write(*known.records)
         await deployer.step()

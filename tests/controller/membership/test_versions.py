@@ -14,6 +14,7 @@ import pytest
 from bus.client import Bus, connect
 from bus.messages import READS, SCHEMA_VERSION, Event
 from bus.settings import RedisSettings
+from controller.failures import Failures
 from controller.membership.versions import SchemaChooser
 from tests.support.bus_samples import card
 
@@ -38,7 +39,7 @@ async def events(bus: Bus) -> list[Event]:
 async def test_the_version_goes_down_for_an_older_worker_and_up_when_it_has_left(
     bus: Bus, monitor: Bus
 ) -> None:
-    chooser = SchemaChooser(bus)
+    chooser = SchemaChooser(bus, Failures(bus))
     await bus.register_worker(card("new"), 60)
     await bus.register_worker(replace(card("old", 5), reads=(1,)), 60)
     await chooser.step()
@@ -60,7 +61,7 @@ async def test_the_version_goes_down_for_an_older_worker_and_up_when_it_has_left
 async def test_it_does_not_go_up_before_a_monitor_and_every_gateway_reads_it(
     bus: Bus, redis_settings: RedisSettings
 ) -> None:
-    chooser, key = SchemaChooser(bus), bus.names.gateway_lease("g0")
+    chooser, key = SchemaChooser(bus, Failures(bus)), bus.names.gateway_lease("g0")
     await bus.run(lambda client: client.set(bus.names.schema, 1))
     await bus.run(lambda client: client.set(key, b"1", px=60_000))
     await bus.doubt()
@@ -81,7 +82,7 @@ async def test_who_reads_nothing_of_it_is_named_once_and_nothing_changes(
     await bus.register_worker(card("later"), 60)
     later = msgspec.msgpack.encode([SCHEMA_VERSION, "WorkerCard", fields])
     await bus.run(lambda client: client.set(bus.names.card("later"), later))
-    chooser = SchemaChooser(bus)
+    chooser = SchemaChooser(bus, Failures(bus))
     with caplog.at_level(logging.ERROR, "controller"):
         await chooser.step()
         await chooser.step()

@@ -10,6 +10,7 @@ from bus.link import Restart
 from bus.messages import InstanceCard, WorkerCard
 from bus.policy import Policy
 from bus.settings import MonitorSettings
+from controller.failures import Failures
 from controller.morphing.forecast import Forecast, Score, expected_blocks, observe, observe_all
 from controller.morphing.morpher import Morpher
 from tests.support.metrics_samples import metrics_of
@@ -124,7 +125,7 @@ async def test_metrics_that_redis_loses_while_they_are_read_are_forecast_no_more
             return []
 
     bus = LosingBus()
-    morpher = Morpher(MonitorSettings(), bus)  # type: ignore[arg-type]
+    morpher = Morpher(MonitorSettings(), bus, Failures(bus))  # type: ignore[arg-type]
     morpher._metrics = (0.0, metrics_of())
     await morpher._foresee()
     assert morpher._metrics is None and morpher._forecasts == {}
