@@ -20,8 +20,8 @@ from instar.simulate.calibration import EngineCalibration
 from instar.simulate.shape import SimulatedShape
 from instar.simulate.steps import StepModel
 from worker.engine.admission import length_refusal, why_finished
-from worker.engine.core import RESIDENCE_WEIGHT
 from worker.engine.prompt_rate import PromptRate
+from worker.engine.residence import Residence
 from worker.engine.scheduler import TOKENS_A_LOOK, ScheduledChunk, Scheduler
 from worker.engine.sequence import Limits
 from worker.engine.sequence import Sequence as EngineSequence
@@ -116,7 +116,7 @@ class SimulatedInstance:
         self.version = 0  # version of `ends`: an event for another one is void
         self.below_s = 0.0  # time with a layer below full precision
         self.prompt_rate = PromptRate()
-        self.residence_s = 0.0  # mean time that a request runs here; 0.0: none has ended yet
+        self.residence = Residence()
         self.num_planned = 0  # tokens of the next step
         self.model = StepModel(calibration)
         self.is_at_ease = False  # the reflex is not asked at the boundaries of the steps in progress
@@ -419,8 +419,7 @@ class SimulatedInstance:
 
     def _leave(self, outcome: RequestOutcome, finished: FinishReason, started_s: float, now_s: float) -> None:
         outcome.finish = finished
-        weight = RESIDENCE_WEIGHT if self.residence_s else 1.0
-        self.residence_s += weight * (now_s - started_s - self.residence_s)
+        self.residence.add(now_s - started_s)
         self._end(outcome, now_s)
 
     def _end(self, outcome: RequestOutcome, now_s: float, error: str = "") -> None:

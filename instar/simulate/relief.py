@@ -78,7 +78,7 @@ class SimulatedTarget:
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             waited_s=instance.waited_for_blocks_s(self._clock()),
-            residence_s=instance.residence_s,
+            residence_s=instance.residence.mean_s,
             preemptions=scheduler.num_preemptions,
             prompt_tokens=scheduler.num_prompt_tokens_due,
             prompt_rate=instance.prompt_rate.per_s,

@@ -6,6 +6,8 @@ A wrong slot, block, position or length gives another token than `continuation`.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -96,11 +98,20 @@ def toy_instance(
     prefix_cache: bool = False,
     kv_dtype: KVPrecision = "full",
     grammars: GrammarCompiler | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> EngineCore:
     limits = Limits(num_seqs, tokens, model_len, block_tokens, prefix_cache, kv_dtype)
     cache = ToyCache(num_blocks, block_tokens, prefix_cache=prefix_cache, precision=kv_dtype)
-    device = torch.device("cpu")
-    return EngineCore("toy@w0", ToyModel(), cache, limits, vocab_size=VOCAB, device=device, grammars=grammars)
+    return EngineCore(
+        "toy@w0",
+        ToyModel(),
+        cache,
+        limits,
+        vocab_size=VOCAB,
+        device=torch.device("cpu"),
+        grammars=grammars,
+        clock=clock,
+    )
 
 
 def toy_engine(**changes: Any) -> tuple[Engine, EngineCore]:

@@ -26,8 +26,8 @@ from tests.support.toy_grammars import ToyGrammars
 from worker.distributed.messages import Peer
 from worker.distributed.transport import Transport
 from worker.engine.build import make_cache, useful_blocks
-from worker.engine.core import Output
 from worker.engine.engine import Engine, StepResult
+from worker.engine.outputs import Output
 from worker.engine.sequence import Limits, own_request
 from worker.memory import CpuBackend, PagePool
 from worker.morph.manager import MorphManager

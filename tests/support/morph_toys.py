@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -191,6 +191,7 @@ class Rig:
     precisions: Sequence[Precision] = tuple(PAGES)
     reports: list[MorphReport] = field(default_factory=list)
     beside: Executor | None = None  # maps pages in another thread, as on a GPU
+    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self.pool = PagePool(CpuBackend(PAGE), self.num_pages * PAGE, self.beside)
@@ -210,7 +211,13 @@ class Rig:
         pages = min(self.pool.num_free - self.reserve, self.max_kv_pages or self.num_pages)
         self.cache.grow(pages // self.num_layers)
         self.instance = EngineCore(
-            "toy@w0", self.model, self.cache, limits, vocab_size=VOCAB, device=torch.device("cpu")
+            "toy@w0",
+            self.model,
+            self.cache,
+            limits,
+            vocab_size=VOCAB,
+            device=torch.device("cpu"),
+            clock=self.clock,
         )
         self.engine = Engine()
         self.engine.add_instance(self.instance)

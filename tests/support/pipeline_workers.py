@@ -20,9 +20,10 @@ from tests.support.threaded_worker import ThreadedWorker
 from worker.distributed.messages import Peer
 from worker.distributed.transport import Transport
 from worker.engine.build import make_cache, useful_blocks
-from worker.engine.core import EngineCore, Output
+from worker.engine.core import EngineCore
 from worker.engine.engine import Engine, StepResult
 from worker.engine.grammars import GrammarCompiler
+from worker.engine.outputs import Output
 from worker.engine.sequence import Limits, own_request
 from worker.memory import CpuBackend, KVCache, PagePool
 from worker.model import Model

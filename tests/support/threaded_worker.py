@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from bus.messages import RejectReason
-from worker.engine.core import Output
 from worker.engine.engine import StepResult
+from worker.engine.outputs import Output
 from worker.service.engine_thread import EngineThread
 
 WAIT_S = 60.0

@@ -61,3 +61,9 @@ def why_finished(seq: Sequence, limits: Limits) -> FinishReason | None:
     if seq.num_output >= sampling.max_tokens or len(seq.token_ids) >= limits.max_model_len:
         return "length"
     return None
+
+
+def goes_on(seq: Sequence, limits: Limits) -> bool:
+    """Return True if only the value of its next token can end the sequence."""
+    has_output_left = seq.num_output + 1 < seq.request.sampling.max_tokens
+    return has_output_left and len(seq.token_ids) + 1 < limits.max_model_len

@@ -11,10 +11,11 @@ import torch
 import kernels
 from bus.messages import Part, SamplingParams
 from bus.precisions import Precision
-from worker.engine.core import EngineCore, Stats
+from worker.engine.core import EngineCore
 from worker.engine.grammars import GrammarCompiler
 from worker.engine.recorded_batches import recorded_batches
 from worker.engine.sequence import Limits, own_request
+from worker.engine.stats import Stats
 from worker.memory import CpuBackend, KVCache, PagePool
 from worker.model import Model, ModelError
 from worker.model.cut import heads_of

@@ -1,49 +1,45 @@
-"""The engine core: one model being served, its queue, its batch, its KV cache and its numbers."""
+"""The engine core: one model being served, and the life of its steps.
+
+A step schedules a batch, executes it, takes the tokens of one that has finished, and returns what each
+request is told. The core owns the sequences by request id, and their tokens. All else has its owner: the
+scheduler the queue and the KV blocks, `InputBatch` the rows of what runs, the executor the batches in flight,
+`GrammarQueue` what waits for its grammar, `InstanceLoad` the numbers by which others judge the instance.
+"""
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from bus.histogram import Accumulator
 from bus.messages import (
-    Delta,
     FinishReason,
-    Grammar,
     RejectReason,
     Submit,
     TokenLogprobs,
     layers_below_full,
     lowest_half,
 )
-from bus.precisions import LOWEST, PRECISIONS, KVPrecision, Precision, is_below, lowest
-from worker.engine.admission import refusal, why_finished
+from bus.precisions import LOWEST, KVPrecision, is_below, lowest
+from worker.engine.admission import goes_on, refusal, why_finished
 from worker.engine.executor import Executor, ExecutorLost, FinishedBatch, LocalExecutor, RunnableModel
+from worker.engine.grammar_queue import GrammarQueue
 from worker.engine.grammars import GrammarCompiler
 from worker.engine.input_batch import InputBatch, Ints, ScheduledBatch
-from worker.engine.prompt_rate import PromptRate
+from worker.engine.load import InstanceLoad
+from worker.engine.outputs import Output, output_of
 from worker.engine.sampler import ChosenTokens, Sampled, Sampler
 from worker.engine.sampling import token_logprobs
-from worker.engine.scheduler import ScheduledChunk, Scheduler, SchedulerOutput
+from worker.engine.scheduler import Scheduler, SchedulerOutput
 from worker.engine.sequence import Limits, Sequence
 from worker.engine.shape import below_floor, shape_id
+from worker.engine.signs_of_life import SignsOfLife
+from worker.engine.stats import Stats
 from worker.memory import BlockAllocator
-
-log = logging.getLogger(__name__)
-
-RESIDENCE_WEIGHT = 0.1  # weight of a request that ends in the mean time that requests run
-REFUSED_S = 5.0  # a refused floor counts for so long; the gateway sends the request again when it may run
-
-# A silence longer than this is broken: a gateway that hears nothing for long takes a request for lost.
-SIGN_OF_LIFE_S = 5.0
 
 
 class Cache(Protocol):
@@ -54,14 +50,6 @@ class Cache(Protocol):
 
     @property
     def precision(self) -> KVPrecision: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """The tokens that one step made for one request."""
-
-    request: Submit
-    delta: Delta
 
 
 class EngineCore:
@@ -100,16 +88,13 @@ class EngineCore:
         self.stats = Stats()
         self.num_steps = 0
         self.step_s = 0.0  # duration of the last step
-        self.prompt_rate = PromptRate()
-        self.residence_s = 0.0  # mean time that a request runs here; 0.0: none has ended yet
         self.lost = ""  # why this instance serves no more
         self.on_lost: Callable[[str], None] = lambda reason: None  # called once, between two steps
         self._clock = clock
         self._sequences: dict[str, Sequence] = {}
-        self._unformed: dict[int, Sequence] = {}  # whose grammars are being compiled, by ticket
-        self._num_asked = 0  # the last ticket
-        self._refused: dict[Precision, float] = {}  # floors of requests that were refused, and when
-        self._looked_at = 0.0  # when silent sequences were last looked for
+        self._forming = GrammarQueue(grammars)
+        self.load = InstanceLoad(self._sequences, self.scheduler, self._forming, limits, clock)
+        self._signs_of_life = SignsOfLife()
         self._updated_at = 0.0  # when the last batch was updated
         self._may_schedule = True  # something has changed since there was nothing to schedule
         self._outputs: list[Output] = []  # outputs that the next `step` publishes
@@ -130,10 +115,10 @@ class EngineCore:
         executor = self.executor
         if executor.has_news or executor.has_peers:
             return executor.has_news
-        has_grammars = bool(self._unformed and self.grammars and self.grammars.has_news)
         if executor.num_in_flight == 0:
-            return has_grammars or len(self._sequences) > len(self._unformed)
-        return (self._may_schedule or has_grammars) and executor.has_room and bool(self._sequences)
+            return self._forming.has_news or len(self._sequences) > len(self._forming)
+        can_schedule = self._may_schedule or self._forming.has_news
+        return can_schedule and executor.has_room and bool(self._sequences)
 
     def step(self, *, may_schedule: bool = True) -> list[Output]:
         """Schedule, execute, update, publish.
@@ -145,7 +130,7 @@ class EngineCore:
         executor = self.executor
         try:
             if may_schedule:
-                self._take_grammars()
+                self._take_formed()
                 if batch := self._schedule():
                     self._execute(batch)
                 if batch := self._follow():
@@ -159,6 +144,25 @@ class EngineCore:
             if not executor.recover(error):
                 raise
         return self.take_outputs()
+
+    def take_outputs(self) -> list[Output]:
+        """Return what was made since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    # ----------------------------------------------------------------------------- schedule, execute
+
+    def _take_formed(self) -> None:
+        """Queue the sequences whose grammars are compiled; end those whose output is complete or wrong."""
+        for seq, made in self._forming.take():
+            self._may_schedule = True
+            if not isinstance(made, str) and not made.is_complete:
+                seq.matcher = made
+                self.scheduler.add(seq)
+                continue
+            del self._sequences[seq.request.request_id]
+            ended = self._end(seq, "error", made) if isinstance(made, str) else self._end(seq, "stop")
+            self._outputs.append(ended)
 
     def _schedule(self) -> ScheduledBatch | None:
         """Make the next batch, if there is room for one more in flight and something to run.
@@ -181,6 +185,25 @@ class EngineCore:
         batch.began = began
         return batch
 
+    def _settle(self, scheduled: SchedulerOutput) -> None:
+        """Give rows to sequences that were admitted and take them from those that left."""
+        for seq in scheduled.preempted:
+            self.batch.release(seq)
+        for seq, error in scheduled.rejected:
+            self.batch.release(seq)
+            del self._sequences[seq.request.request_id]
+            self._outputs.append(self._end(seq, "error", error, RejectReason.KV_CAPACITY))
+        for seq in scheduled.admitted:
+            row = self.batch.admit(seq)
+            prompt, output = seq.token_ids[: seq.num_prompt], seq.token_ids[seq.num_prompt :]
+            self.sampler.set_row(row, seq.request.sampling, output, prompt, seq.matcher)
+
+    def _execute(self, batch: ScheduledBatch) -> None:
+        """Run `batch`; where others may follow before it ends, its tokens count as computed from now on."""
+        self.executor.execute(batch)
+        if self.executor.max_concurrent_batches > 1:
+            self._commit(batch)
+
     def _follow(self) -> ScheduledBatch | None:
         """Make the decode that follows one in flight, before its tokens are known.
 
@@ -193,81 +216,144 @@ class EngineCore:
             return None
         if len(before.sampling) < len(before.chunks) or self.scheduler.can_admit:
             return None
-        here: Collection[int] = range(len(before.chunks))
-        if not self._all_count(before):
-            here = [i for i in here if self._counts(before.chunks[i])]
-        if len(here) != len(self.scheduler.running):
+        if len(self.batch.current(before)) != len(self.scheduler.running):
             return None
-        kept = [i for i in here if self._goes_on(before.chunks[i].seq)]
-        if not kept or not self.scheduler.extend([before.chunks[i].seq for i in kept]):
+        chunks, limits = before.chunks, self.limits
+        kept = [i for i, chunk in enumerate(chunks) if chunk.is_current and goes_on(chunk.seq, limits)]
+        if not kept or not self.scheduler.extend([chunks[i].seq for i in kept]):
             return None
         batch = self.batch.build_next(before, kept)
         batch.began = self._clock()
         return batch
 
-    def _goes_on(self, seq: Sequence) -> bool:
-        """Return True if only the value of its next token can end the sequence."""
-        made, most = seq.num_output + 1, seq.request.sampling.max_tokens
-        return made < most and len(seq.token_ids) + 1 < self.limits.max_model_len
+    def launch_choice(
+        self, batch: ScheduledBatch, logits: torch.Tensor, out: torch.Tensor
+    ) -> ChosenTokens | None:
+        """Choose the tokens of a batch just launched, into out; None if that must wait for its end."""
+        if batch.prompt_ranges:
+            return None
+        return self.sampler.launch(logits, batch.sampling_rows, batch.output_positions, out)
 
-    def _counts(self, chunk: ScheduledChunk) -> bool:
-        """Return True if the sequence has been here ever since the chunk was scheduled."""
-        return self._is_here(chunk.seq) and chunk.seq.generation == chunk.generation
-
-    def _all_count(self, batch: ScheduledBatch) -> bool:
-        """Return True if no sequence at all has left or lost its row since the batch was built."""
-        return batch.num_released == self.batch.num_released
-
-    def _execute(self, batch: ScheduledBatch) -> None:
-        """Run `batch`; where others may follow before it ends, its tokens count as computed from now on."""
-        self.executor.execute(batch)
-        if self.executor.max_concurrent_batches > 1:
-            self._commit(batch)
-
-    def _commit_here(self, batch: ScheduledBatch) -> None:
-        """Count a batch as computed that follows the one just updated, for what is left of it."""
-        if not batch.is_committed:
-            is_whole = self._all_count(batch)
-            chunks = batch.chunks if is_whole else [one for one in batch.chunks if self._counts(one)]
-            self.scheduler.commit(chunks)
-            batch.is_committed = True
-
-    def _commit(self, batch: ScheduledBatch) -> None:
-        if not batch.is_committed:
-            self.scheduler.commit(batch.chunks)
-            batch.is_committed = True
+    # ----------------------------------------------------------------------------- update
 
     def _update(self, finished: FinishedBatch) -> None:
         """Take the tokens of a finished batch; sequences that left since it was scheduled get none."""
-        batch, logits, token_ids = finished.batch, finished.logits, finished.token_ids
-        hidden = finished.hidden
         self._may_schedule = True
-        if not (self._all_count(batch) or all(map(self._counts, batch.chunks))):
-            here = {id(chunk.seq) for chunk in batch.chunks if self._counts(chunk)}
-            batch, rows = batch.only(lambda seq: id(seq) in here)
-            if token_ids is None:
-                logits = logits[torch.from_numpy(rows).to(logits.device)]
-            else:
-                token_ids = token_ids[rows]
-            if hidden is not None:
-                hidden = hidden[torch.from_numpy(rows).to(hidden.device)]
+        current = self.batch.current(finished.batch)
+        if len(current) < len(finished.batch.chunks):
+            finished = finished.only(current)
+        batch = finished.batch
         self._commit(batch)
-        sampled = self._sample(batch, logits, token_ids)
-        self._outputs += self._publish(batch, sampled, hidden)
+        sampled = self._sample(batch, finished.logits, finished.token_ids)
+        self._outputs += self._publish(batch, sampled, finished.hidden)
+        self._time(batch)
+        if ahead := self.executor.newest:
+            self._commit(ahead)
+
+    def _commit(self, batch: ScheduledBatch) -> None:
+        """Count the tokens of a batch as computed, once, but for sequences that have left since."""
+        if not batch.is_committed:
+            self.scheduler.commit(self.batch.current(batch))
+            batch.is_committed = True
+
+    def _sample(self, batch: ScheduledBatch, logits: torch.Tensor, token_ids: Ints | None) -> Sampled:
+        """Choose the tokens, unless they were chosen behind the step, and note them."""
+        num_sampling = len(batch.sampling)
+        self._collect_prompt_logprobs(batch, logits[num_sampling:])
+        if not num_sampling:
+            return Sampled(np.empty(0, np.int64), {})
+        if token_ids is None:
+            sampled = self.sampler.sample(logits[:num_sampling], batch.sampling_rows, batch.output_positions)
+        else:
+            sampled = Sampled(token_ids, {})
+        lengths = np.fromiter((len(chunk.seq.token_ids) for chunk in batch.sampling), np.int64, num_sampling)
+        self.batch.append(batch.sampling_rows, lengths, sampled.token_ids)
+        return sampled
+
+    def _collect_prompt_logprobs(self, batch: ScheduledBatch, logits: torch.Tensor) -> None:
+        at = 0
+        for seq, first, end in batch.prompt_ranges:
+            targets = np.asarray(seq.token_ids[first + 1 : end + 1], np.int64)
+            num_top = np.full(end - first, seq.request.sampling.prompt_logprobs, np.int64)
+            seq.score(token_logprobs(logits[at : at + end - first], targets, num_top))
+            at += end - first
+
+    def _time(self, batch: ScheduledBatch) -> None:
+        """Count a step that ends now, and note how long it took."""
         self.num_steps += 1
         began, now = max(batch.began, self._updated_at if self.executor.runs_ahead else 0.0), self._clock()
         self.step_s, self._updated_at = now - began, now
-        if ahead := self.executor.newest:
-            self._commit_here(ahead)
         self.stats.step.observe(self.step_s)
-        self.prompt_rate.add(
-            sum(chunk.num_tokens for chunk in batch.chunks if chunk.num_tokens > 1), self.step_s
-        )
+        num_prompt = sum(chunk.num_tokens for chunk in batch.chunks if chunk.num_tokens > 1)
+        self.load.prompt_rate.add(num_prompt, self.step_s)
 
-    def take_outputs(self) -> list[Output]:
-        """Return what was made since the last call."""
-        outputs, self._outputs = self._outputs, []
-        return outputs
+    # ----------------------------------------------------------------------------- publish
+
+    def _publish(self, batch: ScheduledBatch, sampled: Sampled, hidden: torch.Tensor | None) -> list[Output]:
+        """Give each sequence its token, end those that are complete, and make their outputs."""
+        now, logprobs = self._clock(), sampled.logprobs
+        prefilling = [chunk.seq for chunk in batch.chunks if not chunk.seq.is_prompt_counted]
+        outputs = [output for seq in prefilling if (output := self._started(seq, now))]
+        seqs = [chunk.seq for chunk in batch.sampling]
+        self.stats.count_tokens(seqs, now)
+        for i, (seq, token) in enumerate(zip(seqs, sampled.token_ids.tolist(), strict=True)):
+            if seq.request.embeds:
+                assert hidden is not None, "the batch embeds"
+                outputs.append(self._embedded(seq, hidden[i]))
+            else:
+                outputs.append(self._add_token(seq, token, logprobs.get(i) if logprobs else None, now))
+        silent = self._signs_of_life.due(self._sequences.values(), now)
+        return outputs + [output_of(seq) for seq in silent]
+
+    def _started(self, seq: Sequence, now: float) -> Output | None:
+        """Note that a chunk of a prompt has run.
+
+        Return an output without tokens for the first chunk, and for one with log-probabilities of the prompt,
+        unless a token follows.
+        """
+        self.stats.count_prompt(seq)
+        is_first = not seq.started_at
+        if is_first:
+            seq.started_at = now
+            self.stats.queue.observe(now - seq.arrived)
+        if seq.num_uncomputed_tokens == 0 or not (is_first or seq.prompt_logprobs):
+            return None
+        return output_of(seq)
+
+    def _add_token(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None, now: float) -> Output:
+        if seq.num_output >= seq.request.sampling.max_tokens:  # 0: only the prompt was of interest
+            self._drop(seq)
+            return self._end(seq, "length")
+        if seq.matcher and (error := seq.matcher.accept([token])):
+            self._drop(seq)
+            return self._end(seq, "error", error)
+        seq.token_ids.append(token)
+        seq.last_token_at = now
+        finished = why_finished(seq, self.limits)
+        if finished:
+            self._drop(seq)
+            self.scheduler.lengths.add(seq.num_output)
+            self.load.residence.add(now - seq.started_at)
+            self.stats.finished[finished] += 1
+        return output_of(seq, [token], finished, logprobs=logprobs)
+
+    def _embedded(self, seq: Sequence, hidden: torch.Tensor) -> Output:
+        """End a request with the direction of its last token's state before the head [H]."""
+        self._drop(seq)
+        direction = torch.nn.functional.normalize(hidden.float(), dim=0).cpu().numpy()
+        return self._end(seq, "stop", embedding=direction.astype("<f4").tobytes())
+
+    def _end(
+        self,
+        seq: Sequence,
+        finished: FinishReason,
+        error: str | None = None,
+        reject_reason: RejectReason | None = None,
+        embedding: bytes | None = None,
+    ) -> Output:
+        """End `seq` without a token."""
+        self.stats.finished[finished] += 1
+        return output_of(seq, (), finished, error=error, reject_reason=reject_reason, embedding=embedding)
 
     # ----------------------------------------------------------------------------- requests
 
@@ -287,42 +373,30 @@ class EngineCore:
         elif error := self._below_floor(request):
             floor = request.min_precision or LOWEST
             if not is_below(self.limits.kv_dtype, floor):  # no morph raises the KV cache above its rest
-                self._refused[floor] = self._clock()
+                self.load.note_refused(floor)
             self._outputs.append(self._end(seq, "error", error, RejectReason.PRECISION_FLOOR))
         elif request.sent_token_ids and (finished := why_finished(seq, self.limits)):
             self._outputs.append(self._end(seq, finished))
         else:
-            if request.sampling.prompt_logprobs is not None and not request.sent_token_ids:
-                seq.score([None])
-            self._sequences[request.request_id] = seq
-            if request.sampling.grammar:
-                self._ask_for_grammar(seq, request.sampling.grammar)
-            else:
-                self.scheduler.add(seq)
+            self._take_in(seq)
 
-    def _ask_for_grammar(self, seq: Sequence, grammar: Grammar) -> None:
-        """Queue `seq` once its grammar is compiled."""
-        if self.grammars is None:
-            del self._sequences[seq.request.request_id]
+    def _take_in(self, seq: Sequence) -> None:
+        """Let a request wait in the queue, or for its grammar."""
+        request, grammar = seq.request, seq.request.sampling.grammar
+        if request.sampling.prompt_logprobs is not None and not request.sent_token_ids:
+            seq.score([None])
+        if grammar and self.grammars is None:
             self._outputs.append(self._end(seq, "error", f"{self.id} takes no grammars"))
             return
-        self._num_asked += 1
-        self._unformed[self._num_asked] = seq
-        self.grammars.ask(self._num_asked, grammar, seq.request.sent_token_ids)
+        self._sequences[request.request_id] = seq
+        if grammar:
+            self._forming.add(seq, grammar)
+        else:
+            self.scheduler.add(seq)
 
-    def _take_grammars(self) -> None:
-        """Queue the sequences whose grammars are compiled; end those whose output is complete or wrong."""
-        for ticket, made in self.grammars.take() if self._unformed and self.grammars else ():
-            if (seq := self._unformed.pop(ticket, None)) is None:  # it was cancelled
-                continue
-            self._may_schedule = True
-            if not isinstance(made, str) and not made.is_complete:
-                seq.matcher = made
-                self.scheduler.add(seq)
-                continue
-            del self._sequences[seq.request.request_id]
-            ended = self._end(seq, "error", made) if isinstance(made, str) else self._end(seq, "stop")
-            self._outputs.append(ended)
+    def _below_floor(self, request: Submit) -> str | None:
+        floor = request.min_precision
+        return below_floor(self.shape, floor, self.kv.precision) if floor else None
 
     def cancel(self, request_ids: Iterable[str]) -> int:
         """Stop these requests and free their blocks. Returns how many were here."""
@@ -335,10 +409,17 @@ class EngineCore:
 
     def fail(self, error: str, reject_reason: RejectReason | None = None) -> list[Output]:
         """End everything that runs with an error, or the whole queue if nothing runs."""
-        victims = list(self.scheduler.running) or list(self.waiting())
+        victims = list(self.scheduler.running) or list(self.load.waiting())
         for seq in victims:
             self._drop(seq)
         return self.take_outputs() + [self._end(seq, "error", error, reject_reason) for seq in victims]
+
+    def _drop(self, seq: Sequence) -> None:
+        """Forget a sequence, wherever it is."""
+        del self._sequences[seq.request.request_id]
+        if not self._forming.remove(seq):
+            self.scheduler.remove(seq)
+            self.batch.release(seq)
 
     def reset(self) -> None:
         """Forget all requests and all numbers."""
@@ -349,8 +430,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Serve no more; the other devices of this instance hear it."""
-        if self.grammars:
-            self.grammars.close()
+        self._forming.close()
         self.executor.close(self.lost or "the instance has ended")
 
     def _lose(self, reason: str) -> None:
@@ -393,17 +473,6 @@ class EngineCore:
         self._may_schedule = True
         self.reshaped()
 
-    def floors(self) -> dict[Precision, int]:
-        """Count the requests that insist on a precision, by precision."""
-        floors = (seq.request.min_precision for seq in self._sequences.values())
-        return dict(Counter(floor for floor in floors if floor))
-
-    def floor_refused(self) -> Precision:
-        """Return the highest floor of requests that were refused lately; the lowest precision for none."""
-        since = self._clock() - REFUSED_S
-        lately = [floor for floor, at in self._refused.items() if at >= since]
-        return min(lately, key=PRECISIONS.index, default=LOWEST)
-
     def renumber_blocks(self, moved: Mapping[int, int]) -> None:
         """Rename KV blocks that were moved (old id -> new id)."""
         for seq in self.scheduler.renumber(moved):
@@ -420,258 +489,14 @@ class EngineCore:
         for seq in self.scheduler.restart(blocks):
             self.batch.release(seq)
 
-    # ----------------------------------------------------------------------------- numbers
-
-    def waiting(self) -> Iterator[Sequence]:
-        """Yield what waits: the queue, and what will be in it once its grammar is compiled."""
-        return chain(self.scheduler.waiting, self._unformed.values())
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait, in the queue or for their grammars."""
-        return len(self.scheduler.waiting) + len(self._unformed)
-
-    def oldest_wait_seconds(self) -> float:
-        """Return how long the head of the queue has been here, or one before it that has no grammar yet.
-
-        0.0 if nothing waits.
-        """
-        waiting = self.scheduler.waiting
-        firsts = [*self._unformed.values(), *([waiting.head] if waiting else [])]
-        return self._clock() - min(seq.arrived for seq in firsts) if firsts else 0.0
-
-    def wanting_seconds(self) -> float:
-        """Return how long the oldest sequence that misses KV blocks has been here; 0.0 for none."""
-        first = self.scheduler.first_in_want
-        return self._clock() - first.arrived if first else 0.0
-
-    def waited_for_blocks_s(self) -> float:
-        """Return how long the head of the queue has been here, while blocks are missing; else 0.0."""
-        first = self.scheduler.first_for_blocks
-        return self._clock() - first.arrived if first else 0.0
-
-    def arrivals_per_s(self) -> float:
-        """Return the requests per second that came lately."""
-        return self.scheduler.arrivals_per_s(self._clock())
-
-    def longest_tokens(self) -> int:
-        """Return the length, prompt and output, that the longest request here may come to; 0 for none.
-
-        Any new shape must hold its KV.
-        """
-        return max(map(self._most_tokens, self._sequences.values()), default=0)
-
-    def most_uncomputed(self, above: int) -> int:
-        """Return the most tokens left to compute of a running sequence that may exceed `above` tokens.
-
-        1 if all such sequences decode, 0 if there is none.
-        """
-        seqs = (seq for seq in self.scheduler.running if self._most_tokens(seq) > above)
-        return max((seq.num_uncomputed_tokens for seq in seqs), default=0)
-
-    def _most_tokens(self, seq: Sequence) -> int:
-        return min(seq.num_prompt + seq.request.sampling.max_tokens, self.limits.max_model_len)
-
     def check_integrity(self) -> None:
         """Raise AssertionError if a block or a sequence is lost or owned twice."""
-        scheduler = self.scheduler
+        scheduler, forming = self.scheduler, list(self._forming)
         scheduler.check_integrity()
-        assert len(self._sequences) == len(scheduler.running) + self.num_waiting
+        assert len(self._sequences) == len(scheduler.running) + len(scheduler.waiting) + len(forming)
         for seq in chain(scheduler.running, scheduler.waiting):
             is_formed = seq.matcher is not None
             assert is_formed == (seq.request.sampling.grammar is not None), seq.request.request_id
-        assert all(self._is_here(seq) and seq.matcher is None for seq in self._unformed.values())
-
-    # ----------------------------------------------------------------------------- parts of the step
-
-    def _below_floor(self, request: Submit) -> str | None:
-        floor = request.min_precision
-        return below_floor(self.shape, floor, self.kv.precision) if floor else None
-
-    def _settle(self, scheduled: SchedulerOutput) -> None:
-        """Give rows to sequences that were admitted and take them from those that left."""
-        for seq in scheduled.preempted:
-            self.batch.release(seq)
-        for seq, error in scheduled.rejected:
-            self.batch.release(seq)
-            del self._sequences[seq.request.request_id]
-            self._outputs.append(self._end(seq, "error", error, RejectReason.KV_CAPACITY))
-        for seq in scheduled.admitted:
-            row = self.batch.admit(seq)
-            prompt, output = seq.token_ids[: seq.num_prompt], seq.token_ids[seq.num_prompt :]
-            self.sampler.set_row(row, seq.request.sampling, output, prompt, seq.matcher)
-
-    def launch_choice(
-        self, batch: ScheduledBatch, logits: torch.Tensor, out: torch.Tensor
-    ) -> ChosenTokens | None:
-        """Choose the tokens of a batch just launched, into out; None if that must wait for its end."""
-        if batch.prompt_ranges:
-            return None
-        return self.sampler.launch(logits, batch.sampling_rows, batch.output_positions, out)
-
-    def _sample(self, batch: ScheduledBatch, logits: torch.Tensor, token_ids: Ints | None) -> Sampled:
-        """Choose the tokens, unless they were chosen behind the step, and note them."""
-        num_sampling = len(batch.sampling)
-        self._collect_prompt_logprobs(batch, logits[num_sampling:])
-        if not num_sampling:
-            return Sampled(np.empty(0, np.int64), {})
-        if token_ids is None:
-            sampled = self.sampler.sample(logits[:num_sampling], batch.sampling_rows, batch.output_positions)
-        else:
-            sampled = Sampled(token_ids, {})
-        lengths = np.fromiter((len(chunk.seq.token_ids) for chunk in batch.sampling), np.int64, num_sampling)
-        self.batch.append(batch.sampling_rows, lengths, sampled.token_ids)
-        return sampled
-
-    def _collect_prompt_logprobs(self, batch: ScheduledBatch, logits: torch.Tensor) -> None:
-        at = 0
-        for seq, first, end in batch.prompt_ranges:
-            targets = np.asarray(seq.token_ids[first + 1 : end + 1], np.int64)
-            num_top = np.full(end - first, seq.request.sampling.prompt_logprobs, np.int64)
-            seq.score(token_logprobs(logits[at : at + end - first], targets, num_top))
-            at += end - first
-
-    def _publish(self, batch: ScheduledBatch, sampled: Sampled, hidden: torch.Tensor | None) -> list[Output]:
-        now, logprobs = self._clock(), sampled.logprobs
-        prefilling = [chunk.seq for chunk in batch.chunks if not chunk.seq.is_prompt_counted]
-        outputs = [output for seq in prefilling if (output := self._started(seq, now))]
-        seqs = [chunk.seq for chunk in batch.sampling]
-        self._time_tokens(seqs, now)
-        for i, (seq, token) in enumerate(zip(seqs, sampled.token_ids.tolist(), strict=True)):
-            if seq.request.embeds:
-                assert hidden is not None, "the batch embeds"
-                outputs.append(self._embedded(seq, hidden[i]))
-            else:
-                outputs.append(self._add_token(seq, token, logprobs.get(i) if logprobs else None, now))
-        return outputs + self._signs_of_life(now)
-
-    def _signs_of_life(self, now: float) -> list[Output]:
-        """Make empty deltas for started sequences that have been silent for long.
-
-        A prefill of many chunks and a preempted sequence are silent; a gateway could not tell them from lost
-        ones.
-        """
-        if now - self._looked_at < SIGN_OF_LIFE_S:
-            return []
-        self._looked_at, since = now, now - SIGN_OF_LIFE_S
-        return [
-            Output(seq.request, self._delta(seq, seq.num_output, []))
-            for seq in self._sequences.values()
-            if seq.started_at and max(seq.started_at, seq.last_token_at) <= since
-        ]
-
-    def _started(self, seq: Sequence, now: float) -> Output | None:
-        """Note that a chunk of a prompt has run.
-
-        Return a delta without tokens for the first chunk, and for one with log-probabilities of the prompt,
-        unless a token follows.
-        """
-        if (counted := min(seq.num_computed_tokens, seq.num_prompt)) > seq.num_prompt_counted:
-            self.stats.prompt_tokens += counted - seq.num_prompt_counted
-            seq.num_prompt_counted = counted
-        is_first = not seq.started_at
-        if is_first:
-            seq.started_at = now
-            self.stats.queue.observe(now - seq.arrived)
-        if seq.num_uncomputed_tokens == 0 or not (is_first or seq.prompt_logprobs):
-            return None
-        return Output(seq.request, self._delta(seq, seq.num_output, []))
-
-    def _add_token(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None, now: float) -> Output:
-        if (index := seq.num_output) >= seq.request.sampling.max_tokens:  # 0: only the prompt was of interest
-            self._drop(seq)
-            return self._end(seq, "length")
-        if seq.matcher and (error := seq.matcher.accept([token])):
-            self._drop(seq)
-            return self._end(seq, "error", error)
-        seq.token_ids.append(token)
-        seq.last_token_at = now
-        finished = why_finished(seq, self.limits)
-        if finished:
-            self._drop(seq)
-            self.scheduler.lengths.add(seq.num_output)
-            self.stats.finished[finished] += 1
-            ran_s = now - seq.started_at
-            weight = RESIDENCE_WEIGHT if self.residence_s else 1.0
-            self.residence_s += weight * (ran_s - self.residence_s)
-        return Output(seq.request, self._delta(seq, index, [token], finished, logprobs))
-
-    def _embedded(self, seq: Sequence, hidden: torch.Tensor) -> Output:
-        """End a request with the direction of its last token's state before the head [H]."""
-        self._drop(seq)
-        direction = torch.nn.functional.normalize(hidden.float(), dim=0).cpu().numpy()
-        ended = self._end(seq, "stop")
-        return replace(ended, delta=replace(ended.delta, embedding=direction.astype("<f4").tobytes()))
-
-    def _time_tokens(self, seqs: list[Sequence], now: float) -> None:
-        """Count the tokens that come to these sequences now, most of which had their last one together."""
-        seqs = [seq for seq in seqs if seq.request.sampling.max_tokens and not seq.request.embeds]
-        self.stats.generation_tokens += len(seqs)
-        for last_token_at, times in Counter([seq.last_token_at for seq in seqs]).items():
-            if last_token_at:
-                self.stats.time_per_output_token.observe(now - last_token_at, times)
-        for seq in seqs:
-            if not seq.last_token_at:
-                self.stats.time_to_first_token.observe(now - seq.arrived)
-
-    def _is_here(self, seq: Sequence) -> bool:
-        return self._sequences.get(seq.request.request_id) is seq
-
-    def _drop(self, seq: Sequence) -> None:
-        del self._sequences[seq.request.request_id]
-        if ticket := next((ticket for ticket, one in self._unformed.items() if one is seq), None):
-            del self._unformed[ticket]
-            return
-        self.scheduler.remove(seq)
-        self.batch.release(seq)
-
-    def _end(
-        self,
-        seq: Sequence,
-        finished: FinishReason,
-        error: str | None = None,
-        reject_reason: RejectReason | None = None,
-    ) -> Output:
-        """End `seq` without a token."""
-        self.stats.finished[finished] += 1
-        delta = self._delta(seq, seq.num_output, [], finished, error=error, reject_reason=reject_reason)
-        return Output(seq.request, delta)
-
-    def _delta(
-        self,
-        seq: Sequence,
-        index: int,
-        token_ids: list[int],
-        finished: FinishReason | None = None,
-        logprobs: TokenLogprobs | None = None,
-        error: str | None = None,
-        reject_reason: RejectReason | None = None,
-    ) -> Delta:
-        cached_tokens, seq.num_unreported_cached = seq.num_unreported_cached, 0
-        prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, []
-        return Delta(
-            request_id=seq.request.request_id,
-            attempt=seq.request.attempt,
-            index=index,
-            token_ids=token_ids,
-            finish_reason=finished,
-            error=error,
-            logprobs=[logprobs] if logprobs else None,
-            prompt_logprobs=prompt_logprobs or None,
-            prompt_index=seq.num_prompt_scored - len(prompt_logprobs),
-            reject_reason=reject_reason,
-            cached_tokens=cached_tokens,
+        assert all(
+            self._sequences.get(seq.request.request_id) is seq and seq.matcher is None for seq in forming
         )
-
-
-class Stats:
-    """Counters and histograms (seconds) of one instance; written by the engine's thread only."""
-
-    def __init__(self) -> None:
-        self.prompt_tokens = 0
-        self.generation_tokens = 0
-        self.finished: Counter[str] = Counter()
-        self.queue = Accumulator()
-        self.step = Accumulator()
-        self.time_to_first_token = Accumulator()
-        self.time_per_output_token = Accumulator()

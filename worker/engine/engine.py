@@ -13,7 +13,8 @@ import torch
 
 from bus.messages import Delta, InstanceTelemetry, RejectReason, Submit
 from bus.prefix_keys import digest_of
-from worker.engine.core import EngineCore, Output
+from worker.engine.core import EngineCore
+from worker.engine.outputs import Output
 
 log = logging.getLogger(__name__)
 
@@ -54,13 +55,13 @@ def result_of(instance: EngineCore, outputs: list[Output]) -> StepResult:
 
 def instance_telemetry(instance: EngineCore) -> InstanceTelemetry:
     """Return the numbers of `instance` for the monitor. Only in the engine's thread, between steps."""
-    scheduler, stats = instance.scheduler, instance.stats
+    scheduler, stats, load = instance.scheduler, instance.stats, instance.load
     blocks = scheduler.blocks
     return InstanceTelemetry(
         id=instance.id,
         running=len(scheduler.running),
-        waiting=instance.num_waiting,
-        waiting_tokens=sum(len(seq.token_ids) for seq in instance.waiting()),
+        waiting=load.num_waiting,
+        waiting_tokens=sum(len(seq.token_ids) for seq in load.waiting()),
         kv_blocks=blocks.capacity,
         kv_used=blocks.num_used + instance.executor.num_blocks_used_elsewhere,
         layers=instance.shape,
@@ -74,8 +75,8 @@ def instance_telemetry(instance: EngineCore) -> InstanceTelemetry:
         step_seconds=stats.step.snapshot(),
         time_to_first_token=stats.time_to_first_token.snapshot(),
         time_per_output_token=stats.time_per_output_token.snapshot(),
-        oldest_wait_seconds=instance.oldest_wait_seconds(),
-        longest_tokens=instance.longest_tokens(),
+        oldest_wait_seconds=load.oldest_wait_s(),
+        longest_tokens=load.longest_tokens(),
         kv_own=blocks.num_used,
         prefix_queries=scheduler.num_prefix_queried,
         prefix_hits=scheduler.num_prefix_hits,

@@ -20,6 +20,7 @@ from kernels.plan import AttentionPlan
 from worker.engine.input_batch import Ints, ModelInput, ScheduledBatch, attention_plan, to_tensor
 from worker.engine.recorded_batches import RecordedBatches
 from worker.engine.sampler import ChosenTokens
+from worker.engine.scheduler import ScheduledChunk
 
 BlockCounter = Callable[[], Generator[bool, None, list[list[int]]]]
 
@@ -36,6 +37,19 @@ class FinishedBatch:
     logits: torch.Tensor
     token_ids: Ints | None = None  # [R] chosen already; None: by the logits
     hidden: torch.Tensor | None = None  # [R + P, H] before the head, where a request embeds
+
+    def only(self, chunks: list[ScheduledChunk]) -> FinishedBatch:
+        """Return this without the sequences of all other chunks."""
+        kept = {id(chunk.seq) for chunk in chunks}
+        batch, rows = self.batch.only(lambda seq: id(seq) in kept)
+        at, logits, token_ids, hidden = torch.from_numpy(rows), self.logits, self.token_ids, self.hidden
+        if token_ids is None:
+            logits = logits[at.to(logits.device)]
+        else:
+            token_ids = token_ids[rows]
+        if hidden is not None:
+            hidden = hidden[at.to(hidden.device)]
+        return FinishedBatch(batch, logits, token_ids, hidden)
 
 
 class Executor(ABC):

@@ -110,6 +110,12 @@ class InputBatch:
             seq.generation += 1
             self.num_released += 1
 
+    def current(self, batch: ScheduledBatch) -> list[ScheduledChunk]:
+        """Return the chunks of `batch` whose sequences have kept their rows since it was built."""
+        if batch.num_released == self.num_released:
+            return batch.chunks
+        return [chunk for chunk in batch.chunks if chunk.is_current]
+
     def reread_blocks(self, seq: Sequence) -> None:
         """Copy all blocks of `seq` into the table again at the next step, since they were renumbered."""
         self._num_blocks[seq.row] = 0

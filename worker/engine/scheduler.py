@@ -65,6 +65,11 @@ class ScheduledChunk:
         """True if the chunk ends at the last known token, so that its logits choose the next."""
         return self.num_tokens == self.seq.num_uncomputed_tokens
 
+    @property
+    def is_current(self) -> bool:
+        """True if the sequence has kept its row since a batch was built with this chunk."""
+        return self.generation == self.seq.generation
+
 
 @dataclass(slots=True)
 class SchedulerOutput:
@@ -295,8 +300,7 @@ class Scheduler:
 
     def _most_left(self, seq: Sequence) -> int:
         """Return the tokens that the limits leave to `seq`."""
-        longest = min(seq.num_prompt + seq.request.sampling.max_tokens, self.limits.max_model_len)
-        return max(0, longest - len(seq.token_ids))
+        return max(0, seq.most_tokens(self.limits) - len(seq.token_ids))
 
     def _shared(self, coming: Seq[Begun]) -> set[int]:
         """Return the blocks that more than one of the running sequences and of `coming` holds."""

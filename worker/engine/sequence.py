@@ -143,6 +143,10 @@ class Sequence:
         """True if it has started, and its whole prompt is in the statistics."""
         return self.num_prompt_counted == self.num_prompt and self.started_at > 0
 
+    def most_tokens(self, limits: Limits) -> int:
+        """Return the tokens, prompt and output, that it may come to."""
+        return min(self.num_prompt + self.request.sampling.max_tokens, limits.max_model_len)
+
     def num_blocks_needed(self, block_tokens: int) -> int:
         """KV blocks that hold all known tokens."""
         return -(-len(self.token_ids) // block_tokens)

@@ -321,19 +321,19 @@ class Target(MemberTarget):
 
     def load(self) -> MemberLoad:
         """Return what runs and waits at this member."""
-        instance, scheduler = self.instance, self.instance.scheduler
+        load, scheduler = self.instance.load, self.instance.scheduler
         return MemberLoad(
             used=scheduler.blocks.num_used,
             needed=scheduler.num_blocks_needed,
             running=len(scheduler.running),
-            waiting=instance.num_waiting,
-            waited_s=instance.waited_for_blocks_s(),
-            residence_s=instance.residence_s,
+            waiting=load.num_waiting,
+            waited_s=load.waited_for_blocks_s(),
+            residence_s=load.residence.mean_s,
             preemptions=scheduler.num_preemptions,
             prompt_tokens=scheduler.num_prompt_tokens_due,
-            prompt_rate=instance.prompt_rate.per_s,
-            arriving=instance.arrivals_per_s(),
-            floor_refused=instance.floor_refused(),
+            prompt_rate=load.prompt_rate.per_s,
+            arriving=load.arrivals_per_s(),
+            floor_refused=load.floor_refused(),
         )
 
     def status(self) -> MemberStatus:
@@ -344,7 +344,7 @@ class Target(MemberTarget):
             num_used=instance.scheduler.blocks.num_used,
             load=self.load(),
             headroom=self.resizer.headroom(),
-            floors=instance.floors(),
+            floors=instance.load.floors(),
         )
 
     def carry_out(self, action: Actions) -> None:

@@ -272,14 +272,14 @@ class TensorParallelExecutor(Executor):
             work=merge_inputs(inputs) if inputs else None,
             spare=instance.scheduler.num_blocks_spare,
             wanted=wanted,
-            wanting_s=instance.wanting_seconds(),
+            wanting_s=instance.load.wanting_s(),
             used=(share.held if self._counts_found else share.used) if must_count else [],
             num_used=member.share.num_used,
             filled=member.filled,
             status=local.target.status(),
             max_tokens=self._max_tokens,
             running=len(instance.scheduler.running),
-            long_remaining=instance.most_uncomputed(member.tokens_alone),
+            long_remaining=instance.load.most_uncomputed(member.tokens_alone),
             given=self._given,
         )
 

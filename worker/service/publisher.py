@@ -22,8 +22,8 @@ from bus.client import Bus, BusFull, BusUnavailable
 from bus.messages import Delta, Event, StepOutput
 from bus.morphs import MorphReport
 from bus.names import Names
-from worker.engine.core import Output
 from worker.engine.engine import StepResult
+from worker.engine.outputs import Output
 from worker.service.engine_thread import EngineThread
 from worker.service.ledger import Ledger, Ticket
 from worker.service.parcels import ENTRY_BYTES, MOST_ENTRY_BYTES, bytes_of, parts_of

@@ -175,7 +175,7 @@ def test_a_request_that_runs_alone_leaves_what_the_scheduler_would_whoever_comes
         one.instance.scheduler.check_integrity()
         assert one.forecast == other.forecast
         assert one.instance.prompt_rate.per_s == other.instance.prompt_rate.per_s
-        assert one.instance.residence_s == other.instance.residence_s
+        assert one.instance.residence.mean_s == other.instance.residence.mean_s
         # Steps taken together give a sequence all of its blocks at once: their numbers may differ.
         assert len(one.instance.used_blocks) == len(other.instance.used_blocks)
 

@@ -31,26 +31,6 @@ def test_one_request_gives_the_models_own_continuation() -> None:
     assert client.ends == {"a": "length"}
 
 
-def test_the_rate_of_prompts_is_that_of_the_steps_that_had_some() -> None:
-    engine, instance = toy_engine(tokens=10)
-    now = [0.0]
-
-    def clock() -> float:
-        now[0] += 0.5
-        return now[0]
-
-    instance._clock = clock
-    assert instance.prompt_rate.per_s == 0.0
-    engine.submit("toy@w0", request("a", list(range(1, 31)), 20))
-    for _ in range(3):
-        engine.step()
-    rate = instance.prompt_rate.per_s
-    assert rate == pytest.approx(10 / instance.step_s)
-    for _ in range(5):
-        engine.step()
-    assert instance.prompt_rate.per_s == rate  # decodes alone say nothing
-
-
 def test_mixed_arrivals_in_chunks_give_what_each_would_get_alone() -> None:
     engine, _ = toy_engine(tokens=7, num_seqs=3)
     client = Client()
@@ -303,18 +283,6 @@ def test_statistics_add_up() -> None:
     )
     assert histogram.count(stats.time_per_output_token.snapshot()) == 18
     assert histogram.count(stats.step.snapshot()) == instance.num_steps
-
-
-def test_the_longest_request_counts_while_it_waits_and_while_it_runs() -> None:
-    engine, instance = toy_engine(num_seqs=1)
-    assert instance.longest_tokens() == 0
-    engine.submit("toy@w0", request("runs", [1] * 3, 4))
-    engine.submit("toy@w0", request("waits", [1] * 5, 6))
-    client = Client()
-    client.take(engine.step())
-    assert instance.longest_tokens() == 11
-    run(engine, client)
-    assert instance.longest_tokens() == 0
 
 
 actions = st.lists(

@@ -78,9 +78,8 @@ def test_preempted_and_recomputed_sequences_keep_their_matchers() -> None:
 
 def test_a_request_that_waits_for_its_grammar_counts_as_one_that_waits() -> None:
     """Else the gateway takes the worker for idle, and sends the request again."""
-    engine, instance, grammars = formed_engine()
     now = [10.0]
-    instance._clock = lambda: now[0]
+    engine, instance, grammars = formed_engine(clock=lambda: now[0])
     grammars.is_held = True
     engine.submit(ID, request("held", [1, 2, 3], 4, grammar=form(4)), arrived=10.0)
     now[0] = 12.5

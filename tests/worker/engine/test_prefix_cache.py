@@ -120,7 +120,7 @@ def test_a_refusal_for_a_converted_kv_cache_alone_asks_for_its_bits_back() -> No
     engine.submit("toy@w0", request("no", SYSTEM, min_precision="full"))
     client = run(engine, Client())
     assert client.errors == {"no": "the KV cache is in int8; the request takes no less than full"}
-    assert instance.floor_refused() == "full"
+    assert instance.load.floor_refused() == "full"
 
 
 def test_a_kv_cache_in_8_bits_counts_as_a_layer_in_int8() -> None:
@@ -130,7 +130,7 @@ def test_a_kv_cache_in_8_bits_counts_as_a_layer_in_int8() -> None:
     engine.submit("toy@w0", request("no", SYSTEM, min_precision="full"))
     client = run(engine, Client())
     assert client.errors == {"no": "the KV cache is in int8; the request takes no less than full"}
-    assert instance.floor_refused() == LOWEST, "no morph would help"
+    assert instance.load.floor_refused() == LOWEST, "no morph would help"
     serve(engine, "first", SYSTEM)
     assert serve(engine, "again", SYSTEM, min_precision="int8") == 36
     use_precision(instance, "int4")

@@ -26,9 +26,10 @@ class Clocked:
     """A rig whose reflex is asked at every boundary, on a clock of its own: a step takes 10 ms."""
 
     def __init__(self, precisions: Sequence[Precision] = PRECISIONS) -> None:
-        self.rig = Rig(num_layers=4, num_pages=60, model_len=40, precisions=precisions)
         self.at_s = 1000.0
-        self.rig.instance._clock = lambda: self.at_s
+        self.rig = Rig(
+            num_layers=4, num_pages=60, model_len=40, precisions=precisions, clock=lambda: self.at_s
+        )
         self.loop = ReflexLoop(self.rig.executor, lambda: self.at_s)
         self.events: list[Event] = []
         self.tokens: dict[str, list[int]] = {}
@@ -160,7 +161,7 @@ def test_a_budget_that_is_used_up_is_told_once_in_a_burst(clocked: Clocked) -> N
 
 def test_a_queue_for_compute_is_told_once_and_no_layer_pays_for_it(clocked: Clocked) -> None:
     clocked.grant()
-    clocked.rig.instance.prompt_rate.add(10, 1.0)  # as measured: 10 tokens in a second
+    clocked.rig.instance.load.prompt_rate.add(10, 1.0)  # as measured: 10 tokens in a second
     clocked.flood(count=2, max_tokens=2)
     clocked.boundary()
     clocked.boundary()
@@ -178,8 +179,8 @@ def test_relief_in_a_group_that_would_only_delay_the_prompts_is_withheld_and_tol
     own = clocked.rig.target.loads
     monkeypatch.setattr(clocked.rig.target, "loads", lambda: [*own(), MemberLoad()])  # and one that idles
     clocked.grant()
-    clocked.rig.instance.prompt_rate.add(200, 1.0)  # as measured: 200 tokens in a second
-    clocked.rig.instance.residence_s = 0.05
+    clocked.rig.instance.load.prompt_rate.add(200, 1.0)  # as measured: 200 tokens in a second
+    clocked.rig.instance.load.residence.add(0.05)
     clocked.flood()
     clocked.step(3)
     (event,) = clocked.events

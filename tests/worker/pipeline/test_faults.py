@@ -22,7 +22,7 @@ from bus.precisions import KVPrecision
 from tests.support.pipeline_workers import LIMITS, WAIT_S, Line, StageWorker, follow, load, release
 from worker.distributed.messages import Peer
 from worker.distributed.transport import Link
-from worker.engine.core import Output
+from worker.engine.outputs import Output
 from worker.engine.sequence import own_request
 from worker.model import ModelError
 from worker.pipeline.build import start_leading

@@ -54,7 +54,7 @@ def test_each_output_has_its_form_beside_others_that_have_none(
             assert formed == chosen(oracle, prompt(n), formed)
             assert len(formed) == n and leader.ends[f"formed {name}"] == "stop"
         leader.call(leader.engine.check_integrity)
-        assert "held" not in leader.ends and line.instance.num_waiting == 1
+        assert "held" not in leader.ends and line.instance.load.num_waiting == 1
         leader.call(grammars.release)  # nothing is in flight
         leader.wait_ends("held")
         assert leader.tokens["held"] == chosen(oracle, prompt(12), leader.tokens["held"])

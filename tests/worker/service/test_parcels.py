@@ -12,8 +12,8 @@ from bus.codec import encode
 from bus.messages import Delta, StepOutput, Submit, TokenLogprobs
 from bus.names import Names
 from tests.worker.service.test_ledger import submit
-from worker.engine.core import Output
 from worker.engine.engine import StepResult
+from worker.engine.outputs import Output
 from worker.service.ledger import Ledger
 from worker.service.parcels import ENTRY_BYTES, MOST_ENTRY_BYTES, bytes_of, parts_of
 from worker.service.publisher import OutputPublisher, Parcel

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from bus.messages import Delta, FinishReason, SamplingParams, Submit
 from bus.names import Names
 from tests.support.engine_toys import request
-from worker.engine.core import Output
 from worker.engine.engine import StepResult
+from worker.engine.outputs import Output
 from worker.service.ledger import Ledger
 from worker.service.publisher import OutputPublisher, Parcel, ResultQueue, entries_of
 

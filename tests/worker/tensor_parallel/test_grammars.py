@@ -57,7 +57,7 @@ def hold(each: list[GroupWorker], name: str) -> None:
         worker.call(partial(setattr, worker.grammars, "is_held", True))
         worker.submit(name, prompt(20 + i, 9), SHORT, form(SHORT))
         worker.check()
-        assert worker.instance.num_waiting == 1
+        assert worker.instance.load.num_waiting == 1
 
 
 def release(each: list[GroupWorker], name: str, model: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.support.engine_toys import Client, continuation, expect_no_growth, request, run, toy_engine
-from worker.engine.core import SIGN_OF_LIFE_S
+from worker.engine.signs_of_life import SIGN_OF_LIFE_S
 
 
 class Clock:
@@ -22,23 +22,22 @@ def silent_deltas(client: Client, name: str) -> list[int]:
 
 
 def test_a_prefill_of_many_chunks_gives_signs_of_life_now_and_then() -> None:
-    engine, instance = toy_engine(tokens=4, num_seqs=4)
-    instance._clock = Clock(tick_s=0.2)
+    clock = Clock(tick_s=0.2)
+    engine, _ = toy_engine(tokens=4, num_seqs=4, clock=clock)
     prompt = list(range(160))
     prompt = [token % 97 for token in prompt]
     engine.submit("toy@w0", request("long", prompt, 3))
-    began = instance._clock.now
+    began = clock.now
     client = run(engine, Client())
-    took_s = instance._clock.now - began
+    took_s = clock.now - began
     assert client.tokens["long"] == continuation(prompt, 3)
     num_signs = len(silent_deltas(client, "long")) - 1  # one said that it was admitted
     assert 1 <= num_signs <= took_s / SIGN_OF_LIFE_S
 
 
 def test_a_preempted_request_gives_signs_of_life_at_its_index() -> None:
-    engine, instance = toy_engine(num_blocks=16, num_seqs=4, tokens=16)
+    engine, instance = toy_engine(num_blocks=16, num_seqs=4, tokens=16, clock=Clock(tick_s=1.0))
     expect_no_growth(instance.scheduler)
-    instance._clock = Clock(tick_s=1.0)
     for name in ("old", "young"):
         engine.submit("toy@w0", request(name, [1, 2, 3, 4, 5], 40))
     client = run(engine, Client())
@@ -48,8 +47,7 @@ def test_a_preempted_request_gives_signs_of_life_at_its_index() -> None:
 
 
 def test_who_gets_tokens_all_the_time_gives_none() -> None:
-    engine, instance = toy_engine()
-    instance._clock = Clock(tick_s=0.2)
+    engine, _ = toy_engine(clock=Clock(tick_s=0.2))
     engine.submit("toy@w0", request("a", [1], 100))
     client = run(engine, Client())
     assert silent_deltas(client, "a") == []
