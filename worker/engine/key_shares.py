@@ -1,81 +1,21 @@
-"""The reserve for API keys that use little of their share of an instance. Pure, but for `KeyShares`.
+"""The use that API keys made of an instance lately, by which it keeps something free for some of them.
 
-The queue is fair (`worker.engine.fair_queue`), but what runs is not stopped for another key: a key with much
-load takes every row, KV block and prompt token of a step as soon as it is free, and a request of a key with
-little load finds none. So while one key uses more than its share and another less than half of its own:
-
-- Rows and KV blocks are kept free for the other, as many as its requests took at once lately.
-- Its prompts go first, and in a step that has one nothing of the first key runs.
-- In other steps few tokens of the first key's prompts run, so that a request does not find a long step begun.
-
-A key's share is its weight among those of all keys that sent a request lately, and use is counted in tokens,
-as the queue counts it. A single key has the whole as its share, so nothing is ever kept from it. Nor is
-anything where several keys all use much: none of them would gain by it. Requests without a key count for
-nobody.
-
-Keeping part of a buffer free for who is not there is a dynamic threshold (Choudhury and Hahne, "Dynamic Queue
-Length Thresholds for Shared-Memory Packet Switches", 1998); the gateway bounds its memory in the same way.
+What that is decides `worker.engine.reserve`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from worker.engine.reserve import NOTHING, KeyLoad, Reserve, reserve_of
 from worker.engine.sequence import Sequence
 
 ACTIVE_S: Final = 60.0  # a key that sent nothing for longer has no share
 MEMORY_STEPS: Final = 16  # the tokens of so many full steps count as computed lately
-LITTLE: Final = 0.5  # of its share: a key that uses less is protected
-MOST_KEPT: Final = 1 / 8  # of rows, of KV blocks
-MOST_PROMPT: Final = 1 / 8  # of the tokens of a step: what a key above its share may prefill in it
-
-
-@dataclass(frozen=True, slots=True)
-class KeyLoad:
-    """The use that one key made of an instance lately."""
-
-    weight: float
-    tokens: float  # part of the tokens computed lately, 0..1
-    num_needed: int = 0  # sequences that it had here at once, at most
-    num_blocks: int = 0  # KV blocks of its largest sequence
-    num_running: int = 0  # now
-
-
-@dataclass(frozen=True, slots=True)
-class Reserve:
-    """The rows and blocks kept from keys above their shares, for those that use little of theirs."""
-
-    above: frozenset[str] = frozenset()
-    below: frozenset[str] = frozenset()
-    num_seqs: int = 0
-    num_blocks: int = 0
-
-
-NOTHING: Final = Reserve()
-
-
-def reserve_of(uses: Mapping[str, KeyLoad], max_seqs: int, max_blocks: int) -> Reserve:
-    """Decide what an instance with so many rows and KV blocks keeps free, by the uses of its active keys."""
-    weights = sum(use.weight for use in uses.values())
-    above = frozenset(key for key, use in uses.items() if use.tokens * weights > use.weight)
-    below = frozenset(key for key, use in uses.items() if use.tokens * weights < LITTLE * use.weight)
-    if not (above and below):
-        return NOTHING
-    num_seqs = num_blocks = 0
-    for use in map(uses.__getitem__, below):
-        missing = max(0, use.num_needed - use.num_running)
-        num_seqs += missing
-        num_blocks += missing * use.num_blocks
-    return Reserve(
-        above,
-        below,
-        min(num_seqs, int(MOST_KEPT * max_seqs)),
-        min(num_blocks, int(MOST_KEPT * max_blocks)),
-    )
 
 
 @dataclass(slots=True)
@@ -93,7 +33,10 @@ class _Key:
 
 
 class KeyShares:
-    """Owner of the counts for each key. Its clock is the newest arrival, and for tokens their own number."""
+    """Owner of the counts for each key, and of the reserve that follows from them.
+
+    Its clock is the newest arrival, and for tokens their own number.
+    """
 
     def __init__(self, memory_tokens: int) -> None:
         """memory_tokens: of so many tokens ago the weight is 1/e."""
@@ -101,10 +44,13 @@ class KeyShares:
         self._keys: dict[str, _Key] = {}
         self._num_tokens = 0.0
         self._newest = -math.inf
+        self._reserve: Reserve | None = None  # None: to be decided anew
 
     def enter(self, seq: Sequence, num_blocks: int) -> None:
-        """Note a request with a key that came; it is expected to hold so many KV blocks in the end."""
-        key = seq.request.key
+        """Note a request that came; with a key, it is expected to hold so many KV blocks in the end."""
+        self._reserve = None
+        if not (key := seq.request.key):
+            return
         one = self._keys.setdefault(key, _Key(seq.request.weight, seq.arrived, counted_at=self._num_tokens))
         one.weight, one.arrived = seq.request.weight, max(one.arrived, seq.arrived)
         self._newest = max(self._newest, one.arrived)
@@ -116,6 +62,7 @@ class KeyShares:
 
     def leave(self, seq: Sequence) -> None:
         """Note that a request is here no more."""
+        self._reserve = None
         if seq.request.key:
             self._keys[seq.request.key].num_here -= 1
 
@@ -150,6 +97,20 @@ class KeyShares:
             )
             for key, one in self._keys.items()
         }
+
+    def begin_step(self) -> None:
+        """Decide the reserve anew for the next step."""
+        self._reserve = None
+
+    def reserve(self, running: Iterable[Sequence], max_seqs: int, max_blocks: int) -> Reserve:
+        """Return the reserve of an instance with so many rows and KV blocks.
+
+        It holds for a step, unless a request comes or leaves.
+        """
+        if self._reserve is None:
+            uses = self.uses(running)
+            self._reserve = reserve_of(uses, max_seqs, max_blocks) if uses else NOTHING
+        return self._reserve
 
     def check_integrity(self, here: Iterable[Sequence]) -> None:
         """Raise AssertionError unless the keys are counted with the requests that are here."""

@@ -9,7 +9,7 @@ Sarathi-Serve (OSDI '24, decodes first, prefills fill the rest of the token budg
 2.  Prefills share what is left of the token budget, oldest first.
 3.  Admission is fair by tokens between API keys, and first come, first served within one
     (`worker.engine.fair_queue`). While some keys use more than their share and others little of theirs, rows,
-    blocks and tokens are kept from the former for the latter (`worker.engine.key_shares`), whose prompts go
+    blocks and tokens are kept from the former for the latter (`worker.engine.reserve`), whose prompts go
     first, in a step without the former.
     When the head does not fit, nothing passes it. A sequence is admitted when there are blocks for all its
     known tokens and one spare block for each running sequence, and when the blocks suffice for the peak of
@@ -40,7 +40,8 @@ import numpy as np
 from bus.precisions import Precision, is_below, lowest
 from worker.engine.fair_queue import FairQueue
 from worker.engine.growth import OutputLengths, peak_blocks
-from worker.engine.key_shares import MEMORY_STEPS, MOST_PROMPT, NOTHING, KeyShares, Reserve, reserve_of
+from worker.engine.key_shares import MEMORY_STEPS, KeyShares
+from worker.engine.reserve import Reserve
 from worker.engine.sequence import Limits, Sequence
 from worker.memory import BlockAllocator
 
@@ -107,7 +108,6 @@ class Scheduler:
         self.blocks = blocks
         self.waiting = FairQueue()
         self.shares = KeyShares(MEMORY_STEPS * limits.max_num_batched_tokens)
-        self._reserve: Reserve | None = None  # None: to be decided anew
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
         self.num_blocks_aside = 0  # blocks in use by no sequence here
@@ -127,9 +127,7 @@ class Scheduler:
         self._needed_at = -1
         self._choose_rope(seq)
         self.waiting.add(seq)
-        if seq.request.key:
-            self.shares.enter(seq, self._num_blocks_in_the_end(seq))
-        self._reserve = None
+        self.shares.enter(seq, self._num_blocks_in_the_end(seq) if seq.request.key else 0)
 
     def remove(self, seq: Sequence) -> None:
         """Forget a finished or cancelled sequence and free its blocks. Raises ValueError for a stranger."""
@@ -139,7 +137,7 @@ class Scheduler:
             self._free(seq)
         else:
             self.waiting.remove(seq)
-        self._on_left(seq)
+        self.shares.leave(seq)
 
     def schedule(self, max_tokens: int | None = None, max_decodes: int | None = None) -> SchedulerOutput:
         """Choose the next step.
@@ -149,7 +147,7 @@ class Scheduler:
         """
         output = SchedulerOutput()
         max_tokens = self.limits.max_num_batched_tokens if max_tokens is None else max_tokens
-        self._reserve = None
+        self.shares.begin_step()
         self._restart_outgrown(output)
         self._find_blocks(output)
         max_decodes = max_tokens if max_decodes is None else min(max_tokens, max_decodes)
@@ -209,29 +207,20 @@ class Scheduler:
 
     @property
     def reserve(self) -> Reserve:
-        """The reserve kept from some API keys for others; it holds for a step."""
-        if self._reserve is None:
-            uses = self.shares.uses(self.running)
-            max_blocks = self.blocks.capacity
-            self._reserve = reserve_of(uses, self._max_running, max_blocks) if uses else NOTHING
-        return self._reserve
-
-    def _kept_from(self, seq: Sequence) -> Reserve:
-        return self.reserve if seq.request.key in self.reserve.above else NOTHING
+        """The part that is kept from some API keys for others; it holds for a step."""
+        return self.shares.reserve(self.running, self._max_running, self.blocks.capacity)
 
     @property
     def head(self) -> Sequence:
-        """The next to be admitted: keys above their shares come last. Raises IndexError if nothing waits."""
-        above = self.reserve.above
-        found = self.waiting.first_without(above) if above else None
-        return found or self.waiting.head
+        """The next to be admitted. Raises IndexError if nothing waits."""
+        return self.reserve.head(self.waiting)
 
     @property
     def may_admit(self) -> bool:
         """True if a sequence waits and the batch has a row for it: only blocks may be missing."""
         if not self.waiting:
             return False
-        return len(self.running) < self._max_running - self._kept_from(self.head).num_seqs
+        return len(self.running) < self._max_running - self.reserve.kept_from(self.head).num_seqs
 
     @property
     def can_admit(self) -> bool:
@@ -273,7 +262,7 @@ class Scheduler:
         needed = seq.num_blocks_needed(self.limits.block_tokens) - self._num_held(cached)
         if not self.running:
             return needed - num_free
-        num_free -= self._kept_from(seq).num_blocks
+        num_free -= self.reserve.kept_from(seq).num_blocks
         spare = needed + len(self.running) - num_free
         return max(spare, self._peak([(seq, cached)]) - len(self._holders) - num_free)
 
@@ -373,18 +362,18 @@ class Scheduler:
                 self._needed_at = -1
                 self.running.remove(seq)
                 self._free(seq)
-                self._on_left(seq)
+                self.shares.leave(seq)
                 output.rejected.append((seq, self._too_long(seq)))
 
     @property
     def _paused(self) -> Collection[str]:
         """The keys whose sequences do not decode in a step that has a prompt of a key far below its share."""
-        below = self.reserve.below
-        if not below:
+        reserve = self.reserve
+        if not reserve.below:
             return ()
-        is_next = bool(self.waiting) and self.head.request.key in below and self.can_admit
-        begun = (seq.request.key in below for seq in self.running if seq.num_uncomputed_tokens > 1)
-        return self.reserve.above if is_next or any(begun) else ()
+        is_next = bool(self.waiting) and reserve.is_below(self.head) and self.can_admit
+        begun = (reserve.is_below(seq) for seq in self.running if seq.num_uncomputed_tokens > 1)
+        return reserve.above if is_next or any(begun) else ()
 
     def _run_decodes(self, output: SchedulerOutput, max_tokens: int, paused: Collection[str]) -> None:
         decoding = [seq for seq in self.running if seq.num_uncomputed_tokens == 1]
@@ -399,19 +388,19 @@ class Scheduler:
     def _run_prompts(self, output: SchedulerOutput, max_tokens: int) -> None:
         """Run prompts; those of keys above their shares last, few of their tokens, or none."""
         reserve = self.reserve
-        above = reserve.above
-        others = [seq for seq in self.running if seq.request.key not in above] if above else self.running
+        if not reserve.above:
+            self._run_prefills(output, max_tokens, self.running)
+            self._admit(output, max_tokens)
+            return
+        others = [seq for seq in self.running if not reserve.is_above(seq)]
         self._run_prefills(output, max_tokens, others)
-        self._admit(output, max_tokens, above)
-        if not above:
-            return
+        self._admit(output, max_tokens, reserve.above)
         prompts = (chunk.seq for chunk in output.chunks if chunk.num_tokens > 1)
-        if any(seq.request.key in reserve.below for seq in prompts):
-            return
-        most = max(1, int(MOST_PROMPT * self.limits.max_num_batched_tokens))
-        max_tokens = min(max_tokens, output.num_tokens + most)
-        self._run_prefills(output, max_tokens, [seq for seq in self.running if seq.request.key in above])
-        self._admit(output, max_tokens)
+        most = reserve.most_prompt_tokens(prompts, self.limits.max_num_batched_tokens)
+        if most:
+            max_tokens = min(max_tokens, output.num_tokens + most)
+            self._run_prefills(output, max_tokens, list(filter(reserve.is_above, self.running)))
+            self._admit(output, max_tokens)
 
     def _run_prefills(self, output: SchedulerOutput, max_tokens: int, seqs: Seq[Sequence]) -> None:
         for seq in seqs:
@@ -431,7 +420,7 @@ class Scheduler:
             needed = seq.num_blocks_needed(self.limits.block_tokens)
             if needed > self.blocks.capacity:
                 self._pop(seq)
-                self._on_left(seq)
+                self.shares.leave(seq)
                 output.rejected.append((seq, self._too_long(seq)))
                 continue
             if budget == 0:
@@ -454,10 +443,6 @@ class Scheduler:
     def _pop(self, seq: Sequence) -> None:
         self._needed_at = -1
         self.waiting.pop(seq)
-
-    def _on_left(self, seq: Sequence) -> None:
-        self._reserve = None
-        self.shares.leave(seq)
 
     def _charge(self, seq: Sequence, num_tokens: int) -> None:
         self.waiting.charge(seq, num_tokens)

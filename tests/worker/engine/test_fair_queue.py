@@ -5,24 +5,16 @@ from __future__ import annotations
 import random
 import timeit
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.messages import SamplingParams
+from tests.support.scheduler_steps import keyed, step
 from worker.engine.fair_queue import MOST_IDLE_KEYS, FairQueue
 from worker.engine.scheduler import Scheduler
-from worker.engine.sequence import Limits, Sequence, own_request
+from worker.engine.sequence import Limits, Sequence
 from worker.memory import BlockAllocator
-
-
-def sequence(
-    name: str, key: str = "", prompt: int = 4, output: int = 4, weight: float = 1.0, arrived: float = 0.0
-) -> Sequence:
-    request = own_request(name, list(range(prompt)), SamplingParams(max_tokens=output, seed=0))
-    return Sequence(replace(request, key=key, weight=weight), arrived)
 
 
 def names(queue: FairQueue) -> list[str]:
@@ -33,31 +25,18 @@ def scheduler(num_seqs: int = 4, tokens: int = 64, blocks: int = 400) -> Schedul
     return Scheduler(Limits(num_seqs, tokens, 1000, 4), BlockAllocator(blocks, range(blocks)))
 
 
-def step(planner: Scheduler) -> list[Sequence]:
-    """Run one step as the engine does. Returns the sequences that were admitted in it."""
-    plan = planner.schedule()
-    sampling = [chunk.seq for chunk in plan.chunks if chunk.samples]
-    planner.commit(plan.chunks)
-    for seq in sampling:
-        seq.token_ids.append(1)
-        if seq.num_output == seq.request.sampling.max_tokens:
-            planner.remove(seq)
-    planner.check_integrity()
-    return plan.admitted
-
-
 def steps_until_begun(num_heavy: int) -> list[int]:
     """Return how many steps each of 20 requests of a light key waits beside a heavy key's queue."""
     planner, chance, waits = scheduler(), random.Random(0), []
     for number in range(num_heavy):
-        planner.add(sequence(f"h{number}", "heavy", chance.randint(1, 60), chance.randint(1, 30)))
+        planner.add(keyed(f"h{number}", "heavy", chance.randint(1, 60), chance.randint(1, 30)))
     chance = random.Random(1)
     for number in range(20):
         for _ in range(chance.randint(0, 10)):
             step(planner)
-        light = sequence(f"l{number}", "light", 8, 4)
+        light = keyed(f"l{number}", "light", 8, 4)
         planner.add(light)
-        waits.append(next(count for count in range(10_000) if light in step(planner)))
+        waits.append(next(count for count in range(10_000) if light in step(planner).plan.admitted))
     return waits
 
 
@@ -70,10 +49,10 @@ def test_in_one_line_the_same_requests_would_wait_for_the_whole_queue() -> None:
     """Hold what the test before stands for: with one key for all, the light requests come last."""
     planner = scheduler()
     for number in range(100):
-        planner.add(sequence(f"h{number}", prompt=30, output=15))
-    light = sequence("light")
+        planner.add(keyed(f"h{number}", prompt=30, output=15))
+    light = keyed("light")
     planner.add(light)
-    assert next(count for count in range(10_000) if light in step(planner)) > 300
+    assert next(count for count in range(10_000) if light in step(planner).plan.admitted) > 300
 
 
 @settings(deadline=None)
@@ -83,11 +62,11 @@ def test_within_a_key_and_without_keys_the_first_to_come_is_the_first_to_begin(
 ) -> None:
     planner, order = scheduler(), list[Sequence]()
     for number, (key, prompt, output) in enumerate(requests):
-        planner.add(sequence(f"{key}{number}", key, prompt, output))
+        planner.add(keyed(f"{key}{number}", key, prompt, output))
     for _ in range(10_000):
         if not (planner.waiting or planner.running):
             break
-        order += step(planner)
+        order += step(planner).plan.admitted
     assert len(order) == len(requests), "each begins once"
     for key in "abc":
         begun = [int(seq.request.request_id[1:]) for seq in order if seq.request.key == key]
@@ -106,7 +85,7 @@ def test_keys_that_wait_get_tokens_by_their_weights(sizes: list[int], weight: fl
     weights = {"a": 1.0, "b": weight}
     for number, size in enumerate(sizes):
         key = "ab"[number % 2]
-        queue.add(sequence(f"{number}", key, size, weight=weights[key]))
+        queue.add(keyed(f"{number}", key, size, weight=weights[key]))
     for _ in range(num_served):
         seq = queue.pop()
         queue.charge(seq, seq.num_prompt)
@@ -120,11 +99,11 @@ def test_keys_that_wait_get_tokens_by_their_weights(sizes: list[int], weight: fl
 def test_a_key_saves_nothing_up_while_it_is_away() -> None:
     queue = FairQueue()
     for number in range(40):
-        queue.add(sequence(f"a{number}", "a", 10))
+        queue.add(keyed(f"a{number}", "a", 10))
     for _ in range(20):
         queue.charge(queue.pop(), 10)
     for number in range(20):
-        queue.add(sequence(f"b{number}", "b", 10))
+        queue.add(keyed(f"b{number}", "b", 10))
     order = []
     for _ in range(20):
         seq = queue.pop()
@@ -136,7 +115,7 @@ def test_a_key_saves_nothing_up_while_it_is_away() -> None:
 
 def test_what_ran_before_goes_first_and_is_not_charged_again() -> None:
     queue = FairQueue()
-    first, second, other = sequence("first", "a"), sequence("second", "a"), sequence("other", "b")
+    first, second, other = keyed("first", "a"), keyed("second", "a"), keyed("other", "b")
     queue.add(first)
     queue.add(second)
     assert queue.pop() is first
@@ -153,14 +132,14 @@ def test_what_ran_before_goes_first_and_is_not_charged_again() -> None:
 
 def test_a_recomputed_prompt_is_charged_once() -> None:
     planner = Scheduler(Limits(4, 64, 1000, 4), BlockAllocator(8, range(8)))
-    seq = sequence("one", "a", prompt=20)
+    seq = keyed("one", "a", prompt=20)
     planner.add(seq)
     step(planner)
     planner.restart(BlockAllocator(8, range(8)))
     while planner.waiting or planner.running:
         step(planner)
-    late = sequence("late", "b")
-    planner.waiting.add(sequence("again", "a"))
+    late = keyed("late", "b")
+    planner.waiting.add(keyed("again", "a"))
     planner.waiting.add(late)
     assert planner.waiting.head is late
     planner.waiting.charge(late, 25)  # 20 tokens of the prompt and 4 of the output, and one more
@@ -170,25 +149,25 @@ def test_a_recomputed_prompt_is_charged_once() -> None:
 def test_the_queue_is_read_by_arrival_and_a_request_leaves_from_its_middle() -> None:
     queue = FairQueue()
     for number in range(6):
-        queue.add(sequence(f"{number}", "ab"[number % 2], arrived=float(number)))
+        queue.add(keyed(f"{number}", "ab"[number % 2], arrived=float(number)))
     assert names(queue) == list("012345")
     assert [seq.request.request_id for seq in reversed(queue)] == list("543210")
     queue.remove(next(seq for seq in queue if seq.request.request_id == "3"))
     assert names(queue) == list("01245") and len(queue) == 5
     alone = FairQueue()
     for number in range(3):
-        alone.add(sequence(f"{number}"))
-    alone.put_back(sequence("back"))
+        alone.add(keyed(f"{number}"))
+    alone.put_back(keyed("back"))
     assert [seq.request.request_id for seq in reversed(alone)] == ["2", "1", "0", "back"]
 
 
 def test_keys_that_wait_for_nothing_are_forgotten() -> None:
     queue = FairQueue()
-    queue.add(sequence("stays", "stays"))
+    queue.add(keyed("stays", "stays"))
     for number in range(MOST_IDLE_KEYS + 1):
-        queue.add(sequence("x", f"key{number}"))
+        queue.add(keyed("x", f"key{number}"))
         queue.remove(next(seq for seq in reversed(queue) if seq.request.request_id == "x"))
-    queue.add(sequence("last", "last"))
+    queue.add(keyed("last", "last"))
     queue.pop()
     assert len(queue._lines) <= 2
 
@@ -197,10 +176,10 @@ def test_a_step_costs_by_the_keys_that_wait_and_not_by_those_that_are_known() ->
     def seconds(num_idle: int) -> float:
         queue = FairQueue()
         for number in range(num_idle):
-            queue.add(sequence("x", f"key{number}"))
+            queue.add(keyed("x", f"key{number}"))
             queue.pop()
         for number in range(4):
-            queue.add(sequence("busy", f"busy{number}"))
+            queue.add(keyed("busy", f"busy{number}"))
 
         def step() -> None:
             for _ in range(5):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from bus.messages import SamplingParams
 from tests.support.engine_toys import expect_no_growth
+from tests.support.scheduler_steps import step
 from worker.engine.scheduler import BURST_S, Scheduler, SchedulerOutput
 from worker.engine.sequence import Limits, Sequence, own_request
 from worker.memory import BlockAllocator
@@ -23,22 +24,6 @@ def make(capacity: int, num_seqs: int = 4, tokens: int = 16, block_tokens: int =
 def sequence(name: str, prompt: int, max_tokens: int = 8) -> Sequence:
     sampling = SamplingParams(max_tokens=max_tokens, seed=0)
     return Sequence(own_request(name, list(range(prompt)), sampling))
-
-
-def step(scheduler: Scheduler) -> tuple[SchedulerOutput, list[Sequence]]:
-    """Plan, run and finish what is due, the way the engine does."""
-    plan = scheduler.schedule()
-    sampling = [chunk.seq for chunk in plan.chunks if chunk.samples]
-    scheduler.commit(plan.chunks)
-    done = []
-    for seq in sampling:
-        seq.token_ids.append(1000 + seq.num_output)
-        if seq.num_output == seq.request.sampling.max_tokens:
-            scheduler.remove(seq)
-            scheduler.lengths.add(seq.num_output)
-            done.append(seq)
-    scheduler.check_integrity()
-    return plan, done
 
 
 def names(plan: SchedulerOutput) -> dict[str, int]:
