@@ -10,8 +10,9 @@ from bus.messages import Delta, StepOutput
 from gateway.delivery.request import GenerationRequest
 from gateway.errors import engine_error
 from gateway.openai.call import WholeCompletion
+from gateway.openai.fields import DescribedAs
 from gateway.openai.formats import to_json
-from gateway.openai.params import CompletionBody, DescribedAs, Prompts, ServedBody
+from gateway.openai.params import CompletionBody, Prompts, ServedBody
 
 Encoding = Literal["float", "base64"]
 

@@ -5,7 +5,6 @@ Fields that do nothing are dropped, unsupported ones refused by name, the rest v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -14,23 +13,9 @@ from pydantic import ValidationError
 
 from gateway.errors import ApiError, invalid, too_long, unsupported
 from gateway.openai.json_body import json_object
-from gateway.openai.params import (
-    ELSEWHERE,
-    HARMLESS,
-    MAX_PROMPTS,
-    REASONS,
-    UNSUPPORTED,
-    ChatBody,
-    ChoicesBody,
-    CompletionBody,
-    NamedTool,
-    SamplingBody,
-    ServedBody,
-    StreamOptions,
-    ToolChoice,
-)
+from gateway.openai.params import MAX_PROMPTS, SamplingBody, ServedBody
 from gateway.openai.problems import first_problem, shown
-from gateway.openai.responses import ResponsesBody
+from gateway.openai.unsupported import ELSEWHERE, HARMLESS, UNSUPPORTED
 
 B = TypeVar("B", bound=ServedBody)
 
@@ -47,7 +32,7 @@ def parse(kind: type[B], data: bytes) -> B:
         body = kind.model_validate(given)
     except ValidationError as error:
         raise first_problem(error) from None
-    _check_together(body)
+    body.check_together()
     return body
 
 
@@ -99,8 +84,8 @@ def _is_harmless(name: str, value: Any) -> bool:
 def _unknown(name: str, kind: type[ServedBody]) -> ApiError:
     if name in ELSEWHERE and issubclass(kind, SamplingBody):
         return unsupported(name, f"{name} belongs to {ELSEWHERE[name]}")
-    if name in UNSUPPORTED:
-        why = f": {REASONS[name]}" if name in REASONS else ""
+    if one := UNSUPPORTED.get(name):
+        why = f": {one.why}" if one.why else ""
         return unsupported(name, f"{name} is not supported here{why}{_best_value(name)}")
     name = name[:200]
     near = get_close_matches(name.lower(), kind.model_fields, n=1)
@@ -111,46 +96,3 @@ def _unknown(name: str, kind: type[ServedBody]) -> ApiError:
 def _best_value(name: str) -> str:
     values = [msgspec.json.encode(value).decode() for value in HARMLESS.get(name, ())]
     return f"; leave it out or send {' or '.join(values)}" if values else "; leave it out"
-
-
-def _check_together(body: ServedBody) -> None:
-    if isinstance(body, ChoicesBody) and body.stream_options != StreamOptions() and not body.stream:
-        raise invalid("stream_options is only allowed with stream: true", "stream_options")
-    has_floor = body.min_precision is not None or body.max_loss is not None
-    if not body.min_precision_wait and not has_floor:
-        raise invalid("min_precision_wait needs min_precision or max_loss", "min_precision_wait")
-    if isinstance(body, ChatBody):
-        if body.top_logprobs is not None and not body.logprobs:
-            raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
-        old, new = body.max_tokens, body.max_completion_tokens
-        if old is not None and new is not None and old != new:
-            message = f"max_tokens is {old} and max_completion_tokens {new}; send one"
-            raise invalid(message, "max_completion_tokens")
-        names = [tool.function.name for tool in body.tools]
-        _check_choice(body.tool_choice, names, "tool_choice.function.name")
-    elif isinstance(body, ResponsesBody):
-        _check_choice(body.chat_choice, [tool.name for tool in body.tools], "tool_choice.name")
-    elif isinstance(body, CompletionBody):
-        if body.max_tokens == 0 and not body.echo:
-            raise invalid("max_tokens must be at least 1 (0 only with echo: true)", "max_tokens")
-        if body.num_samples < body.n:
-            message = f"best_of is {body.best_of} and n is {body.n}; send at least n, or leave best_of out"
-            raise invalid(message, "best_of")
-        if body.is_ranked and body.stream:
-            message = (
-                f"best_of is {body.best_of} and n is {body.n}, so the choices are known at the end only; "
-                "leave stream or best_of out"
-            )
-            raise invalid(message, "best_of")
-
-
-def _check_choice(choice: ToolChoice, names: Sequence[str], where: str) -> None:
-    """Refuse the choice of a tool that there is not. `where`: the path of its name. Raises ApiError 400."""
-    if not names and (choice == "required" or isinstance(choice, NamedTool)):
-        raise invalid(
-            "tool_choice asks for a call, and there are no tools to call; send tools", "tool_choice"
-        )
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        known = ", ".join(names)[:500]
-        message = f"{where} is {shown(choice.function.name)}; the tools are {known}"
-        raise invalid(message, where)

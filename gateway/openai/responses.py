@@ -18,31 +18,20 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from bus.fields import MAX_COUNT
-from gateway.openai.params import (
-    MAX_MESSAGES,
-    MAX_PARTS,
+from gateway.openai.fields import Body, JsonSchema, OnlyFalse, between, or_text
+from gateway.openai.forms import JsonSchemaFormat, ResponseFormat
+from gateway.openai.messages import MAX_MESSAGES, MAX_PARTS, CalledFunction, Message, TextPart, ToolCall
+from gateway.openai.params import ChatBody, Metadata, SamplingBody
+from gateway.openai.sampling import sampling
+from gateway.openai.tools.declarations import (
     MAX_TOOLS,
-    Body,
-    CalledFunction,
-    ChatBody,
     FunctionSpec,
     FunctionTool,
-    JsonSchema,
-    JsonSchemaFormat,
-    Message,
-    Metadata,
     NamedFunction,
     NamedTool,
-    OnlyFalse,
-    ResponseFormat,
-    SamplingBody,
-    TextPart,
-    ToolCall,
     ToolChoice,
-    between,
-    or_text,
+    check_choice,
     refuse_namesakes,
-    sampling,
 )
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -297,6 +286,10 @@ class ResponsesBody(SamplingBody):
         """The choice of a tool as the answer repeats it."""
         choice = self.tool_choice
         return choice if isinstance(choice, str) else {"type": choice.type, "name": choice.name}
+
+    def check_together(self) -> None:
+        super().check_together()
+        check_choice(self.chat_choice, [tool.name for tool in self.tools], "tool_choice.name")
 
     def as_call(self) -> ChatBody:
         """Return the chat that this asks for: whatever a chat can do is said in a chat's fields here."""

@@ -11,7 +11,7 @@ from pydantic import Field as Limits
 from bus.fields import Field
 from bus.messages import Part
 from bus.precisions import Precision
-from gateway.openai.params import PERCENT, PERCENT_TEXT, Body, between, or_text
+from gateway.openai.fields import PERCENT, PERCENT_TEXT, Body, between, or_text
 
 
 def body_type(name: str, declared: Iterable[Field], *, takes_null: bool = True, **more: Any) -> type[Body]:

@@ -26,7 +26,7 @@ from bus.deployments import (
 from bus.errors import meant
 from bus.fields import MAX_COUNT
 from gateway.errors import ApiError, invalid, not_found
-from gateway.openai.params import Body, DescribedAs, between
+from gateway.openai.fields import Body, DescribedAs, between
 from gateway.openai.problems import shown
 from gateway.operations import answers, orders
 from gateway.operations.answers import Here, allowed, json_answer, new_id

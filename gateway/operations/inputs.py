@@ -10,7 +10,7 @@ from fastapi import Request
 from pydantic import BaseModel
 
 from bus.morphs import ManualOrder
-from gateway.openai.params import Body
+from gateway.openai.fields import Body
 from gateway.operations import orders
 from gateway.operations.answers import Here, body_of
 

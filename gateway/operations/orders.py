@@ -22,8 +22,8 @@ from bus.morphs import (
 )
 from gateway.delivery.cluster import Cluster, PlacedInstance
 from gateway.errors import ApiError, invalid, not_found, unavailable
+from gateway.openai.fields import Body
 from gateway.openai.json_body import json_object
-from gateway.openai.params import Body
 from gateway.openai.problems import first_problem
 from gateway.operations.bodies import body_type
 

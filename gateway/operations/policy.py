@@ -10,7 +10,7 @@ from pydantic import Field as Limits
 from bus.client import Bus
 from bus.policy import FIELDS, Policy
 from gateway.errors import ApiError, invalid
-from gateway.openai.params import Body, between
+from gateway.openai.fields import Body, between
 from gateway.operations.bodies import body_type
 
 TRIES = 5  # against writers elsewhere

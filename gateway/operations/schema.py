@@ -15,13 +15,13 @@ from starlette.responses import Response
 from bus.version import program_version
 from gateway.http.paced import PacedResponse
 from gateway.openai.answer_types import ErrorAnswer
+from gateway.openai.fields import Body, JsonSchema
 from gateway.openai.formats import to_json
-from gateway.openai.params import HARMLESS, Body, SamplingBody, ServedBody
+from gateway.openai.params import SamplingBody, ServedBody
+from gateway.openai.unsupported import HARMLESS
 from gateway.operations.answers import allowed
 from gateway.operations.inputs import BodyOf, OrderOf, QueryOf, answering
 from gateway.operations.public import READ, page, with_key
-
-JsonSchema = dict[str, Any]
 
 JSON: Final = "application/json"
 REF: Final = "#/components/schemas/{model}"

@@ -10,8 +10,9 @@ from starlette.responses import Response
 
 from gateway.errors import invalid
 from gateway.openai.answer_types import DetokenizeAnswer, TokenizeAnswer
+from gateway.openai.fields import Body, OnlyTrue, TokenId
 from gateway.openai.intake import check_ids, refuse_if_long
-from gateway.openai.params import MAX_MESSAGES, Body, Message, OnlyTrue, TokenId
+from gateway.openai.messages import MAX_MESSAGES, Message
 from gateway.operations.answers import Here, json_answer
 from gateway.operations.inputs import BodyOf, answering
 from gateway.operations.public import with_key

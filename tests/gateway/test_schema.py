@@ -31,7 +31,9 @@ from gateway.openai.answer_types import (
     TokenizeAnswer,
     VersionAnswer,
 )
-from gateway.openai.params import HARMLESS, Between, Body, SamplingBody
+from gateway.openai.fields import Between, Body
+from gateway.openai.params import SamplingBody
+from gateway.openai.unsupported import HARMLESS
 from gateway.operations import schema
 from gateway.operations.inputs import BodyOf, OrderOf, QueryOf
 from tests.support.gateway_harness import BODY, Gate, running

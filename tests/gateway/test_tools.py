@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from bus.grammars import problem
 from bus.settings import RedisSettings
 from gateway.openai.answer_types import ChatAnswer, ChatChunk
-from gateway.openai.params import FunctionTool
+from gateway.openai.tools.declarations import FunctionTool
 from gateway.openai.tools.forced import calls_grammar
 from gateway.openai.tools.formats import TOOL_FORMATS
 from tests.support import tiny_model

@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from bus.messages import Grammar
-from gateway.openai.params import FunctionTool
+from gateway.openai.tools.declarations import FunctionTool
 from gateway.openai.tools.formats import ToolFormat
 
 _REFERENCES: Final = ("$ref", "$dynamicRef")

@@ -8,9 +8,10 @@ from typing import Any, Final
 
 from bus.messages import Grammar
 from gateway.errors import invalid
-from gateway.openai.params import ChatBody, FunctionTool, NamedTool
+from gateway.openai.params import ChatBody
 from gateway.openai.structured import problem_of
 from gateway.openai.tools.answer import AnswerForm
+from gateway.openai.tools.declarations import FunctionTool, NamedTool
 from gateway.openai.tools.forced import calls_grammar, parameters_grammar
 from gateway.openai.tools.formats import FORCED, TOOL_FORMATS, ToolFormat, thought_of, tool_format_of
 from gateway.text.template import ChatTemplate
