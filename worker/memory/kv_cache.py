@@ -191,6 +191,7 @@ class KVCache:
         """
         if pages_per_layer == 0:
             return
+        self._check_settled()
         self._check_free(pages_per_layer)
         before = self.pages_per_layer
         self._resize(before, before + pages_per_layer)
@@ -199,8 +200,10 @@ class KVCache:
     def begin_growth(self, pages_per_layer: int) -> None:
         """Take so many more pages for every layer; another thread maps them (`PagePool.beside`).
 
-        `end_growth` must follow before the cache changes otherwise. Raises OutOfPages and MappingFailed.
+        `end_growth` must follow before the cache changes otherwise, which it refuses until then. Raises
+        OutOfPages and MappingFailed.
         """
+        self._check_settled()
         self._check_free(pages_per_layer)
         end = self.pages_per_layer + pages_per_layer
         is_wanted = np.arange(self._ranges[0].num_pages) < end
@@ -243,6 +246,14 @@ class KVCache:
         for layer in self._ranges:
             layer.map_claimed(end_bytes)
 
+    def _check_settled(self) -> None:
+        """Raise BrokenInvariant while the pages of a growth are not counted: their number is not known."""
+        if self._growth:
+            raise BrokenInvariant(
+                f"{self.owner} KV cache: it grows to {self._growth.end} pages per layer, and cannot change"
+                " otherwise before end_growth"
+            )
+
     def _check_free(self, pages_per_layer: int) -> None:
         needed, free = pages_per_layer * len(self._ranges), self.pool.num_free
         if needed > free:
@@ -260,6 +271,7 @@ class KVCache:
         """
         if pages_per_layer == 0:
             return
+        self._check_settled()
         before = self.pages_per_layer
         after = before - pages_per_layer
         if after < 0:
@@ -310,6 +322,7 @@ class KVCache:
 
         Raises BlocksInUse, changing nothing, where fewer do not hold a block in use.
         """
+        self._check_settled()
         before, after = self.block_bytes, self._block_bytes(precision)
         if after > before:
             self.allocator.truncate(self.blocks_as(precision))
@@ -340,6 +353,7 @@ class KVCache:
         """
         if self._precisions[index] == precision:
             return
+        self._check_settled()
         held = sorted(self.allocator.held if blocks is None else blocks, reverse=precision == "full")
         target = self._view(index, precision)
         before, after = self._at(self.layers[index], degree), self._at(target, degree)

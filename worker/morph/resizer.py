@@ -134,6 +134,11 @@ class KVResizer:
             self.own_pages += pages * self.num_layers
             raise
 
+    def _settled(self) -> KVCache:
+        """Return the cache, which may change: a growth that was begun has ended. Raises MappingFailed."""
+        self.end_growth()
+        return self.cache
+
     def own_all(self) -> None:
         """Count all its pages as its own, after an order; a stage goes on to miss what the others have."""
         if not self._is_stage:
@@ -141,9 +146,9 @@ class KVResizer:
 
     def keep(self, num_blocks: int) -> None:
         """Unmap what is not needed for `num_blocks`; the pages stay its own."""
-        self.end_growth()
-        pages = max(0, self.cache.pages_per_layer - self.cache.pages_for(num_blocks))
-        self.cache.shrink(pages)
+        cache = self._settled()
+        pages = max(0, cache.pages_per_layer - cache.pages_for(num_blocks))
+        cache.shrink(pages)
         self.own_pages += pages * self.num_layers
 
     def lend(self, pages_per_layer: int) -> None:
@@ -151,15 +156,14 @@ class KVResizer:
 
         Sequences keep all they had.
         """
-        self.end_growth()
-        self.vacate(self.cache.blocks_in(self.cache.pages_per_layer - pages_per_layer))
-        self.cache.shrink(pages_per_layer)
+        cache = self._settled()
+        self.vacate(cache.blocks_in(cache.pages_per_layer - pages_per_layer))
+        cache.shrink(pages_per_layer)
         self.num_lent += pages_per_layer
 
     def borrow(self, pages_per_layer: int) -> None:
         """Take pages of another model, or its own again. Raises as `KVCache.grow` does."""
-        self.end_growth()
-        self.cache.grow(pages_per_layer)
+        self._settled().grow(pages_per_layer)
         self.num_lent -= pages_per_layer
 
     def wanted_blocks(self) -> int:
@@ -195,28 +199,28 @@ class KVResizer:
 
         The pages of a swap are the cache's own, those of an order are not.
         """
-        self.end_growth()
+        cache = self._settled()
         if isinstance(action, GrowKV) and action.purpose == "swap" and self.grows_beside:
-            self.cache.begin_growth(action.pages)
+            cache.begin_growth(action.pages)
             self._growing = action.pages
         elif isinstance(action, GrowKV):
-            self.cache.grow(action.pages)
+            cache.grow(action.pages)
         else:
             self._move(action.moves)
         if isinstance(action, ShrinkKV):
-            self.cache.shrink(action.pages)
+            cache.shrink(action.pages)
         if not isinstance(action, MoveBlocks) and action.purpose == "swap":
             pages = action.pages * self.num_layers
             self.own_pages += pages if isinstance(action, ShrinkKV) else -pages
 
     def carry_out_conversion(self, action: CountKV | ConvertKV) -> None:
         """Convert a layer, or count blocks anew after or before all layers are converted."""
-        self.end_growth()
+        cache = self._settled()
         if isinstance(action, CountKV):
             self._move(action.moves)
-            self.cache.count_as(action.precision)
+            cache.count_as(action.precision)
             return
-        self.cache.convert(action.layer, action.precision, action.blocks, self._degree)
+        cache.convert(action.layer, action.precision, action.blocks, self._degree)
         if self._instance:
             self._instance.kv_converted()
 
@@ -245,7 +249,6 @@ def headroom(running: Iterable[Sequence], limits: Limits) -> int:
     """Count the blocks that running sequences may fill within HEADROOM_TOKENS each."""
     total = 0
     for seq in running:
-        longest = min(limits.max_model_len, seq.num_prompt + seq.request.sampling.max_tokens)
-        tokens = min(len(seq.token_ids) + HEADROOM_TOKENS, longest)
+        tokens = min(len(seq.token_ids) + HEADROOM_TOKENS, seq.most_tokens(limits))
         total += max(0, -(-tokens // limits.block_tokens) - len(seq.block_ids))
     return total

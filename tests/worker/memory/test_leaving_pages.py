@@ -18,7 +18,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from tests.support.memory_backends import checked_pool, cuda, needs_cuda
 from tests.support.memory_faults import FaultyDriver, assert_the_records_are_true
-from worker.memory import KVCache, MappingFailed, OutOfPages, PagePool, VirtualRange
+from worker.memory import BrokenInvariant, KVCache, MappingFailed, OutOfPages, PagePool, VirtualRange
 from worker.memory.pool import PageSpan
 
 PAGES = 12
@@ -364,6 +364,36 @@ def test_a_cache_grows_in_another_thread_and_counts_its_blocks_at_the_end(driver
     cache.release()
     pool.close()
     assert not driver.at and not driver.handles
+
+
+CHANGES: dict[str, Callable[[KVCache], object]] = {
+    "grow": lambda cache: cache.grow(1),
+    "begin_growth": lambda cache: cache.begin_growth(1),
+    "shrink": lambda cache: cache.shrink(1),
+    "count_as": lambda cache: cache.count_as("int8"),
+    "convert": lambda cache: cache.convert(0, "int8"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_cache_whose_growth_is_not_counted_refuses_every_other_change(
+    driver: FaultyDriver, change: Callable[[KVCache], object]
+) -> None:
+    later = Later()
+    pool = PagePool(driver.backend(), PAGES * driver.PAGE, later)
+    cache = toy_cache(pool, driver)
+    cache.grow(1)
+    cache.begin_growth(1)
+    later.run()  # the pages are mapped, but nobody has counted their blocks
+    with pytest.raises(BrokenInvariant, match="it grows to 2 pages per layer"):
+        change(cache)
+    assert (cache.pages_per_layer, cache.num_blocks, cache.form) == (1, 1, "full")
+    cache.end_growth()
+    assert (cache.pages_per_layer, cache.num_blocks) == (2, 2)
+    cache.check_integrity()
+    assert_the_records_are_true(driver, pool)
+    cache.release()
+    pool.close()
 
 
 @pytest.mark.gpu
