@@ -7,7 +7,7 @@ is chosen has not the form.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -89,12 +89,7 @@ class ToyGrammars:
         return matcher.accept(token_ids) or matcher
 
     def take(self) -> list[tuple[int, Matcher | str]]:
-        taken = []
-        while True:
-            try:
-                taken.append(self._made.get_nowait())
-            except Empty:
-                return taken
+        return [self._made.get_nowait() for _ in range(self._made.qsize())]  # nobody else takes
 
     def close(self) -> None:
         self.is_closed = True

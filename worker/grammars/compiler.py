@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Final
 
 import torch
@@ -55,12 +55,7 @@ class GuidanceCompiler:
 
     def take(self) -> list[tuple[int, Matcher | str]]:
         """Return what was made since the last call: matchers, or why there is none."""
-        taken = []
-        while True:
-            try:
-                taken.append(self._made.get_nowait())
-            except Empty:
-                return taken
+        return [self._made.get_nowait() for _ in range(self._made.qsize())]  # nobody else takes
 
     def close(self) -> None:
         """End the thread; nothing is asked any more."""

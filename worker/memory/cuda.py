@@ -178,19 +178,23 @@ class CudaBackend:
 
     def map(self, space: AddressSpace, first_page: int, pages: PageNumbers, *, zeroed: bool = True) -> None:
         self.make(pages)
-        self._map(space, first_page, pages, self._zero if zeroed else None)
+        self._map(space, first_page, pages, zeroed, self._hold_users)
 
     def map_beside(self, space: AddressSpace, first_page: int, pages: PageNumbers, *, zeroed: bool) -> None:
-        self._map(space, first_page, pages, self._zero_and_wait if zeroed else None)
+        self._map(space, first_page, pages, zeroed, self._stream.synchronize)
 
     def _map(
         self,
         space: AddressSpace,
         first_page: int,
         pages: PageNumbers,
-        then: Callable[[int, int], None] | None,
+        zeroed: bool,
+        wait: Callable[[], None],
     ) -> None:
-        """Map pages, and call `then` with their address and bytes."""
+        """Map pages, and zero them where `zeroed`: beside what runs, since nothing uses them yet.
+
+        wait: has whoever must wait for the zeros do so.
+        """
         self._context.make_current()
         at, nbytes = space.address + first_page * self.page_bytes, len(pages) * self.page_bytes
         try:
@@ -199,8 +203,9 @@ class CudaBackend:
                 check(driver.cuMemMap(target, self.page_bytes, 0, self._handles[page], 0))
                 space.pages[i] = page
             check(driver.cuMemSetAccess(at, nbytes, [_read_write(self._prop.location)], 1))
-            if then:
-                then(at, nbytes)
+            if zeroed:
+                check(driver.cuMemsetD8Async(at, 0, nbytes, self._stream.cuda_stream))
+                wait()
         except RuntimeError:  # the driver's MappingFailed, or torch's own about the stream
             self._stream.synchronize()
             _unmap_runs(at, space.pages[first_page : first_page + len(pages)], self.page_bytes)
@@ -249,15 +254,10 @@ class CudaBackend:
         """The streams that use pages without waiting for their end: this thread's, and the default one."""
         return {torch.cuda.current_stream(self.device), torch.cuda.default_stream(self.device)}
 
-    def _zero(self, address: int, nbytes: int) -> None:
-        """Zero pages that nothing uses yet, beside what runs; what is launched later finds zeros."""
-        check(driver.cuMemsetD8Async(address, 0, nbytes, self._stream.cuda_stream))
+    def _hold_users(self) -> None:
+        """Have what is launched from now on wait for the stream that zeroes pages."""
         for stream in self._users:
             stream.wait_stream(self._stream)
-
-    def _zero_and_wait(self, address: int, nbytes: int) -> None:
-        check(driver.cuMemsetD8Async(address, 0, nbytes, self._stream.cuda_stream))
-        self._stream.synchronize()
 
 
 def _unmap_runs(address: int, pages: PageNumbers, page_bytes: int) -> None:
