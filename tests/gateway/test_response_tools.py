@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,12 @@ import pytest
 from bus.settings import RedisSettings
 from gateway.openai.answer_types import ErrorAnswer, ResponseAnswer, ResponseEvent
 from tests.gateway.test_tools import ADD as CHAT_ADD
-from tests.gateway.test_tools import CALL, LIST, MARKERS, TEMPLATE, told
+from tests.gateway.test_tools import CALL, LIST, told
 from tests.gateway.test_tools import NOW as CHAT_NOW
-from tests.support import tiny_model
+from tests.support import tool_models
 from tests.support.gateway_harness import Gate, running
+
+pytest_plugins = ["tests.support.gateway_fixtures"]
 
 ADD, NOW = ({"type": "function"} | one["function"] for one in (CHAT_ADD, CHAT_NOW))
 PATH = "/v1/responses"
@@ -24,17 +25,9 @@ SAID = "I add.\n" + CALL + CALL.replace("1", "23")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose markers are special tokens, which have no text in other answers."""
-    folder = tmp_path_factory.mktemp("models") / "tools"
-    tiny_model.byte_level(folder, chat_template=TEMPLATE, special=MARKERS)
-    return folder
-
-
-@pytest.fixture
-async def gate(redis_settings: RedisSettings, folder: Path) -> AsyncIterator[Gate]:
-    async with running(redis_settings, folder) as gate:
-        yield gate
+def folder(tools_folder: Path) -> Path:
+    """The folder of the model that `gate` serves."""
+    return tools_folder
 
 
 async def whole(gate: Gate, **body: Any) -> dict[str, Any]:
@@ -204,9 +197,8 @@ async def test_calls_and_their_results_go_to_the_template(gate: Gate) -> None:
 
 
 async def test_thoughts_are_part_of_the_text(redis_settings: RedisSettings, tmp_path: Path) -> None:
-    thinking = TEMPLATE.replace("{% if thinks %}<think></think>{% endif %}", "<think>\n{# </think> #}")
-    tiny_model.byte_level(tmp_path / "m", chat_template=thinking, special=MARKERS)
-    async with running(redis_settings, tmp_path / "m") as gate:
+    folder = tool_models.write(tmp_path / "m", tool_models.THINKING)
+    async with running(redis_settings, folder) as gate:
         gate.worker.reply = gate.says("so\n</think>\n\nYes." + CALL)
         message, call = (await whole(gate, tools=[ADD]))["output"]
         text = message["content"][0]["text"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,10 @@ from gateway.openai.answer_types import ChatAnswer, ChatChunk
 from gateway.openai.tools.declarations import FunctionTool
 from gateway.openai.tools.forced import calls_grammar
 from gateway.openai.tools.formats import TOOL_FORMATS
-from tests.support import tiny_model
+from tests.support import tiny_model, tool_models
 from tests.support.gateway_harness import Gate, running
 
-MARKERS = ("<tool_call>", "</tool_call>", "</think>")
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }} {% endif %}"
-    "{% for m in messages %}[{{ m.role }}{{ m.tool_call_id }}]"
-    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
-    "{% for call in m.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
-    "{{ '\\n' }}"  # a newline after a block is left out
-    "{% endfor %}[assistant]{% if thinks %}<think></think>{% endif %}"
-)
+pytest_plugins = ["tests.support.gateway_fixtures"]
 
 
 def tool(name: str, **schema: Any) -> dict[str, Any]:
@@ -45,17 +36,9 @@ LIST = '[{"name": "add", "arguments": {"a": 1}}, {"name": "now", "arguments": {}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose markers are special tokens, which have no text in other answers."""
-    folder = tmp_path_factory.mktemp("models") / "tools"
-    tiny_model.byte_level(folder, chat_template=TEMPLATE, special=MARKERS)
-    return folder
-
-
-@pytest.fixture
-async def gate(redis_settings: RedisSettings, folder: Path) -> AsyncIterator[Gate]:
-    async with running(redis_settings, folder) as gate:
-        yield gate
+def folder(tools_folder: Path) -> Path:
+    """The folder of the model that `gate` serves."""
+    return tools_folder
 
 
 async def whole(gate: Gate, **body: Any) -> dict[str, Any]:
@@ -248,9 +231,8 @@ async def test_earlier_calls_and_their_results_go_to_the_template(gate: Gate) ->
 
 
 async def test_thoughts_have_a_field_of_their_own(redis_settings: RedisSettings, tmp_path: Path) -> None:
-    thinking = TEMPLATE.replace("{% if thinks %}<think></think>{% endif %}", "<think>\n{# </think> #}")
-    tiny_model.byte_level(tmp_path / "m", chat_template=thinking, special=MARKERS)
-    async with running(redis_settings, tmp_path / "m") as gate:
+    folder = tool_models.write(tmp_path / "m", tool_models.THINKING)
+    async with running(redis_settings, folder) as gate:
         gate.worker.reply = gate.says("hm,\nso\n</think>\n\nYes." + CALL)
         message = (await whole(gate, tools=[ADD]))["message"]
         assert (message["reasoning_content"], message["content"]) == ("hm,\nso", "Yes.")
@@ -395,7 +377,7 @@ async def test_bad_tools_calls_and_choices_are_refused_by_name(gate: Gate) -> No
 
 
 async def test_a_template_that_refuses_calls_says_why(redis_settings: RedisSettings, tmp_path: Path) -> None:
-    strict = TEMPLATE.replace(
+    strict = tool_models.TEMPLATE.replace(
         "{{ m.content }}",
         "{{ m.content }}{% if m.tool_calls | length > 1 %}{{ raise_exception('one at once') }}{% endif %}",
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bus.settings import RedisSettings
-from tests.support import tiny_model
+from tests.support import tiny_model, tool_models
 from tests.support.gateway_harness import Gate, running
 
 
@@ -24,3 +24,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def gate(redis_settings: RedisSettings, folder: Path) -> AsyncIterator[Gate]:
     async with running(redis_settings, folder) as gate:
         yield gate
+
+
+@pytest.fixture(scope="session")
+def tools_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model that calls tools; for reading."""
+    return tool_models.write(tmp_path_factory.mktemp("models") / "tools")
