@@ -167,16 +167,6 @@ class SimulatedInstance:
         first = next(chain(self.scheduler.waiting, self._inbox), None)
         return now_s - first.arrived if first else 0.0
 
-    def wanting_s(self, now_s: float) -> float:
-        """Return how long the oldest sequence that misses KV blocks has been here; 0.0 for none."""
-        first = self.scheduler.first_in_want
-        return now_s - first.arrived if first else 0.0
-
-    def waited_for_blocks_s(self, now_s: float) -> float:
-        """Return how long the head of the queue has been here, while blocks are missing; else 0.0."""
-        first = self.scheduler.first_for_blocks
-        return now_s - first.arrived if first else 0.0
-
     # ------------------------------------------------------------------------------------- requests
 
     def submit(self, outcome: RequestOutcome, now_s: float) -> None:

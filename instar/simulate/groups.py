@@ -226,7 +226,7 @@ class SimulatedGroup:
             if not any(wanted):
                 return
             spare = [one.scheduler.num_blocks_spare for one in instances]
-            made = loans(spare, wanted, [one.wanting_s(now_s) for one in instances])
+            made = loans(spare, wanted, [one.scheduler.wanting_s(now_s) for one in instances])
             if not made:
                 return
             for giver, taker, count in made:

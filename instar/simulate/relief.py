@@ -77,7 +77,7 @@ class SimulatedTarget:
             needed=scheduler.num_blocks_needed,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            waited_s=instance.waited_for_blocks_s(self._clock()),
+            waited_s=scheduler.waited_for_blocks_s(self._clock()),
             residence_s=instance.residence.mean_s,
             preemptions=scheduler.num_preemptions,
             prompt_tokens=scheduler.num_prompt_tokens_due,

@@ -58,13 +58,11 @@ class InstanceLoad:
 
     def wanting_s(self) -> float:
         """Return how long the oldest sequence that misses KV blocks has been here; 0.0 for none."""
-        first = self._scheduler.first_in_want
-        return self._clock() - first.arrived if first else 0.0
+        return self._scheduler.wanting_s(self._clock())
 
     def waited_for_blocks_s(self) -> float:
         """Return how long the head of the queue has been here, while blocks are missing; else 0.0."""
-        first = self._scheduler.first_for_blocks
-        return self._clock() - first.arrived if first else 0.0
+        return self._scheduler.waited_for_blocks_s(self._clock())
 
     def arrivals_per_s(self) -> float:
         """Return the requests per second that came lately."""

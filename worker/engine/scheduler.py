@@ -307,17 +307,18 @@ class Scheduler:
         growth = max(len(self.running), self._peak() - len(self._holders))
         return max(0, self.blocks.num_free - growth)
 
-    @property
-    def first_in_want(self) -> Sequence | None:
-        """The oldest sequence that misses blocks, as counted by `num_blocks_wanted`."""
-        if self.blocks.num_free < len(self.running):
-            return self.running[0]
-        return self.head if self.waiting else None
+    def wanting_s(self, now: float) -> float:
+        """Return how long the oldest sequence that misses blocks has been here; 0.0 for none.
 
-    @property
-    def first_for_blocks(self) -> Sequence | None:
-        """The head of the queue, while blocks are missing as counted by `num_blocks_wanted`."""
-        return self.head if self.waiting and self.num_blocks_wanted else None
+        They are missing as `num_blocks_wanted` counts them.
+        """
+        if self.blocks.num_free < len(self.running):
+            return now - self.running[0].arrived
+        return now - self.head.arrived if self.waiting else 0.0
+
+    def waited_for_blocks_s(self, now: float) -> float:
+        """Return how long the head of the queue has been here, while blocks are missing; else 0.0."""
+        return now - self.head.arrived if self.waiting and self.num_blocks_wanted else 0.0
 
     def arrivals_per_s(self, now: float) -> float:
         """Return the rate of the requests that came lately and are still here; 0.0 for fewer than two."""

@@ -222,13 +222,14 @@ def test_the_blocks_that_are_wanted_admit_the_head_and_one_less_does_not(
 
 def test_a_sequence_that_runs_and_misses_its_next_block_has_not_waited_for_blocks() -> None:
     scheduler = make(capacity=6, num_seqs=8, tokens=64)
-    scheduler.add(sequence("runs", 8, max_tokens=40))
-    while not scheduler.num_blocks_wanted:
-        step(scheduler)
-    assert scheduler.first_in_want is scheduler.running[0] and scheduler.first_for_blocks is None
-    late = sequence("late", 8, max_tokens=4)
-    scheduler.add(late)
-    assert scheduler.first_for_blocks is late
+    for name, arrived in (("runs", 2.0), ("late", 5.0)):
+        seq = sequence(name, 8, max_tokens=40)
+        seq.arrived = arrived
+        scheduler.add(seq)
+        while not scheduler.num_blocks_wanted:
+            step(scheduler)
+        assert scheduler.wanting_s(10.0) == 8.0, "the one that runs"
+        assert scheduler.waited_for_blocks_s(10.0) == (5.0 if name == "late" else 0.0)
 
 
 def grow(scheduler: Scheduler, num_blocks: int) -> None:
