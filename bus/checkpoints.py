@@ -32,6 +32,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         is_folder = folder.is_dir()
     except OSError as error:  # a name that is too long, or a folder that may not be read
         raise BadCheckpoint(f"{str(folder)[:200]} cannot be opened: {error.strerror}") from None
+    if not is_folder and folder.is_file():
+        raise BadCheckpoint(
+            f"{folder} is a file, not a model folder; `instar convert {folder} DIR` makes one of a GGUF file"
+        )
     if not is_folder:
         raise BadCheckpoint(f"there is no folder {folder}; `instar pull ORG/NAME` downloads a model")
     path = folder / "config.json"

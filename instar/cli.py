@@ -37,9 +37,12 @@ COMMANDS: Final = {
 OFFLINE: Final = {
     "quantize": "quantise layers, to swap to under load",
     "profile": "find the order in which layers are swapped",
-    "convert": "make safetensors of a model's .bin files",
+    "convert": "make safetensors of a GGUF file or of .bin files",
 }
 CANNOT_RUN: Final = 2
+# Those that run the service; the others only ask one.
+RUN_THE_SERVICE: Final = ("serve", "demo")
+OWN: Final = ("instar", "bus", "")
 
 DESCRIPTION = """\
 Instar serves large language models and changes shape while it serves.
@@ -58,7 +61,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in OFFLINE:
         return run_offline(words[0], words[1:])
-    args = parse(parser_for(words[0] if words else ""), words)
+    name = words[0] if words else ""
+    try:
+        return _run(name, words)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in OWN:
+            raise
+        sys.stderr.write(f"instar {name}: {missing} is not installed here: {install_line(name)}\n")
+        return CANNOT_RUN
+
+
+def _run(name: str, words: Sequence[str]) -> int:
+    args = parse(parser_for(name), words)
     try:
         return int(args.run(args))
     except CommandError as error:
@@ -86,6 +101,11 @@ def parser_for(first: str) -> CommandParser:
             command.description = module.DESCRIPTION
             module.add_to(command)
     return parser
+
+
+def install_line(command: str) -> str:
+    """Return what installs the packages that a command needs."""
+    return f"pip install 'instar[{'serve' if command in RUN_THE_SERVICE else 'services'}]'"
 
 
 def run_offline(name: str, argv: Sequence[str]) -> int:

@@ -14,8 +14,8 @@ A contender is started for each measurement, warmed up, measured, and ended; onl
 round all contenders take turns in each workload, and who is first changes. transformers runs `generate` in a
 process: one batch of all requests at once, and one request after the other.
 
-llama-server reads the same weights from a GGUF file, which the package gguf writes (`pip install gguf`). Its
-KV cache is its default, float16. Without --llama-server, Instar and transformers are compared alone.
+llama-server reads the same weights from a GGUF file. Its KV cache is its default, float16. Without
+--llama-server, Instar and transformers are compared alone.
 
 Writes bench/results/peers.json and the table in README.md. A row is marked when other programs took more
 than 0.15 cores while it was measured: the machine should be otherwise idle. The model of 110M needs 8 GB of
@@ -36,7 +36,7 @@ from bench.common.machine import describe_machine
 from bench.common.results import conclude, parser, say
 from bench.common.service import OtherPrograms
 from bench.peers.contenders import Contender, contenders, version_of
-from bench.peers.gguf_file import missing_package, write_gguf
+from bench.peers.gguf_file import write_gguf
 from bench.peers.report import PAGE, Row, check_page, page_table, report, rewritten, rows_as_json, say_card
 from bench.peers.workloads import QUICK, WORKLOADS, PeerLoad
 
@@ -93,8 +93,6 @@ def check(args: argparse.Namespace) -> str:
     if args.llama_server is None:
         return ""
     args.llama_server = args.llama_server.expanduser().absolute()
-    if problem := missing_package():
-        raise ValueError(problem)
     try:
         return version_of(args.llama_server)
     except ValueError as problem:

@@ -15,10 +15,12 @@ from instar.pull.download import AGAIN, pull
 from instar.pull.hub import Hub
 
 DESCRIPTION: Final = """\
-Downloads a model from a hub, in safetensors alone, and prints its folder. `instar serve NAME` finds it.
+Downloads a model from a hub, in safetensors, and prints its folder. `instar serve NAME` finds it. A GGUF file
+comes if its name is given; then its path is printed.
 
   instar pull Qwen/Qwen2.5-0.5B-Instruct
   instar pull Qwen/Qwen2.5-0.5B-Instruct@v1.0     a tag, a branch or a commit
+  instar pull Qwen/Qwen2.5-0.5B-Instruct-GGUF qwen2.5-0.5b-instruct-q8_0.gguf
   HF_ENDPOINT=https://mirror instar pull ...      another hub
   HF_TOKEN=hf_... instar pull ...                 a private or gated model
   HF_HUB_OFFLINE=1 instar pull ...                asks no hub: prints the folder if the model is there
@@ -29,6 +31,9 @@ An interrupted pull goes on where it stopped. Every file is compared with the di
 
 def add_to(parser: CommandParser) -> None:
     parser.add_argument("name", metavar="NAME", help="ORG/NAME of the hub, with @REVISION if not its newest")
+    parser.add_argument(
+        "file", nargs="?", default="", metavar="FILE", help="a GGUF file of it, in place of safetensors"
+    )
     parser.set_defaults(run=run)
 
 
@@ -36,17 +41,20 @@ def run(args: argparse.Namespace) -> int:
     repo, revision = split_name(args.name)
     if not repo:
         raise InputError(f"{args.name!r} is not a name of a hub; write it as ORG/NAME or ORG/NAME@REVISION")
+    wanted = f"{args.name} {args.file}".strip()
     hub = Hub()
     if hub.is_offline:
         folder = find_pulled(args.name)
-        if folder is None:
+        if folder is None or not (folder / args.file).exists():
             raise ServerError(
-                f"HF_HUB_OFFLINE is set, and {args.name} has not been pulled; unset it, or copy a model "
+                f"HF_HUB_OFFLINE is set, and {wanted} has not been pulled; unset it, or copy a model "
                 "folder here and name that"
             )
     else:
         with progress_line(AGAIN) as line:
-            folder = pull(hub, repo, revision or DEFAULT_REVISION, line)
+            folder = pull(hub, repo, revision or DEFAULT_REVISION, line, args.file)
+    path = folder / args.file  # the folder itself without a file
     if (record := read_record(folder)) is not None:
-        sys.stderr.write(f"{repo} at commit {record.commit}; serve it with `instar serve {args.name}`\n")
-    return write_text(f"{folder}\n")
+        served = path if args.file else args.name
+        sys.stderr.write(f"{repo} at commit {record.commit}; serve it with `instar serve {served}`\n")
+    return write_text(f"{path}\n")

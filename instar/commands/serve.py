@@ -14,6 +14,7 @@ from instar.client import settings_of
 from instar.errors import InputError
 from instar.parser import CommandParser
 from instar.running import announced, url_of
+from instar.serve.models import served_entries
 from instar.serve.preflight import listening_problem, settings_problem
 from instar.serve.process import Backoff, Console, Program
 from instar.serve.programs import DEMO_MODEL, count_gpus, plan_programs, with_values
@@ -28,6 +29,7 @@ Runs Redis, gateway, monitor, controller and workers, restarts what dies, and st
 
   instar serve                                     the demo model
   instar serve models/llama --port 9000            another model and port
+  instar serve model-Q8_0.gguf                     a GGUF file, made into a folder at the first start
   instar serve a=dir/one b=dir/two --workers 2     two models in each of two workers
   instar serve --host 0.0.0.0 --api-key s3cret     for other machines: needs a key
   instar serve config-only/ --load-format dummy    random weights of the folder's config.json
@@ -63,7 +65,9 @@ REPEATABLE = ("--api-key", "--model")
 
 
 def add_to(parser: CommandParser) -> None:
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="folder or NAME=DIR [the demo model]")
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help="folder, GGUF file or NAME=DIR [the demo model]"
+    )
     for flag, _, metavar, help_ in FLAGS:
         action = "append" if flag in REPEATABLE else "store"
         parser.add_argument(flag, metavar=metavar, help=help_, action=action)
@@ -87,6 +91,8 @@ def serve(settings: Settings) -> int:
     """Run until Ctrl-C or SIGTERM. Returns the exit status. Raises InputError before anything starts."""
     console = Console()
     settings = ready_to_start(settings)
+    models = served_entries(settings.worker.models, console.say)
+    settings = with_values(settings, "worker", models=models)
     section = settings.redis
     redis = None if section.url else plan_redis(section.maxmemory_mb, section.prefix, section.folder)
     num_cpus = len(os.sched_getaffinity(0))

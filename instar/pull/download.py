@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -17,7 +17,7 @@ from bus.checkpoints import BadCheckpoint, read_checkpoint
 from bus.pulled import RECORD, PulledCheckpoint, models_folder, read_record, record_text
 from instar.errors import CommandError, InputError, ServerError
 from instar.output.progress import StatusLine
-from instar.pull.files import INDEX, BadRepository, RemoteFile, companions, total_size, weights
+from instar.pull.files import INDEX, BadRepository, RemoteFile, companions, gguf_files, total_size, weights
 from instar.pull.hub import Hub, Progress, RemoteSnapshot
 
 PARTS: Final = ".parts"
@@ -27,8 +27,10 @@ SHOW_EVERY_S: Final = 0.2
 AGAIN: Final = "what came is kept: run the same command again to go on"
 
 
-def pull(hub: Hub, repo: str, revision: str, line: StatusLine) -> Path:
-    """Fetch a repository at the commit that `revision` is now. Returns the model folder.
+def pull(hub: Hub, repo: str, revision: str, line: StatusLine, gguf: str = "") -> Path:
+    """Fetch a repository at the commit that `revision` is now. Returns the folder.
+
+    gguf: the name of a GGUF file, which is fetched in place of a model folder's files.
 
     Raises:
         InputError: the repository is not a model that can be served, or the folder cannot be written.
@@ -36,14 +38,17 @@ def pull(hub: Hub, repo: str, revision: str, line: StatusLine) -> Path:
         CommandError: the disk is too small or full, or another process pulls the same commit.
     """
     snapshot = hub.snapshot(repo, revision)
+    chosen = _chosen(snapshot, gguf) if gguf else []  # before there is a folder, which may be another pull's
     folder = models_folder() / repo / snapshot.commit
     try:
         with _locked(folder):
-            files = _Fetch(hub, snapshot, folder, line).run()
+            fetch = _Fetch(hub, snapshot, folder, line)
+            files = fetch.fetch_checked(chosen) if chosen else fetch.run()
             _write_record(folder, hub, snapshot, revision, files)
-            shutil.rmtree(folder / PARTS, ignore_errors=True)
+            _clear_parts(folder, is_all=not chosen)
     except (BadRepository, BadCheckpoint) as error:
-        shutil.rmtree(folder, ignore_errors=True)  # nothing that another pull could use
+        if read_record(folder) is None:  # nothing that another pull could use
+            shutil.rmtree(folder, ignore_errors=True)
         raise InputError(str(error)) from error
     except OSError as error:
         if error.errno in FULL:
@@ -53,6 +58,14 @@ def pull(hub: Hub, repo: str, revision: str, line: StatusLine) -> Path:
             "another folder for models"
         ) from error
     return folder
+
+
+def _chosen(snapshot: RemoteSnapshot, gguf: str) -> list[RemoteFile]:
+    """Return what is fetched for a GGUF file. Raises InputError."""
+    try:
+        return gguf_files(snapshot.repo, snapshot.files, gguf)
+    except BadRepository as error:
+        raise InputError(str(error)) from error
 
 
 class _Fetch:
@@ -72,10 +85,13 @@ class _Fetch:
         self._fetch(first)
         read_checkpoint(self._folder)
         index = (self._folder / INDEX).read_bytes() if files.get(INDEX) in first else None
-        large = weights(repo, files, index)
-        self._check_space(large)
-        self._fetch(large)
-        return [*first, *large]
+        return [*first, *self.fetch_checked(weights(repo, files, index))]
+
+    def fetch_checked(self, files: list[RemoteFile]) -> list[RemoteFile]:
+        """Fetch files if there is room for them. Returns them."""
+        self._check_space(files)
+        self._fetch(files)
+        return files
 
     def _fetch(self, files: list[RemoteFile]) -> None:
         total, before, began = total_size(files), 0, time.monotonic()
@@ -186,6 +202,15 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
+def _clear_parts(folder: Path, *, is_all: bool) -> None:
+    """Remove what is left of parts; those of another pull stay unless `is_all`."""
+    with suppress(OSError):
+        if is_all:
+            shutil.rmtree(folder / PARTS)
+        else:
+            (folder / PARTS).rmdir()
+
+
 def _write_record(
     folder: Path, hub: Hub, snapshot: RemoteSnapshot, revision: str, files: Iterable[RemoteFile]
 ) -> None:
@@ -196,7 +221,7 @@ def _write_record(
         endpoint=hub.endpoint,
         revisions=sorted({revision, *(before.revisions if before else [])} - {snapshot.commit}),
         pulled_at=time.time(),
-        files={file.name: file.digest for file in files},
+        files=(before.files if before else {}) | {file.name: file.digest for file in files},
     )
     new = folder / PARTS / RECORD
     new.write_text(record_text(record))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Final
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
+LICENCES: Final = ("licen[cs]e*", "notice*")
 # All that is read beside the weights, and the licence, which must stay with them.
 COMPANIONS: Final = (
     "config.json",
@@ -23,9 +25,10 @@ COMPANIONS: Final = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
-    "licen[cs]e*",
-    "notice*",
+    *LICENCES,
 )
+MOST_LISTED: Final = 20  # names of GGUF files in a message
+_PART: Final = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 
 class BadRepository(ValueError):
@@ -51,9 +54,12 @@ def companions(repo: str, files: Mapping[str, RemoteFile]) -> list[RemoteFile]:
 
     Raises BadRepository if there is no config or no safetensors.
     """
+    has_weights = SINGLE in files or INDEX in files
+    if not has_weights and (ggufs := _ggufs(files)):
+        raise BadRepository(_only_gguf(repo, ggufs))
     if "config.json" not in files:
         raise BadRepository(f"{repo} has no config.json, so it is not a model in Hugging Face's format")
-    if SINGLE not in files and INDEX not in files:
+    if not has_weights:
         raise BadRepository(_without_safetensors(repo, files))
     wanted = [file for name, file in sorted(files.items()) if _is_companion(name)]
     return wanted if SINGLE in files else [*wanted, files[INDEX]]
@@ -76,13 +82,47 @@ def weights(repo: str, files: Mapping[str, RemoteFile], index: bytes | None) -> 
     return [files[name] for name in names]
 
 
+def gguf_files(repo: str, files: Mapping[str, RemoteFile], name: str) -> list[RemoteFile]:
+    """Return what is fetched for one GGUF file: the licence and the file.
+
+    Raises BadRepository if it is not there, or is one of several parts.
+    """
+    there = _ggufs(files)
+    if name not in there:
+        others = f"these are there: {_listed(there)}" if there else "it has none"
+        raise BadRepository(f"{repo} has no GGUF file {name!r}; {others}")
+    if found := _PART.search(name):
+        raise BadRepository(
+            f"{name} is one of {int(found[1])} parts of a model, and parts are not read; take a file in one "
+            "piece, or join them with `llama-gguf-split --merge` of llama.cpp"
+        )
+    licences = [file for one, file in sorted(files.items()) if _is_companion(one, LICENCES)]
+    return [*licences, files[name]]
+
+
 def total_size(files: Iterable[RemoteFile]) -> int:
     """Return the bytes of all files."""
     return sum(file.size for file in files)
 
 
-def _is_companion(name: str) -> bool:
-    return "/" not in name and any(fnmatch(name.lower(), pattern) for pattern in COMPANIONS)
+def _is_companion(name: str, patterns: Sequence[str] = COMPANIONS) -> bool:
+    return "/" not in name and any(fnmatch(name.lower(), pattern) for pattern in patterns)
+
+
+def _ggufs(files: Mapping[str, RemoteFile]) -> list[str]:
+    return sorted(name for name in files if name.endswith(".gguf") and "/" not in name)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+    return ", ".join(names[:MOST_LISTED]) + more
+
+
+def _only_gguf(repo: str, ggufs: Sequence[str]) -> str:
+    return (
+        f"{repo} has no safetensors, but GGUF files; name the one to take, as in `instar pull {repo} "
+        f"{ggufs[0]}`. There are: {_listed(ggufs)}"
+    )
 
 
 def _is_weights(name: str) -> bool:
@@ -96,11 +136,5 @@ def _without_safetensors(repo: str, files: Mapping[str, RemoteFile]) -> str:
             f"{repo} has no safetensors, but {pickles[0]}, a pickle, which could run code, so it is not "
             f"downloaded; fetch it with `hf download {repo} --local-dir DIR`, then `instar convert DIR "
             "TARGET` makes safetensors without running its code"
-        )
-    ggufs = sorted(name for name in files if name.endswith(".gguf"))
-    if ggufs:
-        return (
-            f"{repo} has GGUF files alone ({ggufs[0]}), which are not read; pull the repository that they "
-            "were made of"
         )
     return f"{repo} has neither {SINGLE} nor {INDEX}, so there are no weights to serve"

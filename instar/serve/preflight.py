@@ -8,17 +8,23 @@ from __future__ import annotations
 import errno
 import re
 import socket
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Final
 
-from bus.checkpoints import BadCheckpoint, parse_model, read_checkpoint
+from bus.checkpoints import BadCheckpoint, read_checkpoint
 from bus.pulled import is_unfinished
 from bus.settings import GatewaySettings, Settings, WorkerSettings
 from bus.tls import TLSProblem, server_context
+from instar.errors import InputError
+from instar.serve.models import SUFFIX, find_model, gguf_problem
 from instar.serve.programs import count_gpus
 
 DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
+# What the gateway, the workers and their models need beside the packages that every process has.
+NEEDED: Final = ("fastapi", "uvicorn", "transformers", "torch", "numba", "safetensors", "llguidance")
 
 
 def settings_problem(settings: Settings) -> str:
@@ -26,18 +32,34 @@ def settings_problem(settings: Settings) -> str:
     worker = settings.worker
     gateway = settings.gateway
     return (
-        models_problem(worker) or device_problem(worker) or exposure_problem(gateway) or tls_problem(gateway)
+        packages_problem()
+        or models_problem(worker)
+        or device_problem(worker)
+        or exposure_problem(gateway)
+        or tls_problem(gateway)
     )
+
+
+def packages_problem() -> str:
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if not missing:
+        return ""
+    which = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'}"
+    return f"{which} not installed here; `pip install 'instar[serve]'` brings all that one machine needs"
 
 
 def models_problem(worker: WorkerSettings) -> str:
     folders: dict[str, Path] = {}
     for entry in worker.models:
-        name, folder = parse_model(entry)
+        try:
+            model = find_model(entry)
+        except InputError as error:
+            return str(error)
+        name, folder = model.name, model.path
         given = entry.rpartition("=")[2]
         if is_unfinished(given) and not folder.is_dir():
             return f"model {entry!r}: its download has not ended; `instar pull {given}` goes on"
-        if problem := _folder_problem(folder, worker.load_format):
+        if problem := gguf_problem(folder) if model.is_gguf else _folder_problem(folder, worker.load_format):
             return f"model {entry!r}: {problem}"
         if name in folders:
             return (
@@ -89,7 +111,11 @@ def _folder_problem(folder: Path, load_format: str) -> str:
     if load_format == "dummy" or any((folder / name).is_file() for name in WEIGHTS):
         return ""
     others = sorted(path.name for pattern in OTHER_WEIGHTS for path in folder.glob(pattern))
-    how = f"; `instar convert {folder} TARGET` makes them" if others and others[0].endswith(".bin") else ""
+    how = ""
+    if others and others[0].endswith(".bin"):
+        how = f"; `instar convert {folder} TARGET` makes them"
+    elif others and others[0].endswith(SUFFIX):
+        how = f"; `instar serve {folder / others[0]}` makes them"
     found = f" ({others[0]} is not read: weights must be safetensors{how})" if others else ""
     return (
         f"a config.json and no weights in {folder}{found}; put {WEIGHTS[0]} or {WEIGHTS[1]} there, or try "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -197,12 +197,8 @@ def test_errors_name_what_is_missing_and_what_to_do(
 ) -> None:
     assert "--models names '31M'; there are: 4M, 30M" in refusal(monkeypatch, capsys, "--models", "30M,31M")
     assert "--rounds is 0; at least 1" in refusal(monkeypatch, capsys, "--rounds", "0")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
     told = refusal(monkeypatch, capsys, "--llama-server", str(tmp_path / "none"))
     assert "none is not a program that can be run; build it with `cmake" in told
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    told = refusal(monkeypatch, capsys, "--llama-server", str(tmp_path / "none"))
-    assert "the package gguf, which writes them, is not installed: `pip install gguf`" in told
 
 
 def test_a_llama_server_must_tell_its_version(tmp_path: Path) -> None:
@@ -282,7 +278,6 @@ def test_rows_of_queries_and_keys_are_paired_as_llama_cpp_rotates_them() -> None
 
 
 def test_a_gguf_file_has_every_tensor_and_token() -> None:
-    gguf = pytest.importorskip("gguf")
     with model_folder("4M") as folder:
         path = gguf_file.write_gguf(folder)
         found = gguf.GGUFReader(path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bus.checkpoints import folder_digest
+from bus.checkpoints import BadCheckpoint, folder_digest
 
 FILES = ("config.json", "model.safetensors")
 
@@ -34,6 +34,13 @@ def test_the_digest_changes_with_the_config_and_the_weights(folder: Path, name: 
     if name != "config.json":
         path.unlink()
         assert folder_digest(folder) not in (before, changed)
+
+
+def test_a_file_is_refused_with_what_makes_a_folder_of_it(folder: Path) -> None:
+    file = folder / "model.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(BadCheckpoint, match=rf"is a file, not a model folder; `instar convert {file} DIR`"):
+        folder_digest(file)
 
 
 def test_other_files_leave_the_digest(folder: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from bus.checkpoints import parse_model
 from bus.settings import Settings
 from instar.cli import main
+from instar.serve.models import NamedModel, converted_folder, find_model, served_entries
 from instar.serve.preflight import device_problem, settings_problem
 from instar.serve.programs import DEMO_MODEL, with_values
 from worker.service.start_up import model_folders
@@ -45,9 +46,51 @@ def test_a_model_that_is_no_folder_says_what_to_name(folder: Write, tmp_path: Pa
     assert "`instar pull ORG/NAME` downloads a model" in complaint("meta-llama/Llama-3.2-1B")
     inside = folder("config.json", "model.safetensors") / "model.safetensors"
     assert f"name a folder, the one it lies in: {inside.parent}" in complaint(inside)
-    alone = tmp_path / "model.gguf"
+    alone = tmp_path / "model.onnx"
     alone.write_text("")
     assert "name a folder, one in Hugging Face's format" in complaint(alone)
+
+
+def test_a_gguf_file_is_let_through_and_what_only_has_its_name_is_not(folder: Write, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"<html>")
+    assert f"{file} is not a GGUF file, whatever its name says; download it again" in complaint(file)
+    file.write_bytes(b"GGUF")
+    assert complaint(file) == "" and find_model(str(file)) == NamedModel("model", file)
+    assert find_model(f"mine={file}") == NamedModel("mine", file)
+    within = folder("a.gguf")
+    (within / "a.gguf").write_bytes(b"GGUF")
+    assert find_model(str(within)) == NamedModel("mine", within / "a.gguf")
+    (within / "b.gguf").write_bytes(b"GGUF")
+    assert f"has 2 GGUF files; name one of them: `instar serve {within / 'a.gguf'}`" in complaint(within)
+    (within / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
+    assert f"(a.gguf is not read: weights must be safetensors; `instar serve {within}/a.gguf`" in complaint(
+        within
+    )
+
+
+def test_a_converted_gguf_file_is_used_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    said: list[str] = []
+    monkeypatch.setattr("instar.serve.models.convert", lambda file, folder: folder.mkdir(parents=True))
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    entries = [str(DEMO_MODEL), str(file)]
+    first = served_entries(entries, said.append)
+    assert first == [str(DEMO_MODEL), f"model={converted_folder(file)}"]
+    assert served_entries(entries, said.append) == first
+    assert said == [f"Converting {file} to {converted_folder(file)} (once)"]
+    file.write_bytes(b"GGUF again")
+    assert served_entries(entries, said.append) != first and len(said) == 2
+
+
+def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torch", "numba"):
+        monkeypatch.setitem(sys.modules, name, None)
+    told = settings_problem(Settings())
+    assert told.startswith("torch, numba are not installed here; `pip install 'instar[serve]'`")
 
 
 def test_a_folder_that_is_no_model_says_what_is_missing(folder: Write) -> None:

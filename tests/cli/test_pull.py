@@ -23,8 +23,9 @@ from instar.errors import CommandError, InputError, ServerError
 from instar.output.progress import StatusLine
 from instar.pull import download
 from instar.pull.download import PARTS, progress_text, pull, size_text
-from instar.pull.files import BadRepository, RemoteFile, companions, weights
+from instar.pull.files import BadRepository, RemoteFile, weights
 from instar.pull.hub import Hub
+from instar.serve.models import NamedModel, find_model
 from instar.serve.preflight import settings_problem
 from instar.serve.programs import with_values
 from instar.serve.redis_server import free_port
@@ -263,10 +264,45 @@ def test_an_unknown_architecture_is_refused_before_its_weights_come(hub: Loopbac
     assert hub.ranges("model.safetensors") == []
 
 
-def test_gguf_files_are_refused_by_name() -> None:
-    files = {name: RemoteFile(name, 1, "0") for name in ("config.json", "model-q4.gguf")}
-    with pytest.raises(BadRepository, match=r"GGUF files alone \(model-q4.gguf\)"):
-        companions(REPO, files)
+GGUFS = {name: name.encode() for name in ("tiny-Q4_0.gguf", "tiny-Q8_0.gguf", "big-00001-of-00002.gguf")}
+
+
+def test_a_repository_of_gguf_files_names_them_and_takes_none(hub: LoopbackHub) -> None:
+    hub.files[COMMIT] = {"README.md": b"", "LICENSE": b"do as you like", **GGUFS}
+    with pytest.raises(
+        InputError, match=r"name the one .* `instar pull org/tiny big.*There are: .*tiny-Q8_0\.gguf"
+    ):
+        fetch(hub)
+    assert not is_unfinished(REPO)
+
+
+def test_a_gguf_file_comes_by_its_name_beside_what_was_pulled(
+    hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.files[COMMIT] |= GGUFS
+    monkeypatch.setattr("instar.commands.pull.Hub", lambda: Hub(hub.url))
+    folder = models_folder() / REPO / COMMIT
+    assert main(["pull", REPO, "tiny-Q8_0.gguf"]) == 0
+    path = folder / "tiny-Q8_0.gguf"
+    told = capsys.readouterr()
+    assert told.out == f"{path}\n" and f"serve it with `instar serve {path}`" in told.err
+    assert files_of(folder) == {"LICENSE", "tiny-Q8_0.gguf", RECORD}
+    assert find_model(REPO) == NamedModel("tiny", path) and find_model(str(path)).name == "tiny-Q8_0"
+    fetch(hub)
+    record = read_record(folder)
+    assert record is not None and record.files.keys() == KEPT | {"tiny-Q8_0.gguf"}
+    assert find_model(REPO) == NamedModel("tiny", folder)
+    for name, why in (
+        ("tiny-Q2_K.gguf", "has no GGUF file 'tiny-Q2_K.gguf'; these are there: big-0"),
+        ("big-00001-of-00002.gguf", "one of 2 parts of a model, and parts are not read"),
+    ):
+        assert main(["pull", REPO, name]) == 2
+        assert why in capsys.readouterr().err
+    assert find_pulled(REPO) == folder and files_of(folder) == KEPT | {"tiny-Q8_0.gguf", RECORD}
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["pull", REPO, "tiny-Q8_0.gguf"]) == 0
+    assert main(["pull", REPO, "tiny-Q4_0.gguf"]) == 1
+    assert "org/tiny tiny-Q4_0.gguf has not been pulled" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["../../evil.safetensors", "absent.safetensors", "config.json"])

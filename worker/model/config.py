@@ -272,6 +272,10 @@ def _with_defaults(raw: dict[str, Any], family: Family) -> Any:
 
 def _read_json(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
+    if folder.is_file():
+        raise ModelError(
+            f"{folder}: a file; a model is a folder, and `instar convert` makes one of a GGUF file"
+        )
     if not folder.is_dir():
         raise ModelError(f"{folder}: there is no such model folder")
     if not path.is_file():

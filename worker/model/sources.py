@@ -257,7 +257,7 @@ def _files_of_tensors(folder: Path) -> dict[str, Path]:
         if not single.is_file():
             raise ModelError(
                 f"{folder}: neither {single.name} nor {index.name} in it; weights must be safetensors"
-                f" (`instar convert` makes them of .bin files)"
+                f" (`instar convert` makes them of GGUF and .bin files)"
             )
         with _open(single) as file:
             return dict.fromkeys(file.keys(), single)

@@ -38,9 +38,11 @@ MODEL/instar/profile-PRECISION.json, which workers follow and `max_loss` of a de
 """
 
 CONVERT_TEXT = """\
-Make safetensors of a checkpoint of PyTorch's .bin files, in a new folder. No code in the files is run: a file
-that holds anything but tensors is refused. An interrupted run continues where it stopped.
+Make a model folder in safetensors of a GGUF file of llama.cpp, or of a folder with PyTorch's .bin files. No
+code in a file is run. A GGUF file is dequantised, and what that takes is said first. An interrupted run of
+.bin files continues where it stopped.
 
+  instar convert model-Q8_0.gguf DIR
   instar convert DIR DIR-safetensors
 """
 
@@ -60,12 +62,12 @@ def _parser(name: str) -> OfflineParser:
     add = parser.add_argument
     if name == "convert":
         parser.description = CONVERT_TEXT
-        add("source", type=Path, metavar="SOURCE", help="model folder with .bin files")
+        add("source", type=Path, metavar="SOURCE", help="GGUF file, or model folder with .bin files")
         add(
             "target",
             type=Path,
             metavar="TARGET",
-            help="a new folder; what lies beside the weights is copied too",
+            help="a new folder; what lies beside .bin files is copied too",
         )
         return parser
     add("model", type=Path, metavar="MODEL", help="model folder, full precision")
@@ -129,7 +131,11 @@ def _weights(text: str) -> tuple[float, float, float]:
 
 
 _CONTINUE = "run the same command again to continue"
-AFTER_INTERRUPT = {"quantize": _CONTINUE, "profile": "nothing was written", "convert": _CONTINUE}
+AFTER_INTERRUPT = {
+    "quantize": _CONTINUE,
+    "profile": "nothing was written",
+    "convert": f"{_CONTINUE}; a GGUF file begins anew",
+}
 FAILED, INTERRUPTED = 2, 130
 
 

@@ -1,14 +1,12 @@
 """`instar convert`: safetensors of a checkpoint of PyTorch's .bin files, the same tensors bit for bit.
 
 Each file is read by a process of its own (`worker.offline.bin_shard`) with limits of memory, output and time.
-The result is made in a folder beside the target, which is renamed at the end, so that the target is whole or
-is not there. Files of an interrupted run that are whole are kept and used by the next one, also if it ended
-because of the disk, a signal or the time. Only a refusal, which would come again, removes them.
+Files of an interrupted run that are whole are kept and used by the next one, also if it ended because of the
+disk, a signal or the time. Only a refusal, which would come again, removes them.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -16,27 +14,21 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any
 
 from worker.model.config import ModelError, read_config
 from worker.offline.bin_shard import FAILED, REFUSED, shown
+from worker.offline.new_folder import GROUP_BYTES, Unfinished, name_files, new_folder
 from worker.offline.progress import ProgressLine
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-GROUP_BYTES: Final = 2 << 30  # of a file that is written; while it is written, it is in memory twice
 _SPARE_BYTES = 1 << 30
 _LEAST_S, _BYTES_PER_S = 120.0, 10e6  # far below a disk's speed
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "readme*", "licen[cs]e*", "notice*")
 _ERROR_BYTES = 2000  # that are read from the end of a process's errors
 _MOST_SHOWN = 500  # characters of its last line
-
-
-class Unfinished(ModelError):
-    """The disk, the machine or the time ended the work: what was made is kept."""
 
 
 def convert_bin(source: Path, target: Path, group_bytes: int = GROUP_BYTES) -> None:
@@ -47,10 +39,7 @@ def convert_bin(source: Path, target: Path, group_bytes: int = GROUP_BYTES) -> N
     """
     read_config(source)  # what could not be served is refused before any work
     shards = _shards(source)
-    if target.exists():
-        raise ModelError(f"{target}: exists already; name a new folder")
-    unfinished = target.with_name(f".{target.name}.converting")
-    with _locked(unfinished):
+    with new_folder(target) as unfinished:
         progress = ProgressLine("convert", sum(_mib(path) for path in shards), "MiB")
         done = [
             _convert_shard(path, unfinished, number, group_bytes, progress)
@@ -61,11 +50,10 @@ def convert_bin(source: Path, target: Path, group_bytes: int = GROUP_BYTES) -> N
         for path in unfinished.iterdir():  # the records, and what a killed run left
             if path.name not in made:
                 path.unlink()
-        _name_files(unfinished, made)
+        name_files(unfinished, made)
         for path in source.iterdir():
             if path.is_file() and _is_copied(path.name.lower()):
                 shutil.copyfile(path, unfinished / path.name)
-        unfinished.rename(target)
 
 
 def _is_copied(name: str) -> bool:
@@ -104,25 +92,6 @@ def _check_names(source: Path, found: set[str]) -> None:
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(f"{source}: {INDEX} names {shown(missing[0])}{more}, and no file has it")
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep the folder of unfinished files for one process. Raises ModelError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise ModelError(f"{folder}: another `instar convert` works there") from error
-    except Unfinished:
-        raise
-    except ModelError:
-        shutil.rmtree(folder, ignore_errors=True)  # a run again would not help
-        raise
-    finally:
-        os.close(descriptor)
 
 
 def _convert_shard(
@@ -206,17 +175,3 @@ def _ending(status: int) -> str:
     if status == FAILED:
         return "an error of the system"
     return f"signal {-status}" if status < 0 else f"exit status {status}"
-
-
-def _name_files(folder: Path, files: dict[str, dict[str, int]]) -> None:
-    """Give the files the names that Hugging Face's have, and write their index if there are several."""
-    if len(files) == 1:
-        (folder / next(iter(files))).rename(folder / "model.safetensors")
-        return
-    names = {file: f"model-{i:05}-of-{len(files):05}.safetensors" for i, file in enumerate(files, 1)}
-    total = sum(size for sizes in files.values() for size in sizes.values())
-    weight_map = {tensor: names[file] for file, sizes in files.items() for tensor in sizes}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
-    for file, name in names.items():
-        (folder / file).rename(folder / name)

@@ -10,6 +10,7 @@ import kernels  # noqa: F401 before torch: it settles how torch's threads wait
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -70,8 +71,15 @@ def _full_config(folder: Path) -> ModelConfig:
 
 def convert(args: argparse.Namespace) -> None:
     """Run `instar convert`. Raises ModelError, OSError."""
-    target = args.target.expanduser().resolve()
-    convert_bin(args.source.expanduser().resolve(), target)
+    source, target = args.source.expanduser().resolve(), args.target.expanduser().resolve()
+    if source.is_file():
+        if find_spec("gguf") is None:
+            raise ModelError(f"{source}: GGUF files are read by the package gguf: pip install gguf")
+        from worker.offline.gguf_checkpoint import convert_gguf
+
+        convert_gguf(source, target)
+    else:
+        convert_bin(source, target)
     size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
     say(f"{target}: {size / 1e6:.1f} MB")
 

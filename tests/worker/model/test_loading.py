@@ -280,6 +280,13 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", "nowhere: there is no such model folder")
 
 
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    refused(
+        tmp_path / "model.gguf", "model.gguf: a file; a model is a folder, and `instar convert` makes one"
+    )
+
+
 def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
     refused(tmp_path, "no config.json in it")
 
