@@ -164,6 +164,18 @@ def test_a_server_that_is_not_a_gateway_is_named_without_its_page(
         server.shutdown()
 
 
+def test_a_missing_package_is_named_with_what_brings_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [one for one in sys.modules if one == "instar.client" or one.startswith("instar.commands.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "httpx", None)  # as where it is not installed
+    for command, extra in (("serve", "serve"), ("status", "services")):
+        assert main([command]) == 2
+        told = capsys.readouterr().err
+        assert told == f"instar {command}: httpx is not installed here: pip install 'instar[{extra}]'\n"
+
+
 def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("instar ")
