@@ -4,9 +4,10 @@ A process reads all versions in READS, and writes the one that the key `schema` 
 processes read that are present. The controller sets it (`common_version`). So processes of the release before
 and of this one work side by side while they are replaced; docs/upgrade.md has the order.
 
-Version 1 is that of release 0.1. An entry in version 1 may have fields of version 2, which a process of
-version 1 ignores; only what it would refuse or misread is changed here. The functions take the fields of a
-message as msgpack has them, return others, and leave what they do not know to the decoder, which refuses it.
+Version 1 is that of release 0.1, version 2 that of release 0.2. An entry in version 1 may have fields of
+version 2, which a process of version 1 ignores; only what it would refuse or misread is changed here. The
+functions take the fields of a message as msgpack has them, return others, and leave what they do not know to
+the decoder, which refuses it.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import io
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -53,6 +54,12 @@ def test_every_command_of_a_page_can_be_parsed(document: Path) -> None:
                 parse(parser_for(words[0]), words)
         except SystemExit as end:
             assert end.code == 0, f"instar {shlex.join(words)}: {said.getvalue()}"
+
+
+def test_the_change_log_begins_with_the_version_that_is_declared() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    first = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert first and first[1] == declared
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
