@@ -10,16 +10,20 @@ from pathlib import Path
 from statistics import fmean
 from typing import Final
 
-from bench.common.results import digits, say
+from bench.common.results import MAX_OTHERS_CORES, digits, say
 from bench.morph.service import MorphService, Way
-from bench.paper.kept import Job, Kept, Row, commit
+from bench.paper.kept import Job, Kept, Row, commit, is_of_another_speed
 from bench.paper.ladder import is_needed
 from bench.paper.loads import OUTPUT_TOKENS, requests
 from bench.paper.run import SLO, PaperRun, run_one
 from bench.paper.service import FULL, INT4
+from bus.settings import WorkerSettings
 from instar.errors import InputError
 from instar.replay import files
 from instar.replay.card import errors_text
+from instar.replay.files import RunFile
+from instar.simulate.calibrate import calibration_of
+from instar.simulate.calibration import EngineCalibration
 
 COOL_S: Final = 6.0  # at rest before a run
 AROUND_S: Final = 14.0  # cooling, the last answers, orders, and reading what happened
@@ -87,6 +91,10 @@ class Campaign:
         self.kept.write()
         self.clock.say(f"requests/s: {', '.join(f'{name} {rate:.2f}' for name, rate in rates.items())}")
 
+    def calibration(self) -> EngineCalibration:
+        """Return the costs of steps in the first measurements. Raises InputError without their runs."""
+        return calibration_of(calibration_runs(self._folder), WorkerSettings(), None)
+
     @property
     def rates(self) -> tuple[float, float]:
         """The requests per second of full precision and of all layers in INT4, in the first session."""
@@ -136,6 +144,13 @@ class Campaign:
         return run
 
 
+def calibration_runs(folder: Path) -> list[RunFile]:
+    """Return the runs that `Campaign.calibrate` made and kept in `folder`, full precision first."""
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    found = [files.read(path) for path in paths if path.is_dir() and path.name.startswith("calibration")]
+    return sorted(found, key=lambda run: run.name != FULL)
+
+
 def expected_s(jobs: Sequence[Job]) -> float:
     return sum(job.seconds + AROUND_S for job in jobs)
 
@@ -143,8 +158,10 @@ def expected_s(jobs: Sequence[Job]) -> float:
 def in_a_line(one: Row) -> str:
     p95 = f"{one['ttft_s']['p95']:6.2f} s" if one["ttft_s"] else "none"
     more = f", loss {one['loss']:.3%}" if one.get("loss") else ""
-    if one["others_cores"] > 0.2:
+    if one["others_cores"] > MAX_OTHERS_CORES:
         more += f", OTHERS TOOK {one['others_cores']:.2f} CORES"
+    if is_of_another_speed(one):
+        more += f", STEPS TOOK {one['machine_factor']:.2f} TIMES AS LONG AS AT FIRST"
     return (
         f"{one['load']:<24} {one['way']:<21} #{one['repeat']} P95 TTFT {p95}, {one['violations']:>3} of "
         f"{one['requests']:<3} over {SLO.ttft_s:g} s{more}"

@@ -43,7 +43,7 @@ from bench.paper.loads import (
 )
 from bench.paper.pyramid import memory_share
 from bench.paper.quality import Offline, measure
-from bench.paper.reflex import LossTables, loss_tables
+from bench.paper.reflex import LossTable, loss_table
 from bench.paper.report import headlines, load_numbers, offline_numbers, premises
 from bench.paper.run import SLO
 from bench.paper.service import FULL, PLAN, PLAN_ANY, roomy, ways
@@ -90,7 +90,7 @@ def evaluate(args: Namespace, folder: Path, size: Size) -> dict[str, Any]:
         clock.say(f"KV blocks at full precision: {service.blocks_at_full}; layers go {service.order}")
         campaign.calibrate()
         loads = loads_of(campaign, traces, size)
-        losses = loss_tables(service.model, service.num_layers)
+        losses = loss_table(service.model, service.num_layers)
         found = Evaluation(campaign, every, losses, size, offline, wide)
         is_done = found.do(loads, args.parts.split(","), args.repeats)
         settings = settings_of(campaign, size, losses) | {"size": args.size, "kv_blocks": blocks}
@@ -129,7 +129,7 @@ def loads_of(campaign: Campaign, traces: Path | None, size: Size) -> list[Load]:
     return loads
 
 
-def settings_of(campaign: Campaign, size: Size, losses: LossTables) -> dict[str, Any]:
+def settings_of(campaign: Campaign, size: Size, losses: LossTable) -> dict[str, Any]:
     service = campaign.service
     return {
         "speed": size.speed,
@@ -143,7 +143,7 @@ def settings_of(campaign: Campaign, size: Size, losses: LossTables) -> dict[str,
         "ladder_rates": [digits(rate) for rate in rates_of(*campaign.rates, size.rungs)],
         "burst_share_of_int4": BURST_SHARE,
         "least_overload_of_full": LEAST_OVERLOAD,
-        "losses_by": losses.judged_by,
+        "losses_by": losses.source,
     }
 
 

@@ -13,7 +13,7 @@ from bench.paper.kept import Job, Row, turned
 from bench.paper.ladder import RUNG_S, RUNGS, rates_of, rung_numbers, rungs_of
 from bench.paper.loads import Load
 from bench.paper.quality import Offline
-from bench.paper.reflex import LossTables, observed
+from bench.paper.reflex import LossTable, observed
 from bench.paper.report import quality, row
 from bench.paper.service import DEFAULT, FULL, INT4, PERFORMANCE, STATIC_2
 
@@ -42,7 +42,7 @@ class Evaluation:
 
     campaign: Campaign
     ways: Sequence[Way]
-    losses: LossTables
+    losses: LossTable
     size: Size
     offline: Offline | None = None
     wide: MorphService | None = None  # with the memory that PyramidKV would save

@@ -7,13 +7,27 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from bench.common.results import MAX_OTHERS_CORES, ROOT
 from bench.morph.service import Way
 from instar.errors import InputError
 
 Row = dict[str, Any]
+
+MAX_SPEED_CHANGE: Final = 0.1  # of the steps' time, before a run counts as of another machine
+
+
+def is_of_another_speed(row: Row) -> bool:
+    """Return whether the machine was slower or faster than at first, when loads were thinned for it."""
+    factor: float = row.get("machine_factor", 1.0)
+    return abs(factor - 1) > MAX_SPEED_CHANGE
+
+
+def is_disturbed(row: Row) -> bool:
+    """Return whether other programs took the machine, or it was of another speed."""
+    others: float = row["others_cores"]
+    return others > MAX_OTHERS_CORES or is_of_another_speed(row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +61,7 @@ class Kept:
     def __init__(self, path: Path, plan: Mapping[str, Any], *, redo_disturbed: bool = False) -> None:
         """Go on with the runs in the file. Raises InputError if they are of another plan.
 
-        redo_disturbed: forget the runs during which other programs had more than MAX_OTHERS_CORES.
+        redo_disturbed: forget the runs that `is_disturbed` says were.
         """
         self.path = path
         wanted = json.loads(json.dumps(plan))
@@ -56,7 +70,7 @@ class Kept:
             self.found = json.loads(path.read_text())
             _check(path, self.found.get("plan", {}), wanted)
         if redo_disturbed:
-            self.found["rows"] = [one for one in self.rows if one["others_cores"] <= MAX_OTHERS_CORES]
+            self.found["rows"] = [one for one in self.rows if not is_disturbed(one)]
 
     @property
     def rows(self) -> list[Row]:

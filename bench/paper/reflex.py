@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,48 +16,62 @@ from bus.morphs import MorphReport
 from bus.names import Names
 from bus.precisions import DEFAULT_SWAP, QUANTIZED, Precision
 from worker.model.config import read_config
+from worker.model.ready_weights import open_checkpoint
+from worker.model.sources import checkpoint_digest
 from worker.morph.losses import Losses, losses_of
 from worker.morph.plan import Half
-from worker.shape.layer_order import half_losses
+from worker.shape.layer_order import half_losses, profile_path, read_profile, write_profile
 
 BUSY: Final = 0.85  # of the KV blocks in use: that much is pressure
 ASSUMED: Final = "assumed"
+LENT: Final = "the profile of models/demo"
 
 
 @dataclass(frozen=True, slots=True)
-class LossTables:
-    """The losses that the service decides by, and those that its runs are judged by.
+class LossTable:
+    """The losses that the service decides by, and that its runs are judged by.
 
-    judged_by: "its own profile", "the profile of models/demo", or ASSUMED. Random weights have no quality: a
-    dummy with as many layers as the demo model is judged by what was measured of the demo model.
+    source: "its own profile", LENT, or ASSUMED.
     """
 
-    own: Losses
-    judged: Losses
-    judged_by: str
+    losses: Losses
+    source: str
 
     @property
     def of_int4(self) -> float:
         """The loss of all layers in INT4."""
-        everything: dict[Half, Precision] = dict.fromkeys(self.judged.shares, DEFAULT_SWAP)
-        return self.judged.total(everything)
+        everything: dict[Half, Precision] = dict.fromkeys(self.losses.shares, DEFAULT_SWAP)
+        return self.losses.total(everything)
 
 
-def loss_tables(model: Path, num_layers: int) -> LossTables:
+def lend_profiles(folder: Path) -> None:
+    """Give a dummy the profiles of models/demo, if it has as many layers.
+
+    Random weights have no quality of their own. With what was measured of the demo model, the service decides
+    by the same losses that its runs are judged by.
+    """
+    demo, dummy = read_config(DEMO), read_config(folder)
+    if dummy.num_layers != demo.num_layers:
+        return
+    of_demo, of_dummy = (checkpoint_digest(one, open_checkpoint(one)) for one in (demo, dummy))
+    for precision in QUANTIZED:
+        profile = read_profile(profile_path(DEMO, precision), model=of_demo, num_layers=demo.num_layers)
+        path = profile_path(folder, precision)
+        path.parent.mkdir(exist_ok=True)
+        write_profile(path, replace(profile, model=of_dummy, method="rtn"))  # a dummy has no set of weights
+
+
+def loss_table(model: Path, num_layers: int) -> LossTable:
     """Return the losses of a model's halves."""
-    own = losses_of(num_layers, QUANTIZED, half_losses(read_config(model), QUANTIZED))
-    if not own.assumed:
-        return LossTables(own, own, "its own profile")
-    demo = read_config(DEMO)
-    if demo.num_layers == num_layers:
-        measured = losses_of(num_layers, QUANTIZED, half_losses(demo, QUANTIZED))
-        return LossTables(own, measured, "the profile of models/demo")
-    return LossTables(own, own, ASSUMED)
+    found = losses_of(num_layers, QUANTIZED, half_losses(read_config(model), QUANTIZED))
+    if found.assumed:
+        return LossTable(found, ASSUMED)
+    return LossTable(found, "its own profile" if model.samefile(DEMO) else LENT)
 
 
-def observed(service: MorphService, run: PaperRun, losses: LossTables, since_s: float) -> dict[str, Any]:
+def observed(service: MorphService, run: PaperRun, table: LossTable, since_s: float) -> dict[str, Any]:
     """Return what the reflex did in a run that was sent after `since_s`, and until now."""
-    began_s = run.file.about["began_at"]
+    began_s, losses = run.file.about["began_at"], table.losses
     reports = [(report.at_ms / 1e3, report.instances[0]) for report in service.reports(since_s)]
     decided = [
         event
@@ -66,14 +80,13 @@ def observed(service: MorphService, run: PaperRun, losses: LossTables, since_s: 
     ]
     pressed = [event.at_ms / 1e3 for event in decided if event.cause != "ease"]
     pressed += [at_s for at_s, one in reports if one.kv_used > BUSY * one.kv_blocks]
-    below = [at_s for at_s, one in reports if losses.own.total(halves_of(one)) > 0]
+    below = [at_s for at_s, one in reports if losses.total(halves_of(one)) > 0]
     shapes = [one for _, one in reports]
     return {
-        "loss": digits(mean_loss(shapes, losses.judged)),
-        "loss_decided_by": digits(mean_loss(shapes, losses.own)),
+        "loss": digits(mean_loss(shapes, losses)),
         "first_blocks": first_blocks(decided, service.morphs(since_s), reports),
         "back_after_s": round(max(below) - max(pressed), 2) if below and pressed else 0.0,
-        "is_back": losses.own.total(halves_of(shapes[-1])) == 0,
+        "is_back": losses.total(halves_of(shapes[-1])) == 0,
         "decisions": [
             {"at_s": round(event.at_ms / 1e3 - began_s, 2), "cause": event.cause, "reason": event.reason}
             for event in decided

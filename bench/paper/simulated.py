@@ -5,12 +5,12 @@
 
 The calibration is fitted to the runs at full precision, INT8 and INT4 that `windows` makes before its
 windows. In those nothing is swapped: what a half of a layer costs is measured in the other windows, none of
-which is the one that is simulated. A shared machine is not equally fast all the time: steps are taken to be
-as much slower or faster as they were in the run of the same window at full precision, of the same repeat,
-minutes before or after. (For that run itself this is no prediction; the bars are of the modes.) Then every
-run of full precision and of a mode is simulated, and its P95 TTFT and its number of swaps are held against
-those that were measured. The time per token and the time until a swap brought its first blocks are compared
-too, to see where an error comes from.
+which is the one that is simulated. A shared machine is not equally fast all the time: its speed changes by a
+quarter within minutes. So steps are taken to be as much slower or faster as those of the run itself were, by
+one factor from the times of its steps; queues, decisions and swaps are predicted. Then every run of full
+precision and of a mode is simulated, and its P95 TTFT and its number of swaps are held against those that
+were measured. The time per token and the time until a swap brought its first blocks are compared too, to see
+where an error comes from.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from msgspec import structs
 
 from bench.common.plots import picture
 from bench.common.results import RESULTS, digits, parser, say
+from bench.paper.campaign import calibration_runs
 from bench.paper.service import DEFAULT, FULL, MODES
 from bench.paper.windows import DRAIN_S
 from bus.policy import Policy
@@ -43,6 +44,7 @@ from instar.simulate.fitting import machine_factor, morph_costs
 from instar.simulate.report import ComparedNumber, SimulatedRun, compare
 
 WITHIN, IN_WINDOWS = 0.15, 0.8
+TRACES: Final = ("code", "conv")  # the names of windows begin so
 COMPARED: Final[dict[str, str]] = {"p95_s": "TTFT p95, s", "swaps": "swaps"}
 SEEN: Final[dict[str, str]] = {"tpot_s": "TPOT p95, s", "blocks_s": "first blocks of a swap, s"}
 
@@ -52,15 +54,13 @@ Pair = dict[str, float]
 def runs_of(folder: Path) -> tuple[list[RunFile], list[RunFile]]:
     """Return the runs to calibrate with, full precision first, and the others. Raises InputError."""
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    found = [files.read(path) for path in paths if path.is_dir()]
-    calibrations = [run for run in found if str(run.about["source"]).startswith("calibration")]
-    windows = [run for run in found if str(run.about["source"]).startswith(("code:", "conv:"))]
+    calibrations = calibration_runs(folder)
+    windows = [files.read(path) for path in paths if path.is_dir() and path.name.startswith(TRACES)]
     if not calibrations or not windows:
         raise InputError(
             f"--runs {folder}: holds {len(calibrations)} runs to calibrate with, and {len(windows)} of "
             "windows; `python -m bench.paper windows` makes both"
         )
-    calibrations.sort(key=lambda run: run.name != FULL)
     return calibrations, windows
 
 
@@ -75,18 +75,7 @@ def simulated(run: RunFile, calibration: EngineCalibration) -> RunFile:
 
 def window_of(run: RunFile) -> str:
     """Return the window that was sent, as in `code:792`."""
-    return _of_window(run)[0]
-
-
-def _of_window(run: RunFile) -> tuple[str, str]:
-    """Return the window that was sent, and which repeat it was."""
-    window, _, repeat = str(run.about["source"]).partition(f" {run.name}")
-    return window, repeat
-
-
-def machine_factors(runs: Sequence[RunFile], calibration: EngineCalibration) -> dict[tuple[str, str], float]:
-    """Return how many times as long as by the calibration steps took in each window, at full precision."""
-    return {_of_window(run): machine_factor(run, calibration) for run in runs if run.name == FULL}
+    return str(run.about["source"]).partition(f" {run.name}")[0]
 
 
 def with_swaps(calibration: EngineCalibration, runs: Sequence[RunFile], window: str) -> EngineCalibration:
@@ -100,11 +89,10 @@ def with_swaps(calibration: EngineCalibration, runs: Sequence[RunFile], window: 
 def rows_of(runs: Sequence[RunFile], calibration: EngineCalibration) -> list[dict[str, Any]]:
     """Return what was simulated and measured, for each window and way."""
     rows = []
-    factors = machine_factors(runs, calibration)
     for run in runs:
         if run.name != FULL and run.name not in MODES:
             continue  # layers are in fewer bits from the start
-        window, factor = window_of(run), factors.get(_of_window(run), 1.0)
+        window, factor = window_of(run), machine_factor(run, calibration)
         found_of = simulated(run, with_swaps(calibration.slowed(factor), runs, window))
         numbers = {one.name: one for one in compare(found_of, run)}
         found = {key: _pair(numbers[name]) for key, name in (COMPARED | SEEN).items()}

@@ -8,6 +8,7 @@ from statistics import fmean, median
 from typing import Any, Final
 
 from bench.common.results import MAX_OTHERS_CORES
+from bench.paper.kept import MAX_SPEED_CHANGE, is_of_another_speed
 from bench.paper.ladder import highest_rates, times_full
 from bench.paper.service import DEFAULT, FULL, INT4, PERFORMANCE
 from bench.paper.tables import spread
@@ -82,6 +83,7 @@ def judge(rows: Sequence[Row], ladder: Sequence[Row], losses: dict[str, Any]) ->
         _way_back(rows),
         _preemptions(runs),
         _quiet([*rows, *ladder]),
+        _as_fast([*rows, *ladder]),
     ]
 
 
@@ -192,4 +194,15 @@ def _quiet(rows: Sequence[Row]) -> Verdict:
         f"other programs took at most {MAX_OTHERS_CORES:g} cores",
         f"at most {most:.2f}, more than that in {len(disturbed)} of {len(rows)} runs",
         not disturbed if rows else None,
+    )
+
+
+def _as_fast(rows: Sequence[Row]) -> Verdict:
+    factors = [one["machine_factor"] for one in rows if "machine_factor" in one]
+    other = sum(map(is_of_another_speed, rows))
+    least, most = min(factors, default=1.0), max(factors, default=1.0)
+    return Verdict(
+        f"steps took within {MAX_SPEED_CHANGE:.0%} of what they took when the loads were chosen",
+        f"{least:.2f} to {most:.2f} times as long, and not within that in {other} of {len(rows)} runs",
+        not other if factors else None,
     )

@@ -12,8 +12,13 @@ rates of 60 s each, which a way climbs until its P95 TTFT exceeds the limit. Bef
 idle, at full precision, and has been so for COOL_S.
 
 The service has one worker. The model `demo` is trained; those of other sizes have random weights: the step of
-a larger model is bound by memory, so that more KV blocks mean more tokens a second. The loss of a run is
+a larger model is bound by memory, so that more KV blocks mean more tokens a second. A dummy with as many
+layers as `demo` has its profiles, since random weights have no quality of their own. The loss of a run is
 predicted for its shapes, weighted by the tokens; --out says by which profile, or that it is assumed.
+
+A machine that is shared does not keep its speed. The steps of the first measurements give a calibration, and
+each run says how many times as long as by that its steps took. Loads are thinned for the speed of the first
+measurements: --redo-disturbed repeats the runs on a machine more than a tenth slower or faster.
 
 Every run is added to --out when it ends. The same command goes on with what is missing, also with more
 windows or repeats. At the end of each session the bars are judged by the runs so far, and the page written.
@@ -48,13 +53,16 @@ from bench.paper.choice import (
 from bench.paper.kept import Job, Kept, Row, turned
 from bench.paper.ladder import rates_of, rung_numbers, rungs_of
 from bench.paper.loads import OUTPUT_TOKENS, PROMPT_TOKENS, WINDOWS, find_trace
-from bench.paper.reflex import LossTables, loss_tables, observed
+from bench.paper.reflex import LossTable, lend_profiles, loss_table, observed
 from bench.paper.report import row
+from bench.paper.run import PaperRun
 from bench.paper.service import DEFAULT, FULL, INT4, INT8, PERFORMANCE, STATIC_2
 from bench.paper.verdict import BACK_S, Verdict, judge
 from bench.paper.windows_plot import draw
 from instar.errors import InputError
 from instar.replay.traces import Shaping, load
+from instar.simulate.calibration import EngineCalibration
+from instar.simulate.fitting import machine_factor
 
 DRAIN_S: Final = 60.0
 STEADY_SHARE, STEADY_S = 0.7, 25.0  # of what it can do, for so long: a load for the simulator's calibration
@@ -72,6 +80,8 @@ def service_of(size: str) -> Iterator[MorphService]:
     """Start the service with a model of this size."""
     with ExitStack() as stack:
         folder = DEMO if size == "demo" else stack.enter_context(model_folder(size))
+        if size != "demo":
+            lend_profiles(folder)
         service = MorphService(BUDGETS[size])
         service.model = folder
         yield stack.enter_context(service)
@@ -103,8 +113,11 @@ def poisson(rate: float, seconds: float) -> list[float]:
 class WindowRuns:
     """The windows that fit what the service can do, and their runs."""
 
-    def __init__(self, campaign: Campaign, ways: Sequence[Way], losses: LossTables) -> None:
-        self.campaign, self.ways, self.losses = campaign, ways, losses
+    def __init__(
+        self, campaign: Campaign, ways: Sequence[Way], losses: LossTable, calibration: EngineCalibration
+    ) -> None:
+        """calibration: of the machine when the loads were chosen."""
+        self.campaign, self.ways, self.losses, self._calibration = campaign, ways, losses, calibration
         self.chosen: list[tuple[TraceWindow, list[float]]] = []
 
     def choose(self, candidates: Sequence[TraceWindow], num: int, *, are_named: bool) -> None:
@@ -146,13 +159,16 @@ class WindowRuns:
         time.sleep(BACK_S if job.way.mode != "manual" else 0.0)
         found = row(run) | {"mode": job.way.mode}
         found.pop("series")
-        return found | observed(service, run, self.losses, since_s)
+        return found | self._speed(run) | observed(service, run, self.losses, since_s)
 
     def climbed(self, job: Job) -> Row:
         """Send one rung of the ladder to one way."""
         name = f"ladder {job.rate:.2f} {job.way.name} {job.repeat}"
         run = self.campaign.send(job.way, name, job.times, job.drain_s)
-        return rung_numbers(job, row(run), run.file.events_per_s)
+        return rung_numbers(job, row(run), run.file.events_per_s) | self._speed(run)
+
+    def _speed(self, run: PaperRun) -> Row:
+        return {"machine_factor": digits(machine_factor(run.file, self._calibration))}
 
 
 def options() -> Namespace:
@@ -166,7 +182,9 @@ def options() -> Namespace:
     found.add_argument("--parts", default="loads,ladder", help="loads or ladder alone [loads,ladder]")
     found.add_argument("--minutes", type=float, default=0.0, help="no run begins after these [no end]")
     found.add_argument(
-        "--redo-disturbed", action="store_true", help="repeat runs during which others took the machine"
+        "--redo-disturbed",
+        action="store_true",
+        help="repeat runs on a machine that was busy or of another speed",
     )
     found.add_argument("--keep", type=Path, help="folder for all runs [build/windows-SIZE]")
     found.add_argument("--out", type=Path, help="the results [bench/results/windows.json]")
@@ -191,14 +209,14 @@ def measure(args: Namespace) -> int:
     clock = Clock(args.minutes)
     with service_of(args.size) as service:
         ways = _chosen_ways(service.num_layers, args.ways)
-        losses = loss_tables(service.model, service.num_layers)
+        losses = loss_table(service.model, service.num_layers)
         folder = args.keep or Path("build") / f"windows-{args.size}"
         campaign = Campaign(service, random_prompts(NUM_PROMPTS), kept, folder, clock)
         campaign.calibrate(
             [Way(INT8, plan=("int8",) * service.num_layers)],
             lambda rate: poisson(STEADY_SHARE * rate, STEADY_S),
         )
-        runs = WindowRuns(campaign, ways, losses)
+        runs = WindowRuns(campaign, ways, losses, campaign.calibration())
         runs.choose(candidates, args.only, are_named=bool(args.windows))
         kept.found |= {
             "bench": "windows",
@@ -208,7 +226,7 @@ def measure(args: Namespace) -> int:
             "kv_blocks_at_full": service.blocks_at_full,
             "prompt_tokens": PROMPT_TOKENS,
             "output_tokens": OUTPUT_TOKENS,
-            "losses": {"judged_by": losses.judged_by, "of_int4": digits(losses.of_int4)},
+            "losses": {"judged_by": losses.source, "of_int4": digits(losses.of_int4)},
         }
         jobs = runs.jobs(args.parts.split(","), args.repeats)
         is_done = campaign.do(jobs, {"loads": runs.measured, "ladder": runs.climbed})

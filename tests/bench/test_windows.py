@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.common.dummy_model import config_folder
+from bench.common.dummy_model import config_folder, model_folder
 from bench.common.results import DEMO
 from bench.morph.service import Way
 from bench.paper.campaign import Campaign, Clock
@@ -26,10 +26,10 @@ from bench.paper.choice import (
 from bench.paper.kept import Job, Kept
 from bench.paper.loads import thinned
 from bench.paper.page import BLOCKS, PAGE, regenerated
-from bench.paper.reflex import first_blocks, loss_tables
+from bench.paper.reflex import LossTable, first_blocks, lend_profiles, loss_table
 from bench.paper.service import DEFAULT, FULL, INT4, PERFORMANCE
 from bench.paper.simulated import judge as judge_simulated
-from bench.paper.simulated import machine_factors, runs_of, window_of, with_swaps
+from bench.paper.simulated import runs_of, window_of, with_swaps
 from bench.paper.verdict import judge
 from bench.paper.windows import WindowRuns, poisson
 from bench.paper.windows_page import bursts
@@ -96,6 +96,7 @@ def row(load: str, way: str, violations: int, p95_s: float, **fields: Any) -> di
         "is_back": True,
         "decisions": [{"at_s": 1.0}],
         "others_cores": 0.0,
+        "machine_factor": 1.05,
     } | fields
 
 
@@ -117,18 +118,20 @@ GOOD = [
 
 
 def test_the_verdict_is_over_all_windows() -> None:
-    assert verdict(*GOOD) == [True, True, True, True, None, None, True, True, True, True]
+    assert verdict(*GOOD) == [True, True, True, True, None, None, True, True, True, True, True]
     bad = row("a", DEFAULT, 11, 2.0, loss=0.01, preemptions=1), row("a", PERFORMANCE, 1, 0.6)
-    assert verdict(*GOOD[:2], *bad) == [False, False, False, False, None, None, True, True, False, True]
+    assert verdict(*GOOD[:2], *bad)[:9] == [False, False, False, False, None, None, True, True, False]
     late = {"seconds": [0.5], "unqueued": 0, "without_blocks": 0}
     slow = row("a", DEFAULT, 10, 1.0, first_blocks=late, back_after_s=11.0, others_cores=0.5)
-    assert verdict(*GOOD[:2], slow, GOOD[3])[6:] == [False, False, True, False]
+    assert verdict(*GOOD[:2], slow, GOOD[3])[6:] == [False, False, True, False, True]
+    for factor in (0.8, 1.2):
+        assert not verdict(*GOOD, row("b", FULL, 0, 0.5, machine_factor=factor))[10]
     assert not verdict(*GOOD[:2], row("a", DEFAULT, 10, 1.0, is_back=False), GOOD[3])[7]
 
 
 def test_what_has_no_runs_is_not_judged() -> None:
-    assert verdict() == [None] * 10
-    assert verdict(GOOD[0]) == [None] * 9 + [True]
+    assert verdict() == [None] * 11
+    assert verdict(GOOD[0]) == [None] * 9 + [True, True]
     none = {"seconds": [], "unqueued": 1, "without_blocks": 1}
     found = judge([*GOOD[:2], row("a", DEFAULT, 10, 1.0, first_blocks=none)], [], LOSSES)
     assert found[6].is_met is None and "1 with nobody queued yet, and 1 that added no block" in found[6].found
@@ -157,15 +160,16 @@ def test_the_rate_within_the_limit_is_compared_in_each_repeat() -> None:
     assert verdict(*GOOD, ladder=[*ladder, *unfinished])[4:6] == [True, False]
 
 
-def test_random_weights_are_judged_by_measured_losses_where_layers_are_as_many() -> None:
-    own = loss_tables(DEMO, 8)
-    assert own.judged_by == "its own profile" and own.own is own.judged and own.of_int4 > 0
-    with config_folder("30M") as folder:
-        dummy = loss_tables(folder, 8)
-    assert dummy.judged_by == "the profile of models/demo" and dummy.judged == own.judged
-    assert dummy.own.assumed == ("int8", "int4", "int3")
+def test_random_weights_have_measured_losses_where_layers_are_as_many() -> None:
+    own = loss_table(DEMO, 8)
+    assert own.source == "its own profile" and own.of_int4 > 0
+    with model_folder("30M") as folder:
+        assert loss_table(folder, 8).losses.assumed == ("int8", "int4", "int3")
+        lend_profiles(folder)
+        assert loss_table(folder, 8) == LossTable(own.losses, "the profile of models/demo")
     with config_folder("100M") as folder:
-        assert loss_tables(folder, 12).judged_by == "assumed"
+        lend_profiles(folder)
+        assert loss_table(folder, 12).source == "assumed"
 
 
 # ------------------------------------------------------------------------------------- first blocks
@@ -272,6 +276,9 @@ def test_a_second_session_goes_on_where_the_first_one_stopped(tmp_path: Path) ->
     rows[1]["others_cores"] = 1.5
     (tmp_path / "runs.json").write_text(json.dumps({"plan": {"size": "30M"}, "rows": rows}))
     assert session(0.0, redo_disturbed=True) and done[4:] == [jobs[1]]
+    rows[2]["machine_factor"] = 1.2
+    (tmp_path / "runs.json").write_text(json.dumps({"plan": {"size": "30M"}, "rows": rows}))
+    assert session(0.0, redo_disturbed=True) and done[5:] == [jobs[1], jobs[2]]
     with pytest.raises(InputError, match="holds runs with size 30M, asked for is demo"):
         Kept(tmp_path / "runs.json", {"size": "demo"})
 
@@ -280,7 +287,7 @@ def test_windows_that_do_not_fit_are_told_of(capsys: pytest.CaptureFixture[str])
     def choose_of(full: float, int4: float, num: int) -> WindowRuns:
         campaign: Any = SimpleNamespace(rates=(full, int4))
         losses: Any = None
-        runs = WindowRuns(campaign, [], losses)
+        runs = WindowRuns(campaign, [], losses, SMALL)
         runs.choose(
             [TraceWindow("code", 0.0, evenly(600)), TraceWindow("code", 60.0, evenly(60))],
             num,
@@ -365,28 +372,6 @@ def test_the_cost_of_a_half_is_that_of_the_swaps_in_other_windows() -> None:
     assert (found.byte_s, found.share) == (0.001, SMALL.morph.share)
     assert found.half_s == pytest.approx(0.02)
     assert with_swaps(SMALL, runs[:1], "code:1") == SMALL  # nothing was swapped elsewhere
-
-
-def test_a_machine_is_as_slow_as_in_the_run_at_full_precision_of_the_same_repeat() -> None:
-    def run(window: str, way: str, repeat: int, seconds: float) -> RunFile:
-        shape = {"halves": {"full": 16}, "kv_used": 0, "prompt_tokens": 0, "output_tokens": 0}
-        samples = [
-            {"at_s": at_s, "instances": {"small@w0": shape | {"steps": 100 * at_s, "step_s": seconds * at_s}}}
-            for at_s in (0, 1)
-        ]
-        return RunFile(
-            {"name": way, "source": f"{window} {way} {repeat}: "}, Slo(2.0, 0.1), [], {"samples": samples}
-        )
-
-    step_s = 100 * SMALL.step.fixed_s
-    runs = [
-        run("code:1", FULL, 0, step_s),
-        run("code:1", FULL, 1, 2 * step_s),
-        run("code:1", DEFAULT, 1, 9.0),
-    ]
-    factors = machine_factors(runs, SMALL)
-    assert [round(one, 6) for one in factors.values()] == [1.0, 2.0]
-    assert list(factors) == [("code:1", " 0: "), ("code:1", " 1: ")]
 
 
 def test_runs_without_calibrations_are_refused(tmp_path: Path) -> None:
