@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from bus.messages import PARTS, LayerShape
 from bus.morphs import HalfOrder
@@ -14,6 +15,9 @@ from bus.precisions import ASSUMED_LOSSES, PRECISIONS, KVPrecision, Precision
 
 Layers = Sequence[LayerShape]
 MayRise = Callable[[int, Sequence[HalfOrder]], bool]  # whether a member has room for halves with more bits
+
+# Sums of losses are rounded: a budget that is just used up is not exceeded.
+LOSS_ROUNDING: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ def common_shape(
     lowest = min(members, key=_bits)
     rest = tuple(LayerShape(attention=resting, ffn=resting) for _ in lowest)
     down, back = (_towards(members, target, losses) for target in (tuple(lowest), rest))
-    is_allowed = loss_of(down.layers, losses) - loss_of(rest, losses) <= budget + 1e-9
+    is_allowed = loss_of(down.layers, losses) - loss_of(rest, losses) <= budget + LOSS_ROUNDING
     has_room = all(may_rise(member, order) for member, order in enumerate(back.orders) if order)
     if is_allowed and (down.num_halves < back.num_halves or not has_room):
         return down

@@ -11,7 +11,7 @@ from bus.messages import LayerShape
 from bus.morphs import HalfOrder
 from bus.policy import Policy
 from bus.precisions import PRECISIONS, KVPrecision, Precision, is_below
-from bus.shapes import CommonShape, common_shape, loss_of, loss_of_kv, whole_loss
+from bus.shapes import LOSS_ROUNDING, CommonShape, common_shape, loss_of, loss_of_kv, whole_loss
 from controller.morphing.copies import Copies
 from controller.morphing.groups import Group
 from controller.morphing.parallelism import Merge, degrees_below, merges_for, parts_of
@@ -29,7 +29,6 @@ from controller.planning.situation import (
 )
 
 NO_COSTS: Final = LeverCosts()
-RESERVE: Final = 1e-9  # of a budget, for rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +229,7 @@ def levelled(merge: Merge, budget: float) -> tuple[CommonShape | str | None, KVP
         return levelled_layers(merge, budget, "int8" if others else "full"), None
     if all(map(_may_convert, full)):
         common = levelled_layers(merge, budget, "int8")
-        if not isinstance(common, str) and _lost_with(merge, common, "int8") <= budget + RESERVE:
+        if not isinstance(common, str) and _lost_with(merge, common, "int8") <= budget + LOSS_ROUNDING:
             return common, "int8"
     if all(group.used_tokens * group.kv_gain <= (group.kv_tokens or group.max_tokens) for group in others):
         return levelled_layers(merge, budget, "full"), "full"

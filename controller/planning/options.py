@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from bus.levers import NEVER_S, CostBasis, LeverOption
+from bus.shapes import LOSS_ROUNDING
 from controller.planning.lever_costs import CONNECT_S, MOVE_S
 from controller.planning.situation import (
     LeverSituation,
@@ -23,7 +24,7 @@ from controller.planning.situation import (
     ServingInstance,
 )
 
-RESERVE: Final = 1e-9  # of a budget, for rounding
+_LEAST: Final = 1e-9  # of what others are divided by
 
 
 def swap_for_long(situation: LeverSituation, long: LongNeed) -> LeverOption | None:
@@ -97,7 +98,7 @@ def resize(situation: LeverSituation, one: ServingInstance) -> list[LeverOption]
 
 def convert_kv(situation: LeverSituation, one: ServingInstance) -> list[LeverOption]:
     """Return the option to hold the KV cache in 8 bits, if the budget of loss allows it."""
-    if one.kv_blocks <= 0 or one.kv_loss > one.loss_left + RESERVE:
+    if one.kv_blocks <= 0 or one.kv_loss > one.loss_left + LOSS_ROUNDING:
         return []
     kind = situation.costs.kinds["kv"]
     price_s = kind.stalled_s * one.running + _price_of_loss(one.kv_loss, one.load, situation.objectives)
@@ -122,7 +123,7 @@ def swap(situation: LeverSituation, one: ServingInstance, missing: float, share:
     """
     kind, found = situation.costs.kinds["swap"], []
     for rung in one.rungs:
-        allowed = rung.layers if rung.loss <= 0 else math.floor((one.loss_left + RESERVE) / rung.loss)
+        allowed = rung.layers if rung.loss <= 0 else math.floor((one.loss_left + LOSS_ROUNDING) / rung.loss)
         layers = min(rung.layers, allowed, rung.begun + math.ceil(missing / rung.blocks))
         if layers <= rung.begun:
             continue
@@ -229,11 +230,11 @@ def _speed_of_parts(situation: LeverSituation, offer: PartOffer) -> float:
 
 def lost(situation: LeverSituation, speed: float) -> float:
     """Return the price of so much throughput less, in that of one worker, for as long as groups are kept."""
-    return situation.load * max(0.0, speed) / max(situation.speed, RESERVE) * situation.costs.hold_s
+    return situation.load * max(0.0, speed) / max(situation.speed, _LEAST) * situation.costs.hold_s
 
 
 def _price_of_loss(loss: float, load: float, objectives: Objectives) -> float:
-    return loss / max(objectives.loss_budget, RESERVE) * objectives.ttft_slo_s * load if loss > 0 else 0.0
+    return loss / max(objectives.loss_budget, _LEAST) * objectives.ttft_slo_s * load if loss > 0 else 0.0
 
 
 def _weaker(one: CostBasis, other: CostBasis) -> CostBasis:

@@ -12,6 +12,7 @@ from typing import Final, Literal, NamedTuple
 from bus.api_keys import ANONYMOUS, ApiKey
 from bus.messages import Grammar, InstanceCard, SamplingParams
 from bus.precisions import KVPrecision, Precision, is_below, lowest
+from bus.shapes import LOSS_ROUNDING
 from gateway.delivery.cluster import Cluster
 from gateway.delivery.request import GenerationRequest
 from gateway.errors import invalid, never_so_precise, never_so_precise_kv, never_within_loss, too_long
@@ -25,7 +26,6 @@ from gateway.text.tokenizer import Tokenizer
 
 _SEED_MASK = 2**63 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the seeds of n choices
-_ROUNDING: Final = 1e-9  # of sums of losses
 
 # Parameters that a worker gets as the client sent them. Each choice has a seed of its own.
 _PASSED_ON: Final = {one.name for one in fields(SamplingParams)} & SamplingBody.model_fields.keys() - {
@@ -207,7 +207,7 @@ def _floor_within(max_loss: float, card: InstanceCard, best_kv: KVPrecision) -> 
         # Where no layer can be in int8, it is a floor of the KV cache alone.
         losses.setdefault("int8", 0.0)
     lost = {one: loss + (0.0 if is_below("int8", one) else by_kv) for one, loss in losses.items()}
-    within = [one for one, loss in lost.items() if loss <= max_loss + _ROUNDING]
+    within = [one for one, loss in lost.items() if loss <= max_loss + LOSS_ROUNDING]
     kept = lowest(within or [card.best])
     if best_kv == "full" or (within and not is_below(best_kv, kept)):
         return kept

@@ -12,7 +12,7 @@ from bus.messages import Number
 from bus.morphs import Cause
 from bus.policy import Envelope, Policy
 from bus.precisions import LOWEST, PRECISIONS, KVPrecision, Precision, is_below, lowest
-from bus.shapes import loss_of_kv
+from bus.shapes import LOSS_ROUNDING, loss_of_kv
 from worker.morph.losses import Choice, Halves, Losses, MayTouch, Pages, choose_relief, choose_return
 from worker.morph.plan import Half
 from worker.morph.pricing import Waits, is_predictable, predict_waits
@@ -20,7 +20,6 @@ from worker.morph.reflex import DOWN, LATE, Lever, Load, Need, ReflexState, With
 
 RETURN_MARGIN: Final = 4  # this part of the dead zone stays free after a return, or noise would undo it
 FORECAST_SHARE: Final = 0.25  # of the budget of loss may be taken for what is only expected
-RESERVE: Final[float] = 1e-9  # of a budget, for rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +122,7 @@ def relieve(
     missing = max(1, math.ceil(needed / policy.kv_usage_high) - load.kv_blocks)
     lost = shape.lost(envelope)
     budget = policy.most_loss * (FORECAST_SHARE if need.cause == "forecast" else 1.0)
-    left = budget - lost + RESERVE
+    left = budget - lost + LOSS_ROUNDING
     choice, waits = Choice({}, 0, 0.0), None
     if not state.is_paused("swap_down", load.at_s):
         choice, waits = _choose(state, load, shape, envelope, need, missing, left)
