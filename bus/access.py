@@ -96,6 +96,16 @@ TABLE: Final[Mapping[Role, tuple[Grant, ...]]] = {
     "cli": (_grant("get set", DATA_SET),),
 }
 
+# Users for the servers of Redis, with the rights that the documentation of Sentinel gives them: what
+# a replica asks its primary (`masteruser`), and what a Sentinel asks both (`sentinel auth-user`).
+SERVERS: Final[Mapping[str, str]] = {
+    "replica": "resetchannels -@all +psync +replconf +ping",
+    "sentinel": (
+        "allchannels -@all +multi +slaveof +ping +exec +subscribe +config|rewrite +role +publish +info "
+        "+client|setname +client|kill +script|kill"
+    ),
+}
+
 # Arguments with which Redis accepts a command for a transaction, "KEY" where its key stands.
 _ARGUMENTS: Final[Mapping[str, str]] = {
     "set": "KEY x",
@@ -136,16 +146,25 @@ def acl_rules(role: Role, prefix: str, *, selectors: bool) -> str:
 def acl_lines(passwords: Mapping[Role, str], prefix: str, *, selectors: bool) -> list[str]:
     """Return the lines of an access list with these users, and none that needs no password."""
     users = [
-        f"user {role} on #{hashlib.sha256(password.encode()).hexdigest()} "
-        f"{acl_rules(role, prefix, selectors=selectors)}"
+        _user(role, password, acl_rules(role, prefix, selectors=selectors))
         for role, password in passwords.items()
     ]
     return ["user default off resetpass -@all", *users]
 
 
+def server_lines(passwords: Mapping[str, str]) -> list[str]:
+    """Return the lines of an access list with these users of SERVERS."""
+    return [_user(name, password, SERVERS[name]) for name, password in passwords.items()]
+
+
+def new_password() -> str:
+    """Return a new password, of letters and digits that a URL takes as they are."""
+    return secrets.token_urlsafe(32)
+
+
 def new_passwords() -> dict[Role, str]:
-    """Return a new password for each role, of letters and digits that a URL takes as they are."""
-    return {role: secrets.token_urlsafe(32) for role in ROLES}
+    """Return a new password for each role."""
+    return {role: new_password() for role in ROLES}
 
 
 def rights_needed(role: Role, names: Names) -> list[tuple[str, ...]]:
@@ -158,6 +177,10 @@ def rights_needed(role: Role, names: Names) -> list[tuple[str, ...]]:
                 name = names.prefix + key.replace("*", "(any)")
                 needed.append(tuple(name if word == "KEY" else word for word in words))
     return needed
+
+
+def _user(name: str, password: str, rules: str) -> str:
+    return f"user {name} on #{hashlib.sha256(password.encode()).hexdigest()} {rules}"
 
 
 def _keyless(grants: tuple[Grant, ...]) -> set[str]:

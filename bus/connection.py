@@ -12,15 +12,22 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from redis import exceptions
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.connection import AbstractConnection, parse_url
+from redis.asyncio import Redis
+from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import (
+    MasterNotFoundError,
+    Sentinel,
+    SentinelManagedConnection,
+    SentinelManagedSSLConnection,
+)
 from redis.backoff import NoBackoff
 
 from bus import errors
 from bus.access import Role, rights_needed
 from bus.errors import BusFull, BusUnavailable, Fenced, RedisProblem
 from bus.names import Names
+from bus.pools import Pool, SentinelPool, drop
 from bus.settings import RedisSettings
 from bus.tls import TLSProblem, load_authorities
 
@@ -70,16 +77,7 @@ def credentials(settings: RedisSettings, role: Role) -> dict[str, Any]:
     """
     options: dict[str, Any] = {}
     if settings.password_file:
-        path = of_role(settings.password_file, role)
-        try:
-            options["password"] = Path(path).read_text("utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or "not text"
-            raise errors.BadRedisUrl(
-                f"redis.password_file {path} cannot be read: {why}; `instar keys redis` writes one a role"
-            ) from None
-        if not options["password"]:
-            raise errors.BadRedisUrl(f"redis.password_file {path} is empty; write the password into it")
+        options["password"] = secret_in(of_role(settings.password_file, role), "password_file")
     if settings.ssl_ca_certs:
         try:
             load_authorities(ssl.create_default_context(), settings.ssl_ca_certs, setting="redis")
@@ -89,17 +87,37 @@ def credentials(settings: RedisSettings, role: Role) -> dict[str, Any]:
     return options
 
 
+def secret_in(path: str, key: str) -> str:
+    """Return the password in a file that the setting redis.KEY names. Raises BadRedisUrl."""
+    try:
+        secret = Path(path).read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "not text"
+        hint = "; `instar keys redis` writes one a role" if key == "password_file" else ""
+        raise errors.BadRedisUrl(f"redis.{key} {path} cannot be read: {why}{hint}") from None
+    if not secret:
+        raise errors.BadRedisUrl(f"redis.{key} {path} is empty; write the password into it")
+    return secret
+
+
 def of_role(text: str, role: Role) -> str:
     """Return a URL or path with the role's name in place of {role}."""
     return text.replace("{role}", role)
 
 
 def make_client(
-    url: str, *, max_connections: int, pool_wait_s: float, given: Mapping[str, Any] | None = None
+    url: str,
+    *,
+    max_connections: int,
+    pool_wait_s: float,
+    given: Mapping[str, Any] | None = None,
+    sentinel: Sentinel | None = None,
+    kind: type[Redis] = Redis,
 ) -> Redis:
     """Return a client; a command waits up to `pool_wait_s` for a connection. Raises BadRedisUrl.
 
-    given: further options of a connection, see `credentials`.
+    given: further options of a connection, see `credentials`. sentinel: the Sentinels that name the server,
+    which know it by the host of the URL. kind: the class of the client.
     """
     try:
         options: dict[str, Any] = dict(parse_url(url))
@@ -123,32 +141,17 @@ def make_client(
     }
     if "path" not in options:  # a Unix socket knows no keep-alive
         options["socket_keepalive"] = True
-    return Redis.from_pool(_Pool(max_connections=max_connections, timeout=pool_wait_s, **options))
+    options |= {"max_connections": max_connections, "timeout": pool_wait_s}
+    if sentinel is None:
+        return kind.from_pool(Pool(**options))
+    managed = SentinelManagedSSLConnection if url.startswith("rediss:") else SentinelManagedConnection
+    options["connection_class"] = managed
+    return kind.from_pool(SentinelPool(sentinel, primary_of(url), **options))
 
 
-class _Pool(BlockingConnectionPool):
-    """A pool that leaves no connection open: redis-py's forgets those that come up while it closes."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._made: list[AbstractConnection] = []  # the most that were in use at once; kept for reuse
-        self.is_closed = False
-
-    def make_connection(self) -> AbstractConnection:
-        connection: AbstractConnection = super().make_connection()  # type: ignore[no-untyped-call]
-        self._made.append(connection)
-        return connection
-
-    async def release(self, connection: AbstractConnection) -> None:
-        if self.is_closed:
-            _drop(connection)
-        await super().release(connection)
-
-    def close(self) -> None:
-        """Abort all connections at once. Commands that wait for an answer get a ConnectionError."""
-        self.is_closed = True
-        for connection in self._made:
-            _drop(connection)
+def primary_of(url: str) -> str:
+    """Return what Sentinels call the primary: what stands for the host, with its capitals."""
+    return urlsplit(url).netloc.rpartition("@")[2]
 
 
 class OwnConnection:
@@ -159,7 +162,7 @@ class OwnConnection:
     """
 
     def __init__(self, client: Redis) -> None:
-        assert isinstance(client.connection_pool, _Pool)
+        assert isinstance(client.connection_pool, Pool)
         self._pool = client.connection_pool
         self._connection = self._pool.make_connection()
 
@@ -172,12 +175,15 @@ class OwnConnection:
         try:
             if connection.is_connected and await connection.can_read():
                 await connection.disconnect(nowait=True)  # the server closed it, or it is out of step
+            if not connection.is_connected:
+                # Asks Sentinels where to, where there are some.
+                await connection.connect()  # type: ignore[no-untyped-call]
             packed = connection.pack_commands(commands)
             await connection.send_packed_command(packed, check_health=False)
             return [await self._answer() for _ in commands]
         finally:
             if self._pool.is_closed:
-                _drop(connection)
+                drop(connection)
 
     async def _answer(self) -> Any:
         try:
@@ -193,14 +199,6 @@ def raise_refusal(answers: list[Any]) -> None:
             raise_refusal(answer)
         elif isinstance(answer, exceptions.ResponseError):
             raise answer
-
-
-def _drop(connection: AbstractConnection) -> None:
-    # Its own `disconnect` can be cancelled half-way. A transport that is closed instead of aborted first
-    # sends its buffer, which a Redis that hangs does not accept.
-    if connection._writer:
-        connection._writer.transport.abort()
-        connection._close()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -283,6 +281,8 @@ async def probe(client: Redis, url: str, limit_s: float) -> dict[str, Any]:
                 "redis.ssl_ca_certs"
             ) from away
         how = "start one, or set redis.url (INSTAR_REDIS_URL) to where it runs"
+        if isinstance(away.__cause__, MasterNotFoundError):
+            how = "see that a Sentinel of redis.sentinels answers and watches a primary of this name"
         raise errors.RedisNotThere(f"no Redis at {where} ({away}); {how}") from away
     except (exceptions.RedisError, ValueError, TypeError, AttributeError) as error:
         raise errors.NotRedis(
@@ -301,6 +301,6 @@ async def probe(client: Redis, url: str, limit_s: float) -> dict[str, Any]:
 async def close(client: Redis) -> None:
     """Close the connections of a client of `make_client`, in any state, even if this call is cancelled."""
     pool = client.connection_pool
-    assert isinstance(pool, _Pool)
+    assert isinstance(pool, Pool)
     pool.close()
     await asyncio.sleep(0)  # the event loop closes the sockets in its next turn

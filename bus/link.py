@@ -34,6 +34,8 @@ from bus.connection import (
 from bus.errors import BusFull, BusUnavailable, Fenced, OtherSchema, RedisNotThere, RedisProblem
 from bus.messages import READS, SCHEMA_VERSION, Event, Number
 from bus.names import Names
+from bus.pools import Pool
+from bus.sentinels import close_sentinel, make_sentinel
 from bus.settings import RedisSettings
 
 log = logging.getLogger("bus")
@@ -112,6 +114,7 @@ class RedisLink:
     def __init__(self, settings: RedisSettings, source: str, role: Role | None = None) -> None:
         self.url, self.source = of_role(settings.url, role or "cli"), source
         self._role, self._credentials = role, credentials(settings, role or "cli")
+        self._sentinel = make_sentinel(settings, self._credentials)
         self.names: Final = Names(settings.prefix)
         self.fence: WriteFence | None = None
         self.schema = SCHEMA_VERSION  # version that this process writes: the one that the data set names
@@ -139,6 +142,7 @@ class RedisLink:
             max_connections=max_connections,
             pool_wait_s=self.timeout_s,
             given=self._credentials,
+            sentinel=self._sentinel,
         )
 
     async def start(self, wait_s: float = 10.0) -> None:
@@ -170,6 +174,8 @@ class RedisLink:
             with suppress(asyncio.CancelledError):
                 await self._watcher
         await close(self._client)
+        if self._sentinel:
+            await close_sentinel(self._sentinel)
 
     @property
     def up(self) -> bool:
@@ -342,12 +348,22 @@ class RedisLink:
                     pipe.info("server")
                     pipe.get(self.names.boot)
                     pipe.get(self.names.schema)
-                    facts, boot, version = await pipe.execute()
+                    pipe.info("replication")
+                    facts, boot, version, replication = await pipe.execute()
+                if replication["role"] != "master":
+                    self._leave_replica()
                 if boot is None:
                     boot, version = await self._name_data_set()
                 self._write_in(boot, version)
                 await self._show_reads()
         return _Identity(run_id=str(facts["run_id"]), boot=boot.decode())
+
+    def _leave_replica(self) -> None:
+        """Drop the connections to a server that only reads, so that the next ones ask who the primary is."""
+        pool = self._client.connection_pool
+        assert isinstance(pool, Pool)
+        pool.drop_all()
+        raise BusUnavailable(f"Redis at {public_url(self.url)} is a replica, which takes no writes")
 
     async def _name_data_set(self) -> tuple[bytes, bytes | None]:
         """Name a new data set, unless another process was first; at maxmemory the name stays empty.

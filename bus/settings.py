@@ -63,6 +63,10 @@ class RedisSettings(Section):
     )
     password_file: str = _key("", "file of the password; in it and in url, {role} is gateway, worker, ...")
     ssl_ca_certs: str = _key("", "PEM file of rediss://'s authority; empty: the system's authorities")
+    sentinels: list[str] = _key(
+        [], "host:port of each Redis Sentinel; the host in url is then what they call the primary"
+    )
+    sentinel_password_file: str = _key("", "file of the Sentinels' password; empty: they ask for none")
     prefix: str = _key("instar:", "prefix of every key")
     socket_timeout_s: float = _key(7.0, "without an answer for this long, the connection is lost", gt=0)
     block_ms: int = _key(2000, "longest blocking read; must stay below socket_timeout_s", gt=0, le=5000)
@@ -71,6 +75,34 @@ class RedisSettings(Section):
         "",
         "where the embedded server keeps deployments, policy and profiles over restarts; empty: nowhere",
     )
+
+    @field_validator("sentinels")
+    @classmethod
+    def _sentinels_have_ports(cls, entries: list[str]) -> list[str]:
+        for entry in entries:
+            try:
+                parts = urlsplit(f"//{entry}")
+                is_address = parts.netloc == entry and "@" not in entry and parts.hostname and parts.port
+            except ValueError:
+                is_address = False
+            if not is_address:
+                raise ValueError(f"{entry!r} is not host:port; the port of a Sentinel is usually 26379")
+        return entries
+
+    @model_validator(mode="after")
+    def _sentinels_watch_a_primary(self) -> Self:
+        if not self.sentinels:
+            if self.sentinel_password_file:
+                raise ValueError("sentinel_password_file is set and sentinels is empty: name them, too")
+            return self
+        scheme, _, rest = self.url.partition("://")
+        name = rest.partition("/")[0].rpartition("@")[2]
+        if scheme not in ("redis", "rediss") or not name or ":" in name:
+            raise ValueError(
+                "with sentinels, url is redis[s]://[user[:password]@]NAME[/db], where NAME is what the "
+                "Sentinels call the primary (`sentinel monitor NAME ...`), without a port"
+            )
+        return self
 
     @model_validator(mode="after")
     def _authorities_are_of_tls(self) -> Self:

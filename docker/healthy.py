@@ -16,20 +16,22 @@ import socket
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from redis import Redis, RedisError
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from redis.sentinel import Sentinel
 
 from bus.access import Role
 from bus.codec import decode
-from bus.connection import credentials, of_role
+from bus.connection import credentials, of_role, primary_of
 from bus.errors import RedisProblem
 from bus.messages import WorkerCard
 from bus.names import Names
-from bus.settings import Settings, load_settings
+from bus.sentinels import addresses, sentinel_options, url_at
+from bus.settings import RedisSettings, Settings, load_settings
 from bus.tls import pinned_context
 
 STALE_S: Final = 30.0
@@ -99,10 +101,24 @@ def _worker_id(settings: Settings) -> str:
 
 def _redis(settings: Settings, role: Role) -> Redis:
     """Return a client that gives up after seconds: a probe that does not end counts as failed."""
-    once = Retry(NoBackoff(), 0)
     given = credentials(settings.redis, role)
     url = of_role(settings.redis.url, role)
-    return Redis.from_url(url, socket_timeout=3, socket_connect_timeout=3, retry=once, **given)
+    if settings.redis.sentinels:
+        url = _primary_url(settings.redis, url, given)
+    return Redis.from_url(url, **_once(3), **given)
+
+
+def _primary_url(settings: RedisSettings, url: str, given: Mapping[str, Any]) -> str:
+    """Return the URL of the primary that the Sentinels name. Raises RedisError if none does."""
+    options = sentinel_options(settings, given) | _once(1) | {"ssl": url.startswith("rediss:")}
+    sentinel = Sentinel(addresses(settings), sentinel_kwargs=options)
+    return url_at(url, *sentinel.discover_master(primary_of(url)))
+
+
+def _once(within_s: float) -> dict[str, Any]:
+    """Return the options of a connection that is tried once."""
+    limits = {"socket_timeout": within_s, "socket_connect_timeout": within_s}
+    return limits | {"retry": Retry(NoBackoff(), 0)}
 
 
 CHECKS: Final = {

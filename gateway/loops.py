@@ -43,7 +43,7 @@ class Loops:
         self._bus, self._delivery, self._losses = gateway.bus, gateway.delivery, gateway.losses
         self._poll_now = gateway.poll_now
         self._had_lease = False
-        self._is_data_lost = False  # data is lost, and not written again yet
+        self._may_lack = False  # Redis may have lost the policy, which is not written again yet
 
     async def start(self) -> None:
         """Take the lease and poll the registry once. Raises BusUnavailable, BusFull."""
@@ -196,7 +196,7 @@ class Loops:
     def _on_restart(self, restart: Restart) -> None:
         self._losses.on_restart(restart)
         self._had_lease = self._had_lease and not restart.data_lost  # handled here
-        self._is_data_lost |= restart.data_lost
+        self._may_lack = True  # a replica that became the primary may lack the last writes
         self._poll_now.set()
 
     async def _poll_registry(self) -> None:
@@ -227,14 +227,15 @@ class Loops:
     async def _poll_policy(self) -> None:
         """Read the policy. One that Redis lost is written again: manual must not become the default."""
         stored, known = await self._bus.read_policy(), self._gateway.policy
-        if self._is_data_lost and stored.revision == 0 < known.revision:
-            again = replace(known, revision=1)
+        if self._may_lack and stored.revision < known.revision:
+            again = replace(known, revision=stored.revision + 1)
             with contextlib.suppress(BusFull):
                 if await self._bus.write_policy(again):
                     why = "written again: Redis had lost it"
-                    self._gateway.publish("policy_changed", "policy", why, {"revision": 1.0})
+                    numbers = {"revision": float(again.revision)}
+                    self._gateway.publish("policy_changed", "policy", why, numbers)
                     stored = again
-        self._is_data_lost = False
+        self._may_lack = False
         self._gateway.policy, cluster = stored, self._gateway.cluster
         cluster.max_tp, cluster.free_share = stored.max_tp, stored.scale_down_free
         cluster.can_split = stored.mode != "manual"

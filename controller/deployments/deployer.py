@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args
 
+from bus.batch import key_of
 from bus.catalogue import Contents
 from bus.checkpoints import BadCheckpoint, Checkpoint, read_checkpoint
 from bus.client import Bus, BusFull, BusUnavailable, LiveWorker, Restart
@@ -58,7 +59,7 @@ class _Recent(OrderedDict[str, V], Generic[V]):
 
 
 class Deployer:
-    """The owner of models and deployments. When Redis loses its data, they are written again."""
+    """The owner of models and deployments. What Redis loses of them is written again."""
 
     def __init__(self, settings: Settings, bus: Bus, failures: Failures) -> None:
         self._bus, self._failures = bus, failures
@@ -79,16 +80,16 @@ class Deployer:
         self._improved_s = float("-inf")  # the last look for other ways to serve what serves
         self._loads_known_s = time.monotonic() + chosen.load_window_s
         self._answers: dict[Hashable, tuple[float, Plan]] = {}  # answers, and until when they hold
-        self._is_lost = False  # Redis lost its data, and it is not written again yet
+        self._may_lack = False  # Redis may have lost records, which are not written again yet
         self.what_if: Callable[[WeighLevers], Awaitable[Answer]] = _no_morpher
         self._turn = asyncio.Lock()
         self._news = asyncio.Event()
         self._has_history = asyncio.Event()  # set when the reports of earlier orders are read
         bus.on_restart(self._restarted)
 
-    def _restarted(self, restart: Restart) -> None:
+    def _restarted(self, _: Restart) -> None:
         self._settled_at_s = time.monotonic() + self._settings.controller.grace_s
-        self._is_lost |= restart.data_lost
+        self._may_lack = True  # a replica that became the primary may lack the last writes
         self._news.set()
 
     async def take(self) -> None:
@@ -174,13 +175,14 @@ class Deployer:
             self._bus.workers(), self._bus.catalogue.read(), self._bus.read_policy()
         )
         self._is_manual = policy.mode == "manual"
-        if self._is_lost:
-            lacking = [one for one in self._contents.records if one not in contents.records]
+        if self._may_lack:
+            there = {key_of(self._bus.names, one) for one in contents.records}
+            lacking = [one for one in self._contents.records if key_of(self._bus.names, one) not in there]
             await self._bus.catalogue.write(*lacking)
             if lacking:
                 log.info("wrote %d records again that Redis had lost", len(lacking))
-            contents = await self._bus.catalogue.read()
-            self._is_lost = False
+                contents = await self._bus.catalogue.read()
+            self._may_lack = False
         if contents.profiles != self._contents.profiles:
             self._slowdowns = slowdowns_by_kind(contents)
         self._contents = contents

@@ -75,13 +75,17 @@ def _add_redis(command: CommandParser) -> None:
     command.add_argument(
         "--redis", type=one_of(("6.2", "7")), default="7", metavar="V", help="version [7]; or 6.2"
     )
+    command.add_argument(
+        "--sentinels", action="store_true", help="users of replicas and Sentinels, too: docs/deploy.md"
+    )
     command.set_defaults(run=_redis)
 
 
 def _redis(args: argparse.Namespace) -> int:
     prefix = settings_of(args).redis.prefix
     try:
-        written = write_users(args.folder, prefix, selectors=args.redis == "7")
+        selectors = args.redis == "7"
+        written = write_users(args.folder, prefix, selectors=selectors, servers=args.sentinels)
     except OSError as error:
         raise InputError(f"{error.filename} cannot be written or read: {error.strerror}") from error
     return write_text("".join(f"{path}\n" for path in written))

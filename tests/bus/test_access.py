@@ -151,3 +151,13 @@ def test_a_worker_of_redis_7_may_not_write_requests() -> None:
     parts = [part for part in line.split("(")[1:] if "+xadd" in part]
     assert parts and not any("requests:" in part for part in parts)
     assert "+xadd" not in line.split("(")[0]
+
+
+def test_users_of_servers_are_listed_where_they_are_wanted(own_redis: Start, tmp_path: Path) -> None:
+    def users(servers: bool) -> set[str]:
+        *_, listed = write_users(tmp_path, PREFIX, selectors=HAS_SELECTORS, servers=servers)
+        return {line.split()[1] for line in listed.read_text().splitlines()}
+
+    assert users(servers=False) == {"default", *ROLES}
+    assert users(servers=True) == {"default", *ROLES, "replica", "sentinel"}
+    own_redis("--aclfile", str(tmp_path / "redis" / "users.acl"))  # takes the list, or does not start

@@ -185,6 +185,22 @@ def test_origins_are_checked(given: str, told: str) -> None:
     assert told in complaint(None, INSTAR_GATEWAY__CORS_ORIGINS=given)
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"URL": "redis://instar", "SENTINELS": "a"}, "'a' is not host:port"),
+        ({"URL": "redis://instar", "SENTINELS": "a:1, b:x"}, "'b:x' is not host:port"),
+        ({"URL": "redis://:hush@instar:6379/0", "SENTINELS": "a:1"}, "without a port"),
+        ({"URL": "unix:///socket", "SENTINELS": "a:1"}, "NAME is what the Sentinels call the primary"),
+        ({"SENTINELS": "a:1"}, "NAME is what the Sentinels call the primary"),
+        ({"SENTINEL_PASSWORD_FILE": "file"}, "sentinels is empty"),
+    ],
+)
+def test_sentinels_have_addresses_and_watch_a_primary_by_its_name(given: dict[str, str], told: str) -> None:
+    text = complaint(None, **{f"INSTAR_REDIS__{key}": value for key, value in given.items()})
+    assert told in text and "hush" not in text
+
+
 @pytest.mark.parametrize("given", ["hermes", "=hermes", "a=xml"])
 def test_formats_of_tools_are_checked(given: str) -> None:
     told = complaint(None, INSTAR_GATEWAY__TOOL_FORMATS=given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -200,3 +201,34 @@ class Load:
             "p99_after_s": p99(later),
             "recovery_s": round(self.recovery_seconds, 3),
         }
+
+
+def disturbed(
+    service: Service,
+    fault: str,
+    harm: Callable[[], None],
+    report: Callable[[dict[str, Any]], None],
+    **load: Any,
+) -> Load:
+    """Load and one long stream; `harm` in their middle; every accepted request must still be answered."""
+    undisturbed = Stream(service, LONG_STREAM).start().finished()
+    assert undisturbed.error is None
+    with Load(service, **load) as running:
+        running.warm()
+        stream = Stream(service, LONG_STREAM).start().wait_chunks(10)
+        running.mark()
+        harm()
+        running.recover(15)
+        stream.finished()
+    with service.explained():
+        assert stream.error is None
+        assert stream.text == undisturbed.text
+        assert stream.usage == undisturbed.usage
+        wait_for("every block to be free", lambda: service.blocks_used() == 0, 15)
+    report(running.row(fault))
+    return running
+
+
+def only_clean_refusals(load: Load) -> None:
+    """A request that could not be accepted may be refused with a 503; an accepted one may not fail."""
+    assert {x.error for x in load.failed} <= {"503 service_unavailable", "503 server_overloaded"}, load.failed

@@ -12,7 +12,7 @@ import pytest
 
 from bench.common.service import LEASE_S, Service, free_port, wait_for
 from tests.faults.conftest import heal
-from tests.faults.load import LONG_STREAM, Load, Stream, complete
+from tests.faults.load import Load, complete, disturbed, only_clean_refusals
 from tests.faults.proxy import FaultProxy
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
@@ -67,35 +67,10 @@ def service(durable: Service) -> Iterator[Service]:
     heal(durable)
 
 
-def disturbed(service: Service, fault: str, harm: Callable[[], None], report: Report, **load: Any) -> Load:
-    """Load and one long stream; `harm` in their middle; every accepted request must still be answered."""
-    undisturbed = Stream(service, LONG_STREAM).start().finished()
-    assert undisturbed.error is None
-    with Load(service, **load) as running:
-        running.warm()
-        stream = Stream(service, LONG_STREAM).start().wait_chunks(10)
-        running.mark()
-        harm()
-        running.recover(15)
-        stream.finished()
-    with service.explained():
-        assert stream.error is None
-        assert stream.text == undisturbed.text
-        assert stream.usage == undisturbed.usage
-        wait_for("every block to be free", lambda: service.blocks_used() == 0, 15)
-    report(running.row(fault))
-    return running
-
-
 def restart_redis(service: Service) -> None:
     service.processes["redis"].kill()
     service.processes["redis"].start()
     wait_for("Redis to answer", service.redis_answers)
-
-
-def only_clean_refusals(load: Load) -> None:
-    """A request that could not be accepted may be refused with a 503; an accepted one may not fail."""
-    assert {x.error for x in load.failed} <= {"503 service_unavailable", "503 server_overloaded"}, load.failed
 
 
 def test_redis_killed_with_its_append_only_file_loses_no_request(service: Service, report: Report) -> None:

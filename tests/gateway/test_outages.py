@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import openai
 import pytest
 
+from bus.client import BusUnavailable
+from bus.policy import Policy
 from tests.conftest import settings_of
 from tests.support.gateway_harness import ANSWER, BODY, running
 from tests.support.gateway_streams import answer, assert_whole, busy, hang_at
@@ -60,6 +63,27 @@ async def test_a_policy_that_redis_lost_is_written_again(
             while (policy := await gate.bus.read_policy()).revision == 0:
                 await asyncio.sleep(0.05)
     assert (policy.mode, policy.windows, policy.revision) == ("manual", 7, 1)
+
+
+async def test_a_policy_whose_last_change_a_failover_lost_is_written_again(
+    own_redis: Callable[..., RedisProcess], folder: Path
+) -> None:
+    server = own_redis(append_only=True)
+    async with running(settings_of(server.url), folder) as gate, gate.http() as http:
+        await http.put("/admin/policy", json={"windows": 7})
+        with server.client() as client:
+            before = client.get(gate.bus.names.policy)
+            await http.put("/admin/policy", json={"windows": 9})
+            client.set(gate.bus.names.policy, before or b"")  # as in a replica that lagged behind
+            server.kill()
+        server.start()
+        policy = Policy()
+        async with asyncio.timeout(8):
+            while policy.windows != 9:
+                with suppress(BusUnavailable):
+                    policy = await gate.bus.read_policy()
+                await asyncio.sleep(0.05)
+        assert policy.revision == 2
 
 
 async def test_a_full_redis_is_a_clean_refusal(own_redis: Callable[..., RedisProcess], folder: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bus.batch import key_of
 from bus.catalogue import Contents
 from bus.checkpoints import BadCheckpoint, folder_digest, read_checkpoint
 from bus.client import Bus, BusUnavailable, connect
@@ -118,6 +119,32 @@ async def test_the_controller_writes_again_what_redis_lost(own_redis: Callable[.
         assert await bus.catalogue.read() == Contents()
         await deployer.step()
         assert await bus.catalogue.read() == known
+
+
+async def test_the_controller_writes_again_what_a_failover_lost_and_nothing_older(
+    own_redis: Callable[..., RedisProcess],
+) -> None:
+    server = own_redis(append_only=True)
+    async with connect(settings_of(server.url)) as bus:
+        deployer = Deployer(Settings(), bus, Failures(bus))
+        lost, newer = (
+            replace(MODEL, name="lost", state="failed"),
+            replace(MODEL, state="failed", reason="new"),
+        )
+        await bus.catalogue.write(replace(MODEL, state="failed"), lost)
+        await deployer.step()
+        with server.client() as client:
+            client.delete(key_of(bus.names, lost))
+        await bus.catalogue.write(newer)
+        server.kill()
+        with pytest.raises(BusUnavailable):
+            await deployer.step()
+        server.start()
+        await bus.wait_up()
+        async with asyncio.timeout(5):
+            while "lost" not in (await bus.catalogue.read()).models:
+                await deployer.step()
+        assert (await bus.catalogue.read()).models == {"m": newer, "lost": lost}
 
 
 def folder_of(tmp_path: Path, **config: object) -> Path:
