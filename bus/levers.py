@@ -1,11 +1,12 @@
 """The options that the controller's planner weighs, with gain and price, and the plan that it takes.
 
-Also messages: the answer to `instar plan --what-if`. Standard library only.
+Also messages: the answer to `instar plan --what-if`, and a part of the events of what was decided. Standard
+library only.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from bus.precisions import Precision
@@ -72,3 +73,20 @@ class LeverPlan:
     @property
     def taken(self) -> list[LeverOption]:
         return [one for one in self.options if one.is_taken]
+
+    def in_brief(self) -> LeverPlan:
+        """Return the plan for an event: what is taken and, of each lever, the cheapest other option.
+
+        Where a lever has no option that is possible, the first refusal stays. The reason is the event's.
+        """
+        others: dict[LeverName, LeverOption] = {}
+        for one in self.options:
+            known = others.get(one.lever)
+            if not one.is_taken and (known is None or _rank(one) < _rank(known)):
+                others[one.lever] = one
+        kept = [one for one in self.options if one.is_taken or one is others.get(one.lever)]
+        return replace(self, options=kept, reason="")
+
+
+def _rank(option: LeverOption) -> tuple[bool, float]:
+    return bool(option.refusal), option.cost_s

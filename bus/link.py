@@ -32,6 +32,7 @@ from bus.connection import (
     translated,
 )
 from bus.errors import BusFull, BusUnavailable, Fenced, OtherSchema, RedisNotThere, RedisProblem
+from bus.levers import LeverPlan
 from bus.messages import READS, SCHEMA_VERSION, Event, Number
 from bus.names import Names
 from bus.pools import Pool
@@ -209,6 +210,7 @@ class RedisLink:
         numbers: Mapping[str, Number],
         morph_id: str = "",
         cause: str = "",
+        weighed: LeverPlan | None = None,
     ) -> Event:
         """Return an event of this service, now."""
         return Event(
@@ -220,6 +222,7 @@ class RedisLink:
             numbers=dict(numbers),
             morph_id=morph_id,
             cause=cause,
+            weighed=weighed,
         )
 
     async def run(self, call: Callable[[Redis], Awaitable[T]]) -> T:

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any, Final, Literal
 
 from bus.fields import MAX_COUNT
+from bus.levers import LeverPlan
 from bus.precisions import PRECISIONS, KVPrecision, Precision, lowest
 
 SCHEMA_VERSION: Final = 2  # `bus.schema` says how the versions differ
@@ -495,6 +496,7 @@ class Event:
     numbers: dict[str, Number] = field(default_factory=dict)
     morph_id: str = ""
     cause: str = ""  # a `bus.morphs.Cause`, to be counted
+    weighed: LeverPlan | None = None  # what the planner weighed; None: the decision is not the planner's
 
 
 # What a controller does: the subject of its events `controller_failed`.

@@ -50,7 +50,7 @@ def test_the_engine_imports_nothing_that_a_bare_gpu_machine_lacks() -> None:
     allowed = {"numpy", "torch", "triton", "numba", "llvmlite", "safetensors", "transformers"}
     allowed |= {"huggingface_hub", "cuda", "pynvml", "kernels", "worker"} | sys.stdlib_module_names
     # Standard library only.
-    names = ("messages", "fields", "histogram", "pages", "precisions", "families", "prefix_keys")
+    names = ("messages", "fields", "histogram", "levers", "pages", "precisions", "families", "prefix_keys")
     shared = tuple(f"bus.{name}" for name in (*names, "checkpoints", "pulled", "variants"))
     folders = ("kernels", "worker/engine", "worker/memory", "worker/model")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]

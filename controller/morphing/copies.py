@@ -60,6 +60,7 @@ class CopyDecision:
     subject: str
     reason: str
     numbers: Mapping[str, Number]
+    plan: LeverPlan | None = None  # what was weighed
 
 
 def adjust(
@@ -120,7 +121,11 @@ def _more(plan: LeverPlan, there: Copies, worker: str) -> CopyDecision:
     order = DeployModel(id=uuid.uuid4().hex[:12], name=plan.model, intent=there.intent, copies=there.original)
     reason = f"{plan.need}: {there.original} is deployed once more, as {order.id}; {worker} is free"
     return CopyDecision(
-        order=order, subject=plan.subject, reason=f"{reason}; {weighed(plan)}", numbers=costs_of(plan)
+        order=order,
+        subject=plan.subject,
+        reason=f"{reason}; {weighed(plan)}",
+        numbers=costs_of(plan),
+        plan=plan.in_brief(),
     )
 
 

@@ -41,6 +41,7 @@ class MorphDecision:
     precision: Precision = "full"
     kv_dtype: KVPrecision | None = None
     predicted_s: float = 0.0  # until it is applied
+    plan: LeverPlan | None = None  # what was weighed
 
     def command(self, morph_id: str) -> Transform | Swap | ConvertCache:
         """Return the command for the worker."""
@@ -101,7 +102,7 @@ def merging(merge: Merge, waiting: Waiting, plan: LeverPlan, policy: Policy, at_
         **costs_of(plan),
     }
     return replace(
-        _decision(first, "scale_up", reason, numbers),
+        _decision(first, "scale_up", reason, numbers, plan),
         instances=names,
         epochs={name: epochs[name] for name in merge.workers},
         tp=merge.tp,
@@ -138,7 +139,7 @@ def parting(
         "policy_revision": policy.revision,
         **costs_of(plan),
     }
-    decision = _decision(group, "scale_down", reason, numbers)
+    decision = _decision(group, "scale_down", reason, numbers, plan)
     if waiting:
         return replace(decision, tp=tp)
     return replace(decision, cause="no_long_request", tp=tp, predicted_s=option.duration_s)
@@ -152,7 +153,7 @@ def levelling(merge: Merge, common: CommonShape, plan: LeverPlan) -> list[MorphD
     )
     numbers: dict[str, Number] = costs_of(plan) | {"loss": round(common.loss, 6)}
     return [
-        replace(_decision(group, "level", reason, numbers), halves=halves)
+        replace(_decision(group, "level", reason, numbers, plan), halves=halves)
         for group, halves in zip(merge.groups, common.orders, strict=True)
         if halves
     ]
@@ -165,7 +166,7 @@ def levelling_kv(merge: Merge, precision: KVPrecision, plan: LeverPlan) -> list[
         f"degree {merge.tp}; {weighed(plan)}"
     )
     return [
-        replace(_decision(group, "level", reason, costs_of(plan)), kv_dtype=precision)
+        replace(_decision(group, "level", reason, costs_of(plan), plan), kv_dtype=precision)
         for group in merge.groups
         if group.kv_precision != precision
     ]
@@ -179,14 +180,16 @@ def swapping(group: Group, option: LeverOption, plan: LeverPlan, waiting: Waitin
     )
     numbers: dict[str, Number] = {"waiting_tokens": waiting.tokens, "loss": option.loss, **costs_of(plan)}
     return replace(
-        _decision(group, "swap", reason, numbers),
+        _decision(group, "swap", reason, numbers, plan),
         count=option.layers,
         precision=option.precision,
         predicted_s=option.duration_s,
     )
 
 
-def _decision(group: Group, lever: Lever, reason: str, numbers: dict[str, Number]) -> MorphDecision:
+def _decision(
+    group: Group, lever: Lever, reason: str, numbers: dict[str, Number], plan: LeverPlan
+) -> MorphDecision:
     """Return a decision that changes one group, for a long request."""
     return MorphDecision(
         instance=group.instance,
@@ -199,6 +202,7 @@ def _decision(group: Group, lever: Lever, reason: str, numbers: dict[str, Number
         tp=group.tp,
         epochs=dict(zip(group.workers, group.epochs, strict=True)),
         instances=group.instances,
+        plan=plan.in_brief(),
     )
 
 

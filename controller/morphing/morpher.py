@@ -183,17 +183,22 @@ class Morpher:
     async def _tell(self, moves: Iterable[MoveDecision], plans: Iterable[LeverPlan]) -> None:
         """Order gateways to move requests, and say what was weighed."""
         for move in moves:
-            await self._bus.event("move_decided", move.instance, move.reason, **move.numbers)
+            about = move.instance, move.reason, move.numbers
+            await self._publish(self._bus.make_event("move_decided", *about, weighed=move.plan))
         for plan in plans:
-            reason = f"{plan.need}; {weighed(plan)}"
-            await self._bus.event("levers_weighed", plan.subject, reason, **costs_of(plan))
+            about = plan.subject, f"{plan.need}; {weighed(plan)}", costs_of(plan)
+            await self._publish(self._bus.make_event("levers_weighed", *about, weighed=plan.in_brief()))
+
+    async def _publish(self, event: Event) -> None:
+        await self._bus.publish(self._bus.names.events, event)
 
     async def _copy(self, decision: CopyDecision) -> None:
         """Order the deployer, and say why, both or neither."""
         batch, names = self._bus.batch(), self._bus.names
         about = decision.subject, decision.reason, decision.numbers
         batch.publish(names.orders, decision.order)
-        batch.publish(names.events, self._bus.make_event("copy_decided", *about))
+        event = self._bus.make_event("copy_decided", *about, weighed=decision.plan)
+        batch.publish(names.events, event)
         await batch.send()
         log.info("%s: %s", decision.subject, decision.reason, extra=decision.numbers)
 
@@ -233,7 +238,8 @@ class Morpher:
             about = decision.instance, decision.reason, decision.numbers, morph_id, decision.cause
             try:
                 batch.publish(names.control(decision.worker), decision.command(morph_id))
-                batch.publish(names.events, self._bus.make_event("morph_decided", *about))
+                event = self._bus.make_event("morph_decided", *about, weighed=decision.plan)
+                batch.publish(names.events, event)
                 await batch.send()
             except BusUnavailable:
                 raise

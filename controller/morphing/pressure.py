@@ -35,6 +35,7 @@ class MoveDecision:
     epoch: int
     reason: str
     numbers: Mapping[str, Number]
+    plan: LeverPlan  # what was weighed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,4 +98,6 @@ def _move(plan: LeverPlan, group: Group) -> MoveDecision:
     numbers: dict[str, Number] = {"epoch": epoch, "tokens": tokens, "queued_tokens": group.queued_tokens}
     numbers |= costs_of(plan)
     reason = f"{plan.need}: prompts of {tokens} tokens go to {to}; {weighed(plan)}"
-    return MoveDecision(instance=plan.subject, epoch=epoch, reason=reason, numbers=numbers)
+    return MoveDecision(
+        instance=plan.subject, epoch=epoch, reason=reason, numbers=numbers, plan=plan.in_brief()
+    )

@@ -11,9 +11,12 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any, Final
 
+from bus import histogram
 from bus.client import BusUnavailable
+from bus.levers import LeverPlan
 from bus.messages import Event, Moment
 from bus.version import program_version
 from gateway.morphs import KEPT, MorphRecord
@@ -118,6 +121,10 @@ class Live(Feed[_Viewer]):
             "now": time.time(),
             "slo": self._gateway.settings.slo.model_dump(),
             "history_s": HISTORY_S,
+            "percentiles": {
+                "window_s": self._gateway.settings.monitor.window_s,
+                "relative_error": histogram.RELATIVE_ERROR,
+            },
             "tables": tables(),
         }
 
@@ -221,4 +228,9 @@ class Feeds:
 
 def _event(event: Event) -> dict[str, Any]:
     names = ("kind", "source", "subject", "reason", "numbers", "morph_id")
-    return {name: getattr(event, name) for name in names} | {"at": event.at_ms / 1000}
+    told = {name: getattr(event, name) for name in names} | {"at": event.at_ms / 1000}
+    return told | {"weighed": _plan(event.weighed)} if event.weighed else told
+
+
+def _plan(plan: LeverPlan) -> dict[str, Any]:
+    return asdict(plan) | {"options": [asdict(one) | {"words": one.words} for one in plan.options]}

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from bus.levers import LeverOption, LeverPlan
 from bus.messages import InstanceMoment, LayerShape, Moment, Stage
 from bus.morphs import MorphReport
 from bus.precisions import Precision
@@ -128,6 +129,21 @@ async def test_what_happens_is_told_to_all_who_watch(gate: Gate) -> None:
             assert found["moment"][0]["instances"]["demo@w0"]["running"] == 7.0
             assert [one.get("subject") or one["id"] for one in found["event"]] == ["w7", "m2"]
             assert morphs == [0.25]
+
+
+async def test_what_was_weighed_comes_with_its_words(gate: Gate) -> None:
+    option = LeverOption(lever="swap", targets=["demo@w0"], layers=2, precision="int4", cost_s=1.5)
+    plan = LeverPlan(model="demo", subject="demo@w0", need="4 requests wait", options=[option])
+    async with viewer(gate) as stream:
+        hello = await next_of(stream, "hello")
+        assert hello["percentiles"] == {"window_s": 10.0, "relative_error": 0.01}
+        await next_of(stream, "state")
+        made = gate.bus.make_event("levers_weighed", "demo@w0", "why", {}, weighed=plan)
+        await gate.bus.publish(gate.bus.names.events, made)
+        event = await next_of(stream, "event")
+    (told,) = event["weighed"]["options"]
+    assert (told["words"], told["cost_s"]) == ("swap demo@w0: 2 layers to int4", 1.5)
+    assert event["weighed"]["need"] == "4 requests wait" and event["numbers"] == {}
 
 
 async def test_the_state_has_the_pages_of_every_layer(gate: Gate) -> None:

@@ -250,7 +250,15 @@ class ReflexLoop:
             "morph_decided", name, decision.reason, decision.numbers, morph_id=morph_id, cause=decision.cause
         )
 
-    def _event(self, kind: str, name: str, reason: str, numbers: Mapping[str, Number], **about: str) -> Event:
+    def _event(
+        self,
+        kind: str,
+        name: str,
+        reason: str,
+        numbers: Mapping[str, Number],
+        morph_id: str = "",
+        cause: str = "",
+    ) -> Event:
         return Event(
             kind=kind,
             source=self._morphs.worker,
@@ -258,7 +266,8 @@ class ReflexLoop:
             reason=reason,
             at_ms=now_ms(),
             numbers=dict(numbers),
-            **about,
+            morph_id=morph_id,
+            cause=cause,
         )
 
     def _command(self, name: str, morph_id: str, decision: Decision) -> Morph:

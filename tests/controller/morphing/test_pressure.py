@@ -49,6 +49,7 @@ def test_what_waits_goes_to_an_instance_with_room_and_no_loss_is_taken_for_it() 
         "4 requests wait for 25 KV blocks: prompts of 250 tokens go to m@w1; weighed"
     )
     assert state.moved == {"m@w0": 25} and plan.taken[0].lever == "move"
+    assert [one.lever for one in move.plan.taken] == ["move"]  # which its event has
     assert "m@w0" in state.moved_s
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.levers import NEVER_S, LeverPlan
+from bus.levers import NEVER_S, LeverOption, LeverPlan
 from controller.planning.lever_costs import MOVE_S, KindCost, LeverCosts
 from controller.planning.levers import MARGIN, weigh
 from controller.planning.situation import (
@@ -353,3 +353,15 @@ def test_costs_are_in_the_words_for_people() -> None:
 def test_a_wait_without_an_end_is_a_number(speed: float) -> None:
     found = plan(pressed(tokens_per_s=speed, rungs=()))
     assert found.wait_s == NEVER_S and not found.meets
+
+
+def test_an_event_has_what_is_taken_and_the_cheapest_other_option_of_each_lever() -> None:
+    option = LeverOption(lever="merge", targets=["m@w0", "m@w1"], cost_s=6.0)
+    here = [
+        replace(option, lever="queue", targets=[], cost_s=9.0),
+        *(replace(option, cost_s=7.0), option, replace(option, cost_s=5.0, is_taken=True)),
+        *(replace(option, lever="swap", refusal=why, cost_s=0.0) for why in ("no room", "no variant")),
+    ]
+    found = LeverPlan(model="m", subject="m@w0", need="1 waits", options=here, reason="all").in_brief()
+    assert found.options == [here[0], here[2], here[3], here[4]]
+    assert (found.need, found.reason) == ("1 waits", "")
