@@ -44,7 +44,7 @@ from gateway.openai.params import ChatBody, CompletionBody
 from gateway.openai.problems import sentence
 from gateway.openai.request_log import RequestLog
 from gateway.openai.responses import ResponsesBody
-from gateway.operations import admin, deployments, public, schema, tokens
+from gateway.operations import admin, burst_routes, deployments, public, schema, tokens
 from gateway.operations.live import Feeds
 from gateway.operations.sequences import Sequences
 from gateway.state import Gateway
@@ -53,7 +53,10 @@ log = logging.getLogger("gateway")
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-ROUTERS: Final = (public.router, schema.router, tokens.router, admin.router, deployments.router)
+ROUTERS: Final = (
+    *(public.router, schema.router, tokens.router, admin.router),
+    *(deployments.router, burst_routes.router),
+)
 # The calls that carry the load.
 CALLS: Final[schema.Calls] = {
     "/v1/completions": (CompletionBody, CompletionAnswer, CompletionChunk),
@@ -62,7 +65,7 @@ CALLS: Final[schema.Calls] = {
     "/v1/embeddings": (EmbeddingsBody, EmbeddingsAnswer, None),
 }
 # What a 404 under /admin names, in the order of the routes.
-_ADMIN_ROUTES: Final = [*admin.router.routes, *deployments.router.routes]
+_ADMIN_ROUTES: Final = [*admin.router.routes, *deployments.router.routes, *burst_routes.router.routes]
 _ADMIN_PATHS: Final = [one.path.replace(":path", "") for one in _ADMIN_ROUTES if isinstance(one, Route)]
 ADMIN_ENDPOINTS: Final = tuple(dict.fromkeys(_ADMIN_PATHS))
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -85,6 +88,7 @@ def create_app(gateway: Gateway, feeds: Feeds, on_death: Callable[[], None]) -> 
         try:
             yield
         finally:
+            await bursts.close()
             await sequences.close()
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -94,6 +98,7 @@ def create_app(gateway: Gateway, feeds: Feeds, on_death: Callable[[], None]) -> 
     app.state.gateway = gateway
     app.state.feeds = feeds
     app.state.sequences = sequences = Sequences(gateway)
+    app.state.bursts = bursts = burst_routes.Bursts(gateway)
     app.state.document = None
     app.state.describe = partial(describe, gateway)
     for router in ROUTERS:

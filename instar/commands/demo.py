@@ -6,6 +6,7 @@ import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
+from bus.burst import SECONDS
 from instar.errors import InputError
 from instar.parser import CommandParser, number_above_zero
 
@@ -28,8 +29,8 @@ def add_to(parser: CommandParser) -> None:
     parser.add_argument("--keep", action="store_true", help="leave the service running until Ctrl-C")
     help_ = "folder for the picture, the runs and the log [build/demo]"
     parser.add_argument("--out", type=Path, default=Path("build/demo"), metavar="DIR", help=help_)
-    help_ = "length of the burst [20]"
-    parser.add_argument("--seconds", type=number_above_zero, default=20.0, metavar="S", help=help_)
+    help_ = f"length of the burst [{SECONDS:g}]"
+    parser.add_argument("--seconds", type=number_above_zero, default=SECONDS, metavar="S", help=help_)
     parser.set_defaults(run=run)
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import httpx
 
+from bus.burst import MEASURED_S, NUM_AT_ONCE, OVERLOAD, SEED, tokens_per_s
 from bus.policy import Policy
 from bus.settings import Settings
 from instar.demo import burst as bursts
@@ -41,7 +42,6 @@ from instar.replay.traces import Workload
 
 FULL, MORPHED = "full precision", "with morphs"
 PICTURE: Final = "demo.png"
-MEASURED_S: Final = 6.0
 TRIES: Final = 3
 GRANT_S: Final = 2.0  # the controller looks twice a second whether instances know the policy
 DRAIN_S: Final = 90.0  # for the queue that full precision leaves
@@ -99,21 +99,19 @@ class Scenes:
     async def measure(self) -> float:
         """Return the tokens per second of both workers at full precision."""
         self._scene(
-            f"Measure: {bursts.NUM_AT_ONCE} requests at once for {MEASURED_S:g} s, so that the burst fits "
+            f"Measure: {NUM_AT_ONCE} requests at once for {MEASURED_S:g} s, so that the burst fits "
             "this machine"
         )
         for _ in range(TRIES):  # the first one may find a machine that is still busy with the start
             await self._switch_off_morphs()
             run = await self._sent(bursts.at_once(), "measured", MEASURED_S)
-            if rate := bursts.tokens_per_s(run.events_per_s):
+            if rate := tokens_per_s(run.events_per_s):
                 break
         else:
             raise ServerError(
                 f"no token was generated within {MEASURED_S:g} s, {TRIES} times; is the machine busy?"
             )
-        self.say(
-            f"  {rate:.0f} tokens/s at full precision; the burst asks for {bursts.OVERLOAD:g} times that"
-        )
+        self.say(f"  {rate:.0f} tokens/s at full precision; the burst asks for {OVERLOAD:g} times that")
         return rate
 
     async def full_precision(self, load: Workload) -> RunFile:
@@ -224,7 +222,7 @@ class Scenes:
             admin_key=None,
             model="demo",
             token_ids=None,
-            seed=bursts.SEED,
+            seed=SEED,
             drain=drain_s,
             out=Path(name),  # of which only the name is taken
             window=(0.0, None),
@@ -253,7 +251,7 @@ class Scenes:
         raise ServerError(f"the workers did not become one instance within {LONG_S:g} s")
 
     async def _complete(self, prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
-        rng = random.Random(bursts.SEED)
+        rng = random.Random(SEED)
         body = {
             "model": "demo",
             "prompt": rng.choices(IDS, k=prompt_tokens),

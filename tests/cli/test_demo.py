@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from bus.burst import FEWEST, MEAN_OUTPUT_TOKENS, MOST, OVERLOAD, tokens_per_s
 from bus.settings import load_settings
 from instar.cli import main
 from instar.demo import run as demo_run
-from instar.demo.burst import FEWEST, MEAN_OUTPUT_TOKENS, MOST, OVERLOAD, burst, long_request, tokens_per_s
+from instar.demo.burst import burst, long_request
 from instar.demo.card import blocks_gained, card, num_lost, verdict
 from instar.demo.picture import draw
 from instar.demo.run import Show, before_end, has_browser, say

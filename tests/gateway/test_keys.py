@@ -88,13 +88,17 @@ async def test_scopes_part_v1_from_reading_and_from_changing(
             async with gate.http(headers=bearer(text)) as http:
                 return (await http.request(method, url, json=BODY if "/v1" in url else {})).status_code
 
-        asked = ("POST", "/v1/completions"), ("GET", "/admin/state"), ("PUT", "/admin/policy")
+        asked = (
+            *(("POST", "/v1/completions"), ("GET", "/admin/state")),
+            *(("PUT", "/admin/policy"), ("DELETE", "/admin/burst")),
+        )
         found = {}
         for text, key in (caller, reader, writer):
             found[key.name] = [await status(text, *one) for one in asked]
-        assert found["caller"] == [200, 403, 403]
-        assert found["reader"] == [403, 200, 403]
+        assert found["caller"] == [200, 403, 403, 403]
+        assert found["reader"] == [403, 200, 403, 403]
         assert found["writer"][:2] == [403, 200] and found["writer"][2] not in (401, 403)
+        assert found["writer"][3] == 409  # it may stop a burst, and none is played
         assert await status("an-admin-key", "GET", "/admin/state") == 200
 
 
