@@ -40,7 +40,13 @@ class BurstOrder:
 
     model: str | None = optional("Model", "the model, if several are served", "text")
     seconds: float = optional(
-        "Length", "in which its requests come", "number", default=SECONDS, unit="s", minimum=1, maximum=60
+        "Length",
+        "time in which its requests come",
+        "number",
+        default=SECONDS,
+        unit="s",
+        minimum=1,
+        maximum=60,
     )
     tokens_per_s: float | None = optional(
         "Rate",

@@ -81,10 +81,10 @@ function showDialog(which, why) {
   text($("key-title"), TITLES[which]);
   text($("key-why"), why);
   input.value = "";
-  // Without the admin key there is nothing to show.
-  $("key-cancel").hidden = which === "admin";
+  const isNeeded = which === "admin" && $("main").hidden; // without it there is nothing to show
+  $("key-cancel").hidden = isNeeded;
   $("key-cancel").onclick = () => dialog.close("");
-  dialog.oncancel = (event) => which === "admin" && event.preventDefault();
+  dialog.oncancel = (event) => isNeeded && event.preventDefault();
   dialog.returnValue = "";
   dialog.showModal();
   input.focus();

@@ -1,4 +1,5 @@
-// A streamed request. Each piece of text has the colour of the shape that made it, which its chunk names.
+// A streamed request. Each piece of text has the colour of the shape that made it, which its chunk names; calls of tools
+// stand in a list of their own.
 
 import { Refused, events, request } from "./api.js";
 import { $, children, h, options, say, text } from "./dom.js";
@@ -7,7 +8,16 @@ import { count, seconds } from "./format.js";
 import { store } from "./store.js";
 import { lowestIn, tables } from "./tables.js";
 
-const view = { abort: null, shapes: new Map() };
+const EXAMPLE = [{
+  type: "function",
+  function: {
+    name: "get_weather",
+    description: "The weather of a city.",
+    parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] },
+  },
+}];
+
+const view = { abort: null, shapes: new Map(), calls: [] };
 
 export function startAsk() {
   view.model = field("Model", select());
@@ -16,21 +26,29 @@ export function startAsk() {
   view.length = field("Tokens", number({ min: 1, step: 1, value: "128" }));
   view.heat = field("Temperature", number({ min: 0, max: 2, value: "0" }));
   view.floor = field("Minimum precision", select([["", "any"], ...tables.precisions.slice(0, -1).map(({ name, label }) => [name, label])]));
+  view.tools = field("Tools", h("textarea", { rows: 3, spellcheck: false }), "JSON, as the OpenAI API has it; empty: none");
+  view.choice = field("Calls", select([["auto", "as the model decides"], ["required", "at least one"], ["none", "none"]]));
+  view.example = h("button.quiet", { type: "button", onclick: () => { view.tools.input.value = JSON.stringify(EXAMPLE, null, 1); } }, "Example");
+  view.offer = h("details.offer", { hidden: true }, h("summary", {}, "Tools"),
+    view.tools.element, h("div.row", {}, view.choice.element, view.example));
   view.go = h("button.primary", { type: "submit" }, "Send");
   view.stop = h("button.quiet", { type: "button", hidden: true, onclick: () => view.abort?.abort() }, "Stop");
   view.outcome = notice();
   view.output = h("div.output", { tabIndex: 0, role: "region", "aria-label": "Answer", hidden: true });
+  view.callList = h("ol.calls", { "aria-label": "Calls of tools" });
   view.numbers = h("p.fine.ask-numbers");
   view.legend = h("ul.legend.shapes", { "aria-label": "Shapes that made this text" });
   const form = h("form.ask", { noValidate: true, "aria-label": "Ask" },
     h("div.fields", {}, view.model.element, view.kind.element), view.prompt.element,
     h("div.fields.three", {}, view.length.element, view.heat.element, view.floor.element),
+    view.offer,
     h("div.row", {}, view.go, view.stop), view.outcome.element);
   form.addEventListener("submit", send);
+  view.kind.input.addEventListener("change", () => { view.offer.hidden = view.kind.input.value !== "chat"; });
   view.prompt.input.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
   });
-  $("panel-ask").append(form, view.output, view.numbers, view.legend);
+  $("panel-ask").append(form, view.output, view.callList, view.numbers, view.legend);
 }
 
 export function drawAsk(state) {
@@ -42,11 +60,13 @@ async function send(event) {
   if (view.abort) return;
   view.abort = new AbortController();
   view.shapes = new Map();
+  view.calls = [];
+  view.callList.replaceChildren();
   view.output.replaceChildren();
   view.output.hidden = false;
   children(view.legend, []);
   view.outcome.show("", "");
-  for (const one of [view.model, view.prompt, view.length, view.heat, view.floor]) one.clear();
+  for (const one of [view.model, view.prompt, view.length, view.heat, view.floor, view.tools, view.choice]) one.clear();
   view.stop.hidden = false;
   view.go.disabled = true;
   try {
@@ -73,7 +93,17 @@ function body() {
     ...(isChat ? { messages: [{ role: "user", content: prompt }] } : { prompt }),
   };
   if (view.floor.input.value) asked.min_precision = view.floor.input.value;
+  if (isChat && view.tools.input.value.trim()) Object.assign(asked, { tools: toolsOf(view.tools.input.value), tool_choice: view.choice.input.value });
   return { path: isChat ? "/v1/chat/completions" : "/v1/completions", asked };
+}
+
+/** Throws Refused, as the server would, where it would get no JSON at all. */
+function toolsOf(words) {
+  try {
+    return JSON.parse(words);
+  } catch (error) {
+    throw new Refused(400, { message: `the tools are no JSON: ${error.message}`, param: "tools" });
+  }
 }
 
 async function stream(began) {
@@ -97,20 +127,30 @@ function take(chunk, seen) {
   seen.usage = chunk.usage ?? seen.usage;
   const choice = chunk.choices[0];
   const piece = choice?.text ?? choice?.delta?.content ?? choice?.delta?.reasoning_content ?? "";
-  if (piece) {
+  const calls = choice?.delta?.tool_calls ?? [];
+  if (piece || calls.length) {
     seen.first ??= performance.now();
     seen.pieces += 1;
-    write(piece, chunk.system_fingerprint);
   }
+  if (piece) write(piece, chunk.system_fingerprint);
+  calls.forEach(takeCall);
   seen.finish = choice?.finish_reason ?? seen.finish;
   if (choice?.precision) drawShapes(choice.precision);
-  seen.last = piece ? performance.now() : seen.last;
+  seen.last = piece || calls.length ? performance.now() : seen.last;
   const elapsed = seen.last - seen.first;
   const num = seen.usage?.completion_tokens ?? seen.pieces;
   const rate = num > 1 && elapsed > 0 ? `${count(((num - 1) * 1000) / elapsed)} tokens/s` : "";
   const first = seen.first === null ? "" : `first after ${seconds((seen.first - seen.began) / 1000)}`;
   const parts = [`${num} tokens`, first, rate, seen.finish && `ended: ${seen.finish}`];
   text(view.numbers, parts.filter(Boolean).join(" · "));
+}
+
+/** A call begins with its name; its arguments come in pieces. */
+function takeCall({ index, function: { name, arguments: piece } = {} }) {
+  const call = (view.calls[index] ??= { name: "", words: "", item: view.callList.appendChild(h("li")) });
+  call.name = name ?? call.name;
+  call.words += piece ?? "";
+  text(call.item, `${call.name}(${call.words})`);
 }
 
 /** Appends to the last element while the shape is the same: a long answer is few elements. */
@@ -150,10 +190,12 @@ function refuse(error) {
   }
   const fields = {
     model: view.model, prompt: view.prompt, messages: view.prompt,
-    max_tokens: view.length, temperature: view.heat, min_precision: view.floor,
+    max_tokens: view.length, temperature: view.heat, min_precision: view.floor, tool_choice: view.choice,
   };
   const message = error instanceof Refused ? error.message : "the gateway does not answer";
-  const at = error instanceof Refused && fields[error.param];
+  const param = error instanceof Refused ? error.param ?? "" : "";
+  const at = fields[param] ?? (param.startsWith("tools") ? view.tools : null);
+  if (at === view.tools || at === view.choice) view.offer.open = true;
   if (at) at.fail(message);
   else view.outcome.show("bad", message);
 }

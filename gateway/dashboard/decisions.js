@@ -12,8 +12,8 @@ const TONES = {
 const SAME_S = 5; // events of a kind that follow one another so closely are shown as one
 
 /**
- * [{id, at, kind, subject, source, reason, saw, outcome, tone, times}], the oldest first.
- * kind: of the morph, or the event's. outcome: null unless it is a morph.
+ * [{id, at, kind, subject, source, reason, saw, weighed, outcome, tone, times}], the oldest first.
+ * kind: of the morph, or the event's. outcome: null unless it is a morph. weighed: null unless the planner decided.
  */
 export function decisionsOf(events) {
   const found = new Map();
@@ -57,12 +57,14 @@ function addDecided(found, event) {
   decision.source = event.source;
   decision.reason = event.reason || decision.reason;
   decision.saw = event.numbers ?? {};
+  decision.weighed = event.weighed ?? null;
   found.set(id, decision);
 }
 
 function blank(id, at, subject) {
   return {
-    id, at, until: at, subject, kind: "morph", source: "", reason: "", saw: {}, workers: [], times: 1, tone: "running",
+    id, at, until: at, subject, kind: "morph", source: "", reason: "", saw: {}, weighed: null, workers: [], times: 1,
+    tone: "running",
     outcome: { state: "ordered", reason: "", numbers: {}, took: null },
   };
 }
@@ -71,7 +73,7 @@ function plain(event) {
   return {
     ...blank(`${event.kind} ${event.at} ${event.subject}`, event.at, event.subject),
     kind: event.kind, source: event.source, reason: event.reason, saw: event.numbers ?? {},
-    outcome: null, tone: TONES[event.kind] ?? "plain",
+    weighed: event.weighed ?? null, outcome: null, tone: TONES[event.kind] ?? "plain",
   };
 }
 

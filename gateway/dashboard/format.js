@@ -54,12 +54,13 @@ export function named(name, value) {
   if (/_per_(s|second)$/.test(name)) return `${/bytes/.test(name) ? bytes(value) : trimmed(value, 2)}/s`;
   if (/(_s|seconds)$/.test(name) || /seconds_p\d+$/.test(name)) return seconds(value);
   if (/bytes/.test(name)) return bytes(value);
+  if (/(^|_)loss(_|$)/.test(name)) return `${trimmed(value * 100, 3)} %`;
   if (/(usage|usage_after|share|free)$/.test(name) && value >= 0 && value <= 1) return share(value);
   return Number.isInteger(value) ? value.toLocaleString("en") : trimmed(value, 3);
 }
 
 export const words = (name) => name.replace(/_per_s(econd)?$/, "").replaceAll("_", " ").replace(/\bkv\b/, "KV").replace(/\btp\b/, "TP");
 
-function trimmed(value, digits) {
+export function trimmed(value, digits) {
   return String(Number(value.toFixed(digits)));
 }

@@ -1,6 +1,7 @@
 // Connects the feed to the views. Each view draws what changed; nothing is drawn while the page is hidden.
 
 import { startAsk, drawAsk } from "./ask.js";
+import { drawBurst, followBurst, startBurst } from "./burst.js";
 import { decisionsOf } from "./decisions.js";
 import { drawDeployments, startDeployments } from "./deployments.js";
 import { drawDevices, repaintDevices } from "./devices.js";
@@ -51,6 +52,7 @@ follow({
   event(event) {
     redraw("state");
     if (store.addEvent(event)) redraw("time");
+    if (event.kind === "burst_started") followBurst();
     if (event.target && event.state !== "running") say(`${event.kind} of ${event.target}: ${event.state} ${event.reason ?? ""}`);
   },
   live() {
@@ -70,6 +72,7 @@ function startViews() {
   startOrders();
   startDeployments();
   startPolicy();
+  startBurst();
   startWhy(highlight);
   startTimelines(pointAt, () => redraw("time"));
 }
@@ -92,6 +95,7 @@ function draw() {
     drawDeployments(store.state);
     drawAsk(store.state);
     drawPolicy(store.state.policy);
+    drawBurst(store.state);
   }
   if (stale.time || isFirst) {
     store.forget();

@@ -150,6 +150,14 @@ export function whichLayers(words) {
   return { layers };
 }
 
+/** The models that no worker would serve without this one. Of a group the others serve on; what is divided for good ends. */
+function onlyIts(state, id) {
+  const isStaying = (name) => name !== id && state.workers.find((one) => one.id === name)?.state !== "draining";
+  const serves = ({ stages, workers }) => (stages?.length ? workers.every(isStaying) : workers.some(isStaying));
+  const models = new Set(state.instances.filter(({ workers }) => workers.includes(id)).map(({ model }) => model));
+  return [...models].filter((model) => !state.instances.some((one) => one.model === model && serves(one)));
+}
+
 /** Asks before the order, and again if the gateway says which models nobody would serve. */
 function drainForm() {
   const worker = field("Worker", select());
@@ -173,8 +181,15 @@ function drainForm() {
     disarm();
     return { path: `/admin/workers/${encodeURIComponent(id)}/drain${asked.force}` };
   }, { worker }, ({ code }) => code === "last_worker" && ask(`Drain ${worker.input.value} all the same`, "?force=true"));
-  worker.input.addEventListener("change", disarm);
-  return { ...form, draw: (state) => options(worker.input, state.workers.map(({ id }) => [id, id])) };
+  const warn = () => {
+    const models = store.state ? onlyIts(store.state, worker.input.value) : [];
+    text(worker.help, models.length ? `the last worker that serves ${models.join(", ")}: without it no request for that is served` : "");
+  };
+  worker.input.addEventListener("change", () => { disarm(); warn(); });
+  return { ...form, draw(state) {
+    options(worker.input, state.workers.map(({ id }) => [id, id]));
+    warn();
+  } };
 }
 
 /** `make()`: {path, body}, or null to ask again. `onRefused(error)`: the gateway refused the order. */

@@ -1,9 +1,11 @@
-// The tables that the gateway sends first: precisions, kinds of morphs, fields of the policy, charts. No view
+// The tables that the gateway sends first: precisions, kinds of morphs, fields of the policy, charts and more. No view
 // has a list of its own. The colours become a style sheet, for light and dark.
 
 import { named } from "./format.js";
 
-export const tables = { precisions: [], morphs: [], steps: [], policy: [], charts: [] };
+export const tables = {
+  precisions: [], morphs: [], steps: [], policy: [], charts: [], compared: [], burst: [], never_s: Infinity,
+};
 
 let taken = "";
 

@@ -3,7 +3,7 @@
 import { $, options, text } from "./dom.js";
 import { Chart } from "./chart.js";
 import { glyphOf } from "./decisions.js";
-import { count, seconds } from "./format.js";
+import { count, seconds, share } from "./format.js";
 import { store } from "./store.js";
 import { tables } from "./tables.js";
 
@@ -31,8 +31,16 @@ let charts = [];
 export function startTimelines(onPoint, onSelect) {
   charts = tables.charts.map((one) => new Chart(specOf(one), onPoint));
   $("charts").append(...charts.map(({ element }) => element));
+  text($("percentiles"), percentilesOf(store.hello.percentiles));
   $("of-instance").addEventListener("change", onSelect);
   $("span").addEventListener("change", onSelect);
+}
+
+/** What the percentiles are of. */
+function percentilesOf({ window_s: windowS, relative_error: error }) {
+  return `TTFT P95 is of the first tokens of the last ${seconds(windowS)}, from when a worker got the request; waits at the gateway `
+    + `are not in it. TPOT P95 is of the times between tokens. Both come from sketches of all values and are at most `
+    + `${share(error)} off. Of several instances the highest is shown.`;
 }
 
 /** The time that is shown, [from, to], in seconds since 1970. */

@@ -3,6 +3,7 @@
 import { $, attribute, children, h, text, variable } from "./dom.js";
 import { glyphOf } from "./decisions.js";
 import { age, clock, named, seconds, words } from "./format.js";
+import { sideBySide, weighedTable } from "./weighed.js";
 
 const SHOWN = 60; // rows of the list
 const STEPS_S = [30, 60, 180, 300]; // between times on the lane
@@ -188,7 +189,10 @@ function drawPeek(decision) {
 }
 
 function inFull(decision) {
-  const { outcome, at, source, reason, saw } = decision;
+  const { outcome, at, source, reason, saw, weighed } = decision;
+  const { elements, names } = sideBySide(saw);
+  const isShown = (name) => names.has(name) || (weighed && name.endsWith("_cost_s"));
+  const rest = Object.fromEntries(Object.entries(saw).filter(([name]) => !isShown(name)));
   const glyph = h("i.glyph", { "data-glyph": glyphOf(decision), "data-tone": decision.tone });
   const took = outcome?.took ?? null;
   const facts = [clock(at), source && `by ${source}`, took !== null && `took ${seconds(took)}`];
@@ -196,7 +200,9 @@ function inFull(decision) {
     h("h3", {}, glyph, titleOf(decision), outcome && chipped(outcome.state)),
     h("p.fine", {}, facts.filter(Boolean).join(" · ")),
     h("p", {}, reason || "no reason given"),
-    ...numbers("What it saw", saw),
+    ...(weighed ? weighedTable(weighed) : []),
+    ...elements,
+    ...numbers("What it saw", rest),
     ...(outcome?.reason ? [h("p.outcome", {}, outcome.reason)] : []),
     ...numbers("Outcome", outcome?.numbers ?? {}),
   ];

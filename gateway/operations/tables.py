@@ -1,4 +1,4 @@
-"""The tables that other programs draw from: precisions, kinds of morphs, policy fields and charts.
+"""The tables that other programs draw from: precisions, morphs, fields, charts, and numbers of decisions.
 
 The dashboard has no list of its own: a new precision, kind or field needs no change there.
 """
@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 from bus import morphs, policy
+from bus.burst import BURST_FIELDS
+from bus.levers import NEVER_S
 from bus.precisions import DEFAULT_SWAP, TABLE
 
 
@@ -56,6 +58,27 @@ CHARTS: Final = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Numbers of a decision that are shown side by side, as bars of one scale: (name, label) of each."""
+
+    title: str
+    numbers: tuple[tuple[str, str], ...]
+
+
+_BLOCKS: Final = (
+    ("kv_used", "KV in use"),
+    ("kv_needed", "KV needed"),
+    ("kv_blocks", "KV blocks now"),
+    ("blocks_after", "KV blocks afterwards"),
+)
+COMPARED: Final = (
+    Compared("KV blocks", _BLOCKS),
+    Compared("Longest wait", (("wait_without_s", "without the swap"), ("wait_with_s", "with it"))),
+    Compared("Growth of the perplexity", (("loss", "by the profile"), ("loss_budget", "at most"))),
+)
+
+
 def tables() -> dict[str, Any]:
     """Return all tables as JSON values."""
     return {
@@ -64,4 +87,7 @@ def tables() -> dict[str, Any]:
         "steps": morphs.STEPS,
         "policy": policy.describe(),
         "charts": [asdict(chart) for chart in CHARTS],
+        "compared": [asdict(one) for one in COMPARED],
+        "burst": [asdict(one) for one in BURST_FIELDS],
+        "never_s": NEVER_S,
     }

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from bench.common.service import free_port
 from gateway.operations.tables import tables
-from tests.browser.picture import NUM_LAYERS, Instance, deployment, policy, worker
+from tests.browser.picture import NUM_LAYERS, Instance, burst, deployment, policy, worker
 from tests.support.paths import ROOT
 
 DASHBOARD = ROOT / "gateway" / "dashboard"
@@ -47,6 +47,8 @@ class Fake:
         self.orders: list[tuple[str, Any]] = []
         self.last_worker = ""  # that is drained only by force
         self.forced: list[str] = []
+        self.burst: dict[str, Any] | None = None  # that is played, or was the last
+        self.asked: dict[str, Any] = {}  # the last body of /v1
         self._listeners: set[asyncio.Queue[bytes]] = set()
         self._server: uvicorn.Server | None = None
 
@@ -136,6 +138,7 @@ class Fake:
                 Route("/", self._file("index.html")),
                 Route("/dashboard/{file:path}", self._asset),
                 Route("/admin/live", self._guarded(self._live)),
+                Route("/admin/burst", self._guarded(self._burst), methods=["GET", "POST", "DELETE"]),
                 Route("/admin/policy", self._guarded(self._policy), methods=["GET", "PUT"]),
                 Route("/admin/{order:path}", self._guarded(self._order), methods=["POST", "DELETE"]),
                 Route("/v1/{kind:path}", self._complete, methods=["POST"]),
@@ -167,6 +170,7 @@ class Fake:
         self._listeners.add(queue)
         now = time.time()
         hello = {"version": "0.1.0", "gateway": "fake", "now": now, "slo": {"ttft_s": 2.0, "tpot_s": 0.1}}
+        hello["percentiles"] = {"window_s": 10.0, "relative_error": 0.01}
         yield _sse("hello", hello | {"history_s": HISTORY_S, "tables": self.tables})
         moments = [self._moment(now - back) for back in range(HISTORY_S - 4, 0, -4)]
         yield _sse("history", {"moments": moments, "events": self.events})
@@ -192,6 +196,20 @@ class Fake:
             self.policy |= body | unset | {"revision": self.policy["revision"] + 1}
             self.tell_state()
         return JSONResponse(self.policy)
+
+    async def _burst(self, request: Request) -> Response:
+        is_running = self.burst is not None and self.burst["state"] == "sending"
+        if request.method == "GET":
+            return JSONResponse({"burst": self.burst})
+        if request.method == "DELETE":
+            self.burst = (self.burst or {}) | {"state": "stopped"}
+            return JSONResponse(self.burst)
+        self.orders.append(("burst", await request.json()))
+        if is_running:
+            told = "burst b1 of demo is sending: 8 of its 24 requests are sent; wait until it has ended"
+            return _error(409, told, code="burst_running")
+        self.burst = burst(sent=8)
+        return JSONResponse(self.burst, 202)
 
     async def _order(self, request: Request) -> Response:
         body = await request.body()
@@ -231,6 +249,9 @@ class Fake:
     async def _complete(self, request: Request) -> Response:
         if self.v1_key and request.headers.get("authorization") != f"Bearer {self.v1_key}":
             return _error(401, "no API key: /v1 takes a key of gateway.api_keys")
+        self.asked = await request.json()
+        if self.asked.get("tools"):
+            return StreamingResponse(_call_of_a_tool(), media_type="text/event-stream")
         return StreamingResponse(_tokens(), media_type="text/event-stream")
 
 
@@ -249,6 +270,21 @@ async def _tokens() -> AsyncIterator[bytes]:
         yield _data({"system_fingerprint": shape, "choices": [choice], "usage": None})
         await asyncio.sleep(0.01)
     yield _data({"choices": [], "usage": {"completion_tokens": len(shapes)}})
+    yield b"data: [DONE]\n\n"
+
+
+async def _call_of_a_tool() -> AsyncIterator[bytes]:
+    """One call, in pieces."""
+    pieces: list[dict[str, Any]] = [
+        {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": ""}},
+        {"function": {"arguments": '{"city": '}},
+        {"function": {"arguments": '"Rome"}'}},
+    ]
+    for piece in pieces:
+        choice = {"index": 0, "delta": {"tool_calls": [{"index": 0} | piece]}, "finish_reason": None}
+        yield _data({"system_fingerprint": "tp1-full", "choices": [choice], "usage": None})
+    end = {"index": 0, "delta": {}, "finish_reason": "tool_calls"}
+    yield _data({"system_fingerprint": "tp1-full", "choices": [end], "usage": None})
     yield b"data: [DONE]\n\n"
 
 

@@ -160,6 +160,83 @@ def deployment(name: str, model: str, state: str, intent: dict[str, Any]) -> dic
     }
 
 
+def burst(sent: int, state: str = "sending") -> dict[str, Any]:
+    """A burst of 24 requests in eight seconds; all that were sent but the last have a first token."""
+    firsts = max(0, sent - 1)
+    rows = [
+        [one / 3, 0.4 * one if one < firsts else None, "served" if one < firsts else ""]
+        for one in range(sent)
+    ]
+    return {
+        "id": "b1",
+        "model": "demo",
+        "state": state,
+        "reason": "",
+        "at": 0.0,
+        "seconds": 8.0,
+        "measured_s": 6.0,
+        "tokens_per_s": 600.0,
+        "planned": 24,
+        "sent": sent,
+        "served": firsts,
+        "lost": 0,
+        "elapsed_s": sent / 3,
+        "ttft_s": {"p50": 1.2, "p95": 2.25} if firsts else None,
+        "requests": rows,
+    }
+
+
+def weighed() -> dict[str, Any]:
+    """A plan of the planner, as an event has it: a move is taken, a swap costs more, a merge cannot be."""
+    option: dict[str, Any] = {
+        "targets": ["demo@w0"],
+        "tp": 0,
+        "layers": 0,
+        "precision": "full",
+        "blocks": 0,
+        "tokens_per_s": 0.0,
+        "loss": 0.0,
+        "stalled_s": 0.0,
+        "nbytes": 0,
+        "basis": "measured",
+        "refusal": "",
+        "is_taken": False,
+    }
+    costs: list[tuple[str, str, dict[str, Any]]] = [
+        ("queue", "queue demo@w0", {"duration_s": 3600.0, "price_s": 0.0, "cost_s": 14400.0}),
+        (
+            "swap",
+            "swap demo@w0: 3 layers to int4",
+            {"duration_s": 0.3, "price_s": 6.5, "cost_s": 8.0, "blocks": 120, "loss": 0.0012},
+        ),
+        (
+            "move",
+            "move demo@w0 to demo@w1",
+            {"duration_s": 0.1, "price_s": 0.4, "cost_s": 0.8, "blocks": 90, "is_taken": True},
+        ),
+        (
+            "merge",
+            "merge: not possible, groups are made for long requests only",
+            {
+                "refusal": "groups are made for long requests only",
+                "duration_s": 0.0,
+                "price_s": 0.0,
+                "cost_s": 0.0,
+            },
+        ),
+    ]
+    return {
+        "model": "demo",
+        "subject": "demo@w0",
+        "need": "4 requests wait for 90 KV blocks",
+        "options": [option | {"lever": lever, "words": words} | more for lever, words, more in costs],
+        "cost_s": 0.8,
+        "wait_s": 0.1,
+        "meets": True,
+        "reason": "",
+    }
+
+
 def policy() -> dict[str, Any]:
     return {
         "revision": 3,

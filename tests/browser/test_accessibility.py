@@ -8,7 +8,7 @@ import pytest
 
 from tests.browser.conftest import OpenPage
 from tests.browser.fake import Fake
-from tests.browser.picture import deployment
+from tests.browser.picture import burst, deployment, weighed
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -41,15 +41,27 @@ def test_axe_finds_nothing_serious_on_any_panel(
     fake.instances[1].layers[2] = "int4"
     fake.models = [{"name": "chat", "state": "profiled"}]
     fake.deployments = [deployment("d1", "chat", "serving", {})]
+    fake.burst = burst(sent=12)
+    fake.events[0]["weighed"] = weighed()
     page = open_page(fake.url, scheme=scheme, width=width)
     page.wait_for_selector(".device >> nth=3", state="visible")
     found = {}
-    for panel in ("ask", "orders", "policy"):
+    for panel in ("ask", "orders", "policy", "burst"):
         page.click(f"#tab-{panel}")
         page.wait_for_selector(f"#panel-{panel}", state="visible")
         found[panel] = serious(page)
     page.click(".row-button >> nth=0")
     found["a decision"] = serious(page)
+    page.locator(".row-button", has_text="swap demo@w1").focus()
+    page.wait_for_selector("#saw .weighed", state="visible")
+    found["what was weighed"] = serious(page)
+    page.click("#tab-ask")
+    page.get_by_label("As", exact=True).select_option("chat")
+    page.click(".offer summary")
+    page.get_by_role("button", name="Example").click()
+    page.get_by_role("button", name="Send", exact=True).click()
+    page.locator(".calls").get_by_text("get_weather").wait_for()
+    found["tools"] = serious(page)
     assert {where: what for where, what in found.items() if what} == {}
 
 

@@ -11,7 +11,7 @@ import pytest
 from bus.precisions import PRECISIONS
 from tests.browser.conftest import OpenPage
 from tests.browser.fake import Fake
-from tests.browser.picture import PAGES, Instance, deployment
+from tests.browser.picture import PAGES, Instance, burst, deployment, weighed
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Route
@@ -171,6 +171,52 @@ def test_a_decision_tells_what_it_saw_and_what_it_came_to(fake: Fake, open_page:
     wait_for_text(page, "#peek", "12 pages are free, 40 are needed")
 
 
+def test_what_the_planner_weighed_is_a_table_with_what_was_taken_and_why_not_the_rest(
+    fake: Fake, open_page: OpenPage
+) -> None:
+    page = open_page(fake.url)
+    shown(page, ".row-button")
+    event = {"kind": "levers_weighed", "source": "controller", "subject": "demo@w0", "reason": "4 wait"}
+    numbers = {"queue_cost_s": 14400.0, "move_cost_s": 0.8, "windows": 3}
+    fake.tell_event(event | {"at": time.time(), "numbers": numbers, "morph_id": "", "weighed": weighed()})
+    wait_for_text(page, "#saw", "4 requests wait for 90 KV blocks")
+    rows = [" ".join(row.split()) for row in page.locator("#saw .weighed tbody tr").all_inner_texts()]
+    assert rows == [
+        "queue demo@w0 – 0 never",
+        "swap demo@w0: 3 layers to int4 120 KV blocks, after 300 ms 6.5, loss 0.12 % 8",
+        "move demo@w0 to demo@w1 taken 90 KV blocks, after 100 ms 0.4 0.8",
+        "merge not possible: groups are made for long requests only",
+    ]
+    told = page.locator("#saw").inner_text()
+    assert "Taken in all: 0.8, the longest wait 100 ms, within the objective" in told
+    assert "windows" in told and "move cost" not in told  # which the table has
+    widths = page.locator("#saw .weighed .bar i").evaluate_all("all => all.map((one) => one.offsetWidth)")
+    assert widths[0] > 5 * widths[1] > 0
+
+
+def test_numbers_of_a_decision_stand_side_by_side(fake: Fake, open_page: OpenPage) -> None:
+    page = open_page(fake.url)
+    shown(page, ".row-button")
+    numbers = {"kv_blocks": 100, "kv_needed": 150, "blocks_after": 160, "loss": 0.0012, "loss_budget": 0.0025}
+    fake.decide("m-new", "demo@w0", "150 KV blocks are needed", numbers | {"halves": 4})
+    wait_for_text(page, "#saw", "Growth of the perplexity")
+    rows = [" ".join(row.split()) for row in page.locator("#saw .bars div").all_inner_texts()]
+    assert rows == [
+        "KV needed 150",
+        "KV blocks now 100",
+        "KV blocks afterwards 160",
+        "by the profile 0.12 %",
+        "at most 0.25 %",
+    ]
+    assert "loss" not in page.locator("#saw .numbers").first.inner_text()
+
+
+def test_it_says_what_the_percentiles_are_of(fake: Fake, open_page: OpenPage) -> None:
+    page = open_page(fake.url)
+    wait_for_text(page, "#percentiles", "first tokens of the last 10 s, from when a worker got the request")
+    wait_for_text(page, "#percentiles", "at most 1 % off")
+
+
 def test_an_event_does_not_name_its_subject_twice(fake: Fake, open_page: OpenPage) -> None:
     page = open_page(fake.url)
     shown(page, ".row-button")
@@ -260,6 +306,20 @@ def test_drain_asks_before_it_is_sent(fake: Fake, open_page: OpenPage) -> None:
     page.get_by_role("button", name="Yes, drain w0").click()
     wait_for_text(page, ".outcomes", "w0 finishes what it runs")
     assert fake.orders == [("workers/w0/drain", None)]
+
+
+def test_a_warning_stands_at_the_last_worker_of_a_model(fake: Fake, open_page: OpenPage) -> None:
+    page = open_page(fake.url)
+    page.get_by_role("tab", name="By hand").click()
+    form = page.locator("form[aria-label=Drain]")
+    assert "last worker" not in form.inner_text()
+    fake.instances = [Instance(["w0", "w1"])]  # of a group the other one serves on
+    fake.tell_state()
+    shown(page, ".instance.is-group")
+    assert "last worker" not in form.inner_text()
+    fake.instances = [Instance(["w0"])]
+    fake.tell_state()
+    wait_for_text(page, "form[aria-label=Drain]", "the last worker that serves demo")
 
 
 def test_the_last_worker_is_drained_only_when_asked_again(fake: Fake, open_page: OpenPage) -> None:
@@ -354,6 +414,64 @@ def test_text_is_tinted_by_the_shape_that_made_it(fake: Fake, open_page: OpenPag
     wait_for_text(page, ".ask-numbers", "12 tokens .* ended: length")
 
 
+def test_a_chat_offers_tools_and_shows_the_calls(fake: Fake, open_page: OpenPage) -> None:
+    page = open_page(fake.url)
+    assert not page.locator(".offer").is_visible()  # a completion has none
+    page.get_by_label("As", exact=True).select_option("chat")
+    page.locator(".offer summary").click()
+    page.get_by_label("Tools", exact=True).fill("[{")
+    page.get_by_role("button", name="Send", exact=True).click()
+    wait_for_text(page, ".offer .error", "the tools are no JSON")
+    page.get_by_role("button", name="Example").click()
+    page.get_by_label("Calls", exact=True).select_option("required")
+    page.get_by_label("Minimum precision").select_option("int8")
+    page.get_by_role("button", name="Send", exact=True).click()
+    wait_for_text(page, ".calls", r'get_weather\(\{"city": "Rome"\}\)')
+    wait_for_text(page, ".ask-numbers", "ended: tool_calls")
+    (tool,) = fake.asked["tools"]
+    assert tool["function"]["name"] == "get_weather" and fake.asked["tool_choice"] == "required"
+    assert fake.asked["min_precision"] == "int8"
+
+
+def test_a_burst_is_played_and_followed_to_its_end(fake: Fake, open_page: OpenPage) -> None:
+    page = open_page(fake.url)
+    page.get_by_role("tab", name="Burst").click()
+    page.get_by_label("Length").fill("8")
+    page.get_by_role("button", name="Play the burst").click()
+    wait_for_text(page, "#panel-burst", "8 of 24 requests, for 600 tokens/s, are sent; 7 answered")
+    assert fake.orders == [("burst", {"model": "demo", "seconds": 8})]
+    assert page.get_by_role("button", name="Play the burst").is_disabled()
+    assert page.locator("#panel-burst progress").is_visible()
+    told = str(page.locator(".ttft-plot").get_attribute("aria-label"))
+    assert told.startswith("TTFT over time: the longest is 2.4 s, in second 3 of 8; over the objective in 1")
+    assert page.locator(".ttft-bars i").count() == 8
+    assert page.locator(".ttft-bars .is-over").count() == 1
+    fake.burst = burst(sent=24, state="ended")
+    wait_for_text(page, "#panel-burst", "The burst has ended: 24 requests, for 600 tokens/s; 0 lost")
+    wait_for_text(page, "#panel-burst", "exact: of all 23 first tokens")
+    assert not page.locator("#panel-burst progress").is_visible()
+    assert page.get_by_role("button", name="Play the burst").is_enabled()
+
+
+def test_a_burst_that_another_page_plays_is_shown_refused_by_name_and_stopped(
+    fake: Fake, open_page: OpenPage
+) -> None:
+    page = open_page(fake.url)
+    shown(page, ".row-button")
+    fake.burst = burst(sent=8)
+    page.get_by_role("tab", name="Burst").click()
+    page.get_by_role("button", name="Play the burst").click()  # it has not heard of the other one
+    wait_for_text(page, "#panel-burst .notice", "burst b1 of demo is sending: 8 of its 24 requests are sent")
+    wait_for_text(page, "#panel-burst", "8 of 24 requests")
+    page.get_by_role("button", name="Stop").last.click()
+    wait_for_text(page, "#panel-burst", "Stopped: 8 of 24 requests were sent")
+    fake.burst = burst(sent=8)
+    fake.tell_event(
+        {"kind": "burst_started", "source": "gateway", "subject": "demo", "reason": "", "at": time.time()}
+    )
+    wait_for_text(page, "#panel-burst", "8 of 24 requests, for")
+
+
 # ------------------------------------------------------------------------------------- keys and losses
 
 
@@ -435,9 +553,15 @@ def test_a_gateway_that_fails_in_its_opening_is_asked_less_and_less_often(
 
 def test_nothing_is_wider_than_a_phone(fake: Fake, open_page: OpenPage) -> None:
     fake.transform_to(5)
+    fake.burst = burst(sent=24, state="ended")
+    fake.events[0]["weighed"] = weighed()
     page = open_page(fake.url, width=PHONE, height=780)
     shown(page, ".device")
-    for tab in ("Ask", "By hand", "Policy"):
+    page.get_by_label("As", exact=True).select_option("chat")
+    page.locator(".offer summary").click()
+    page.locator(".row-button", has_text="swap demo@w1").focus()
+    shown(page, "#saw .weighed")
+    for tab in ("Ask", "By hand", "Policy", "Burst"):
         page.get_by_role("tab", name=tab).click()
         page.wait_for_timeout(100)
         assert page.evaluate("document.documentElement.scrollWidth") == PHONE

@@ -91,6 +91,18 @@ def test_two_workers_become_one_bracket_and_part_again(service: Service, open_pa
     page.wait_for_selector(".instance:not(.is-group) >> nth=1")
 
 
+def test_a_burst_is_played_against_the_service_itself(service: Service, open_page: OpenPage) -> None:
+    page = open_page(service.url())
+    page.get_by_role("tab", name="Burst").click()
+    page.get_by_label("Length").fill("2")
+    page.get_by_label("Rate").fill("200")  # instead of a measurement
+    page.get_by_role("button", name="Play the burst").click()
+    wait_for_text(page, "#panel-burst", "All 8 requests are sent|The burst has ended")
+    wait_for_text(page, "#panel-burst", "The burst has ended: 8 requests, for 200 tokens/s; 0 lost", 60_000)
+    wait_for_text(page, "#panel-burst", "exact: of all 8 first tokens")
+    wait_for_text(page, ".decisions", "burst ended demo")
+
+
 def test_the_policy_is_edited_and_a_value_out_of_range_is_told(service: Service, open_page: OpenPage) -> None:
     before = policy(service)
     page = open_page(service.url())

@@ -12,7 +12,7 @@ from bus.morphs import KIND_OF, MORPH_KINDS, MORPHS, Morph, MorphKind, progress_
 from bus.policy import FIELDS
 from bus.precisions import PRECISIONS
 from gateway.app import ROUTERS
-from gateway.operations.tables import CHARTS, tables
+from gateway.operations.tables import CHARTS, COMPARED, tables
 from tests.support.gateway_harness import Gate
 from tests.support.paths import ROOT
 
@@ -75,3 +75,10 @@ async def test_programs_get_the_tables_from_the_gateway(gate: Gate) -> None:
     assert [one["name"] for one in found["policy"]] == [one.name for one in FIELDS]
     (swap,) = [one for one in found["morphs"] if one["name"] == "swap"]
     assert [one["name"] for one in swap["fields"]] == ["layers", "count", "precision", "parts", "wait_s"]
+
+
+def test_numbers_that_are_compared_are_those_of_the_reflex() -> None:
+    """A name that no decision has would never be drawn."""
+    source = (ROOT / "worker" / "morph" / "sizing.py").read_text("utf-8")
+    names = [name for group in COMPARED for name, _ in group.numbers]
+    assert [name for name in names if f'"{name}"' not in source] == []
