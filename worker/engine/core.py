@@ -303,7 +303,7 @@ class EngineCore:
             else:
                 outputs.append(self._add_token(seq, token, logprobs.get(i) if logprobs else None, now))
         silent = self._signs_of_life.due(self._sequences.values(), now)
-        return outputs + [output_of(seq) for seq in silent]
+        return outputs + [output_of(seq, []) for seq in silent]
 
     def _started(self, seq: Sequence, now: float) -> Output | None:
         """Note that a chunk of a prompt has run.
@@ -318,7 +318,7 @@ class EngineCore:
             self.stats.queue.observe(now - seq.arrived)
         if seq.num_uncomputed_tokens == 0 or not (is_first or seq.prompt_logprobs):
             return None
-        return output_of(seq)
+        return output_of(seq, [])
 
     def _add_token(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None, now: float) -> Output:
         if seq.num_output >= seq.request.sampling.max_tokens:  # 0: only the prompt was of interest
@@ -353,7 +353,7 @@ class EngineCore:
     ) -> Output:
         """End `seq` without a token."""
         self.stats.finished[finished] += 1
-        return output_of(seq, (), finished, error=error, reject_reason=reject_reason, embedding=embedding)
+        return output_of(seq, [], finished, error=error, reject_reason=reject_reason, embedding=embedding)
 
     # ----------------------------------------------------------------------------- requests
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from bus.messages import Delta, FinishReason, RejectReason, Submit, TokenLogprobs
@@ -19,7 +18,7 @@ class Output:
 
 def output_of(
     seq: Sequence,
-    token_ids: Seq[int] = (),
+    token_ids: list[int],
     finished: FinishReason | None = None,
     *,
     logprobs: TokenLogprobs | None = None,
@@ -37,8 +36,8 @@ def output_of(
     delta = Delta(
         request_id=seq.request.request_id,
         attempt=seq.request.attempt,
-        index=seq.num_output - len(token_ids),
-        token_ids=list(token_ids),
+        index=len(seq.token_ids) - seq.num_prompt - len(token_ids),
+        token_ids=token_ids,
         finish_reason=finished,
         error=error,
         logprobs=[logprobs] if logprobs else None,
