@@ -20,8 +20,8 @@ def grouped_quantized_linear(
 ) -> torch.Tensor:
     """Multiply expert by expert; which ones are in use is read from the device."""
     out = x.new_zeros(routing.rows.shape[0], weight.unit_outputs)
-    fill_groups(out, x, weight, routing, is_by_place, least=1)
-    return out if bias is None else out.add_(bias[routing.experts()])
+    fill_groups(out, x, weight, routing, is_by_place, bias, least=1)
+    return out
 
 
 def fill_groups(
@@ -30,14 +30,17 @@ def fill_groups(
     weight: QuantizedWeight,
     routing: Routing,
     is_by_place: bool,
+    bias: torch.Tensor | None,
     *,
     least: int,
 ) -> None:
     """Multiply the pairs of each expert that has `least` or more."""
-    for unit, (begin, end) in zip(weight.matrices(), pairwise(_bounds(routing)), strict=True):
+    units = zip(weight.matrices(), pairwise(_bounds(routing)), strict=True)
+    for e, (unit, (begin, end)) in enumerate(units):
         if end - begin >= least:
             part = x[begin:end] if is_by_place else x[routing.rows[begin:end]]
-            out[begin:end] = calls.quantized_linear(unit.padded(part), unit)
+            added = None if bias is None else bias[e]
+            out[begin:end] = calls.quantized_linear(unit.padded(part), unit, added)
 
 
 def _bounds(routing: Routing) -> list[int]:

@@ -24,6 +24,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "choose",
+    "clamped_silu_mul",
     "combine",
     "copy_blocks",
     "gelu_mul",
@@ -140,6 +141,16 @@ def take_columns(x: Tensor, order: Tensor) -> Tensor:
 def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Return gelu(gate) * up [T, I], as `silu_mul`; gelu is the approximation by tanh (GeGLU)."""
     return (F.gelu(gate.float(), approximate="tanh") * up.float()).to(gate.dtype)
+
+
+@kernel(lambda s: [(s.gate, s.gate, 1.702, 1.0)], cpu="kernels.cpu.rows")
+def clamped_silu_mul(gate: Tensor, up: Tensor, slope: float, limit: float) -> Tensor:
+    """Return g * sigmoid(slope * g) * (u + 1) [T, I], as `silu_mul` (GPT-OSS).
+
+    g is the gate, at most `limit`; u is up, within `limit` of 0.
+    """
+    wide, factor = gate.float().clamp(max=limit), up.float().clamp(-limit, limit) + 1
+    return (factor * wide * torch.sigmoid(slope * wide)).to(gate.dtype)
 
 
 @kernel(lambda s: s.products(TILE, s.hidden_size), cpu="kernels.cpu.products", cuda="kernels.gpu.few")

@@ -52,12 +52,6 @@ class Routing:
         """T, also the most pairs of one expert."""
         return int(self.places.shape[0])
 
-    def experts(self) -> torch.Tensor:
-        """Return the expert of each place, int64 [P]: its number among those that the routing has."""
-        places = torch.arange(self.rows.shape[0], device=self.rows.device, dtype=torch.int32)
-        found = torch.searchsorted(self.bounds[1:], places, right=True)
-        return found.clamp_(max=self.bounds.shape[0] - 2)
-
     def part(self, experts: slice) -> Routing:
         """Return the routing for some of the experts; the places stay."""
         return replace(self, bounds=self.bounds[experts.start : experts.stop + 1])

@@ -382,6 +382,19 @@ def check_gelu_mul(backend: str, device: str, dtype: torch.dtype) -> None:
             assert_close(kernels.gelu_mul(moved[:, :width], moved[:, width:]), expected)
 
 
+def check_clamped_silu_mul(backend: str, device: str, dtype: torch.dtype) -> None:
+    for rows, width in ((1, 16), (40, 1408), (3, 100)):
+        both = 4 * _randn(rows, 2 * width, dtype=dtype)
+        both[0, :3] = torch.tensor([-100.0, 100.0, torch.inf])
+        both[0, width : width + 2] = torch.tensor([-100.0, 100.0])
+        moved = both.to(device)
+        for slope, limit in ((1.702, 7.0), (1.0, 0.5)):
+            expected = kernels.clamped_silu_mul.reference(both[:, :width], both[:, width:], slope, limit)
+            with kernels.use_backend(backend):
+                made = kernels.clamped_silu_mul(moved[:, :width], moved[:, width:], slope, limit)
+            assert_close(made, expected)
+
+
 def _some_slots(tokens: int, num_slots: int) -> torch.Tensor:
     """Return a slot for each token in any order; every third one, if there are as many, has none (-1)."""
     slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(4))[:tokens]
@@ -640,6 +653,7 @@ ROW_CHECKS = (
     check_silu_mul,
     check_take_columns,
     check_gelu_mul,
+    check_clamped_silu_mul,
     check_store_kv,
     check_rotary_store_kv,
     check_store_kv_in_codes,

@@ -36,6 +36,7 @@ from kernels.cpu.simd import (
     vsplat_load,
     vstore,
     words,
+    write,
     write_f32,
     write_i32,
 )
@@ -46,7 +47,7 @@ from kernels.routing import Routing
 
 F32 = np.float32
 CHOICE, GROUPS, SUM = "q" * 13, "q" * 19, "q" * 11  # layouts of words
-QUANTIZED = "q" * (WORDS + 12)
+QUANTIZED = "q" * (WORDS + 16)
 ITEMS_OF_THREAD = 8  # of all experts in use together: they have different numbers of tokens
 LEAST_BYTES, LEAST_CODES = 32768, 16384  # dense and quantised weights of an item
 LOWEST = F32(-3e38)
@@ -299,15 +300,42 @@ def _multiply_few(
     )
 
 
+@compiled
+def _finish(kind, sums, sums_row, bias, made, made_row, count, first, end, size):
+    """Write outputs [first, end) of `count` rows of sums, plus a bias if there is one, rounded once.
+
+    The rows may be the sums themselves.
+    """
+    for p in range(count):
+        source, target, n = sums + p * sums_row, made + p * made_row, first
+        while n + LANES <= end:
+            total = vload(F32, source + n * 4)
+            if bias != 0:
+                total = total + vload(kind, bias + n * size)
+            vstore(kind, target + n * size, total)
+            n += LANES
+        while n < end:
+            last = read(F32, source + n * 4)
+            if bias != 0:
+                last += read(kind, bias + n * size)
+            write(kind, target + n * size, last)
+            n += 1
+
+
 def _group_quantized(kind):
     """Multiply as _group, by decoding the codes of DECODED_ROWS outputs at a time.
 
-    Words: the weight; x and its row stride, rows of the places or 0; bounds, experts; out, float32, and its
-    row stride; columns of x, rows of an item, bytes of an element of x, most, tokens.
+    Words: the weight; x and its row stride, rows of the places or 0; bounds, experts; sums, float32, and
+    their row stride; columns of x, rows of an item, bytes of an element of x, most, tokens; out and its row
+    stride, bias or 0, and its stride from expert to expert. `out` is of the dtype of x; of float32, it may be
+    the sums.
     """
     found = words(kind, QUANTIZED)
     w = Weight(*found[:WORDS])
-    x, x_row, rows, bounds, experts, out, out_row, columns, step, size, most, tokens = found[WORDS:]
+    (
+        x, x_row, rows, bounds, experts, sums, sums_row, columns, step, size, most, tokens, out, out_row,
+        bias, bias_expert
+    ) = found[WORDS:]  # fmt: skip
     items = (w.rows - DECODED_ROWS) // step + 1  # of an expert
     part, slot, expert = next_part(kind, bounds, experts, items, most, -1, -1)
     if part < 0:
@@ -325,8 +353,12 @@ def _group_quantized(kind):
         end = w.rows if part == items - 1 else (part + 1) * step
         for begin in range(part * step, end, DECODED_ROWS):
             row = min(begin, w.rows - DECODED_ROWS)  # the last rows overlap those before
-            c = out + place * out_row + row * 4
-            dots_of_rows(w, expert, row, levels, wide, line, count, c, out_row)
+            c = sums + place * sums_row + row * 4
+            dots_of_rows(w, expert, row, levels, wide, line, count, c, sums_row)
+        if out != sums or bias != 0:
+            b = bias + expert * bias_expert if bias != 0 else 0
+            s, c = sums + place * sums_row, out + place * out_row
+            _finish(kind, s, sums_row, b, c, out_row, count, part * step, end, size)
         part, slot, expert = next_part(kind, bounds, experts, items, most, slot, expert)
     buffer[0] = 0  # keeps the buffer alive to here
 
@@ -342,7 +374,9 @@ def grouped_quantized_linear(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     columns = x.shape[1]
-    if weight.unit_outputs < DECODED_ROWS or columns % LANES or x.dtype not in KINDS or x.stride(1) != 1:
+    can_add = bias is None or (bias.dtype is x.dtype and bias.stride(1) == 1)
+    is_known = x.dtype in KINDS and not columns % LANES and x.stride(1) == 1
+    if weight.unit_outputs < DECODED_ROWS or not is_known or not can_add:
         return calls.grouped_quantized_linear.reference(x, weight, routing, is_by_place, bias)
     experts, pairs, size, tokens = (
         weight.num_units,
@@ -350,7 +384,8 @@ def grouped_quantized_linear(
         x.element_size(),
         routing.num_tokens,
     )
-    out = torch.empty(pairs, weight.unit_outputs, dtype=torch.float32)
+    sums = torch.empty(pairs, weight.unit_outputs, dtype=torch.float32)
+    out = sums if x.dtype is torch.float32 else torch.empty(pairs, weight.unit_outputs, dtype=x.dtype)
     w, slots = words_of(weight), max(1, min(experts, pairs))
     parts = -(-ITEMS_OF_THREAD * torch.get_num_threads() // slots)
     step = max(-(-w.rows // parts), LEAST_CODES // weight.unit_inputs, 1)
@@ -359,13 +394,13 @@ def grouped_quantized_linear(
         x.dtype,
         slots * ((w.rows - DECODED_ROWS) // step + 1),
         *(*w, x.data_ptr(), x.stride(0) * size, 0 if is_by_place else routing.rows.data_ptr()),
-        *(routing.bounds.data_ptr(), experts, out.data_ptr(), weight.unit_outputs * 4),
-        *(columns, step, size, MOST_FEW, tokens),
+        *(routing.bounds.data_ptr(), experts, sums.data_ptr(), weight.unit_outputs * 4),
+        *(columns, step, size, MOST_FEW, tokens, out.data_ptr(), weight.unit_outputs * size),
+        *((0, 0) if bias is None else (bias.data_ptr(), bias.stride(0) * size)),
     )
-    made = out.to(x.dtype)
     if tokens > MOST_FEW:
-        by_expert.fill_groups(made, x, weight, routing, is_by_place, least=MOST_FEW + 1)
-    return made if bias is None else made.add_(bias[routing.experts()])
+        by_expert.fill_groups(out, x, weight, routing, is_by_place, bias, least=MOST_FEW + 1)
+    return out
 
 
 # --------------------------------------------------------------------------- the weighted sum

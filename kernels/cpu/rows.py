@@ -32,6 +32,7 @@ from kernels.cpu.simd import (
     vmin,
     vsplat,
     vstore,
+    vwhere_le,
     words,
     write,
 )
@@ -290,7 +291,34 @@ def _gate_mul(kind):
         item = next_item(kind)
 
 
+@compiled
+def _clamped(x, low, high):
+    """Return x within [low, high]; a NaN stays one."""
+    least = vwhere_le(high, x, high, x)
+    return vwhere_le(least, low, low, least)
+
+
+def _clamped_gate_mul(kind):
+    """Compute g * sigmoid(slope * g) * (u + 1): g is the gate, at most `limit`, and u is up within it.
+
+    Words: those of _gate_mul, with slope and limit at the end.
+    """
+    gate, gate_row, up, up_row, out, rows, step, vectors, width, slope, limit = words(kind, GATING)
+    one, factor = vsplat(F32(1.0)), vsplat(F32(-slope * math.log2(math.e)))
+    none, low, high = vsplat(F32(-np.inf)), vsplat(F32(-limit)), vsplat(F32(limit))
+    item = next_item(kind)
+    while item >= 0:
+        for row in range(item * step, min(rows, item * step + step)):
+            target = out + row * vectors * width
+            for v in range(0, vectors * width, width):
+                g = _clamped(vload(kind, gate + row * gate_row + v), none, high)
+                u = _clamped(vload(kind, up + row * up_row + v), low, high)
+                vstore(kind, target + v, g / (one + vexp2(g * factor)) * (u + one))
+        item = next_item(kind)
+
+
 GATE_MUL = Kernel(_gate_mul, GATING)
+CLAMPED_GATE_MUL = Kernel(_clamped_gate_mul, GATING)
 _SILU = (1.0, 0.0)
 # gelu(x) = x (1 + tanh(t)) / 2 = x sigmoid(2 t) with t = sqrt(2 / pi) (x + 0.044715 x^3)
 _GELU = (2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715)
@@ -308,10 +336,18 @@ def gelu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return _gated(gate, up, _GELU)
 
 
-def _gated(gate: torch.Tensor, up: torch.Tensor, coefficients: tuple[float, float]) -> torch.Tensor:
+def clamped_silu_mul(gate: torch.Tensor, up: torch.Tensor, slope: float, limit: float) -> torch.Tensor:
+    if gate.dim() != 2 or not _is_vectors(gate.shape[-1], gate, up):
+        return calls.clamped_silu_mul.reference(gate, up, slope, limit)
+    return _gated(gate, up, (slope, limit), CLAMPED_GATE_MUL)
+
+
+def _gated(
+    gate: torch.Tensor, up: torch.Tensor, coefficients: tuple[float, float], kernel: Kernel = GATE_MUL
+) -> torch.Tensor:
     out, width = _new(gate), gate.shape[-1]
     rows, size, step = gate.shape[0], gate.element_size(), _rows_per_item(2 * width)
-    GATE_MUL(
+    kernel(
         gate.dtype,
         -(-rows // step),
         *(gate.data_ptr(), gate.stride(0) * size, up.data_ptr(), up.stride(0) * size),

@@ -18,6 +18,7 @@ from bus.precisions import BITS, Precision
 from kernels import (
     AttentionPlan,
     QuantizedWeight,
+    clamped_silu_mul,
     gelu_mul,
     paged_attention,
     rms_norm,
@@ -275,15 +276,9 @@ def _own_experts(config: ModelConfig, mixture: Mixture, shard: Shard) -> slice:
     return shard.part(mixture.num_units, "experts")
 
 
-def _clamped_silu(gate: torch.Tensor, up: torch.Tensor, mixture: Mixture) -> torch.Tensor:
-    limit = mixture.limit
-    wide, factor = gate.float().clamp(max=limit), up.float().clamp(-limit, limit) + 1
-    return (factor * wide * torch.sigmoid(mixture.slope * wide)).to(gate.dtype)
-
-
 def _mix(config: ModelConfig) -> Mix:
     if config.mixture and config.activation == "clamped silu":
-        return partial(_clamped_silu, mixture=config.mixture)
+        return partial(clamped_silu_mul, slope=config.mixture.slope, limit=config.mixture.limit)
     return (_GATED if config.ffn == "gated" else _PLAIN)[config.activation]
 
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from bench.common.oracles import make_oracle
+from kernels.cpu.bytes_tile import CAN_DOT
 from tests.support.model_folders import Runner
+from tests.support.variant_models import Morphing
 from worker.model import recorded
 from worker.model.linear import TransposedLinear
 
@@ -44,7 +46,7 @@ def conversation() -> list[dict[int, list[int]]]:
     "family",
     [
         *("llama", "qwen3 with biases", "mistral with a sliding window", "gemma2", "gemma3"),
-        *("mixtral", "qwen2 moe", "qwen3 moe"),
+        *("mixtral", "qwen2 moe", "qwen3 moe", "gpt-oss"),
     ],
 )
 def test_a_recorded_decode_equals_one_that_runs_call_by_call(
@@ -73,6 +75,24 @@ def test_a_recorded_decode_reads_and_writes_a_cache_in_8_bits(
         found.append(run(runner, conversation()))
         assert programs(runner) == (dict.fromkeys((1, 2, 3, 4), True) if most else {})
         runner.close()
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.skipif(not CAN_DOT, reason="this processor has no product of bytes, which attention needs")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3 moe", "gpt-oss"])
+def test_a_recorded_decode_reads_quantised_experts(
+    tmp_path: Path, family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "model", family)
+    found = []
+    for most in (recorded.MOST_TOKENS, 0):
+        monkeypatch.setattr(recorded, "MOST_TOKENS", most)
+        made = Morphing(tmp_path / "model", tmp_path, dtype=dtype)
+        made.swap_all("int4")
+        found.append(run(made.runner, conversation()[:21]))
+        assert programs(made.runner) == (dict.fromkeys((1, 2, 3, 4), True) if most else {})
+        made.close()
     assert all(map(torch.equal, *found))
 
 
