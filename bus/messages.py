@@ -337,6 +337,9 @@ class InstanceTelemetry:
     prefix_digests: frozenset[int] = frozenset()  # digests of the blocks used last (`bus.prefix_keys`)
     workers: list[str] = field(default_factory=list)  # members of its group, by shard; empty: it serves alone
     kv_precision: KVPrecision = "full"  # what its KV cache is held in
+    # By layer, the shares of use of the less used quarter, half and three quarters of its experts; empty: it
+    # has none, or none was used yet.
+    expert_use: list[list[float]] = field(default_factory=list)
 
 
 def lowest_precision(instance: InstanceTelemetry) -> Precision:

@@ -205,10 +205,15 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
 
 
 @kernel(
-    lambda s: [(s.tensor(s.chunk + 1, 8), 2, True), (s.tensor(s.chunk + 1, 7), 2, False, 2)],
+    lambda s: [
+        (s.tensor(s.chunk + 1, 8), 2, True),
+        (s.tensor(s.chunk + 1, 7), 2, False, 2, torch.zeros(8, dtype=torch.int64)),
+    ],
     cpu="kernels.cpu.experts",
 )
-def route(logits: Tensor, top_k: int, is_normalised: bool, num_shared: int = 0) -> Routing:
+def route(
+    logits: Tensor, top_k: int, is_normalised: bool, num_shared: int = 0, use: Tensor | None = None
+) -> Routing:
     """Choose the top_k experts of each token by logits [T, E] (Shazeer et al. 2017).
 
     Their weights are the softmax over all experts or, if normalised, over the chosen ones. Of equal logits
@@ -216,6 +221,8 @@ def route(logits: Tensor, top_k: int, is_normalised: bool, num_shared: int = 0) 
 
     With num_shared > 0 a last logit is that of a shared expert, of which every token uses all slices, each
     with the logit's sigmoid as its weight (Qwen2-MoE). They lie among the experts (`routing.shared_units`).
+
+    use: int64 [experts and slices], contiguous; the pairs of each are added to it.
     """
     routed = logits[:, :-1] if num_shared else logits
     experts = routed.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
@@ -229,7 +236,10 @@ def route(logits: Tensor, top_k: int, is_normalised: bool, num_shared: int = 0) 
         experts = torch.cat([experts, shared.expand(len(experts), -1)], 1)
         gate = logits[:, -1:].float().sigmoid()
         weights = torch.cat([weights, gate.expand(-1, num_shared)], 1)
-    return Routing.of(experts, weights, units)
+    routing = Routing.of(experts, weights, units)
+    if use is not None:
+        use.add_(routing.bounds.diff())
+    return routing
 
 
 @kernel(lambda s: s.grouped(), cpu="kernels.cpu.experts", cuda="kernels.gpu.experts")

@@ -612,8 +612,10 @@ def check_routing(backend: str, device: str, dtype: torch.dtype) -> None:
         for is_normalised, num_shared in itertools.product((False, True), (0, 1, 4, 5)):
             width = experts + (num_shared > 0)
             expected = kernels.route.reference(stored[:, :width], top_k, is_normalised, num_shared)
+            use = torch.ones(experts + num_shared, dtype=torch.int64, device=device)
             with kernels.use_backend(backend):
-                made = kernels.route(stored.to(device)[:, :width], top_k, is_normalised, num_shared)
+                made = kernels.route(stored.to(device)[:, :width], top_k, is_normalised, num_shared, use)
+            assert torch.equal(use.cpu(), 1 + expected.bounds.diff()), "use"
             assert_close(made.weights, expected.weights)
             for name in ("places", "rows", "bounds"):
                 assert torch.equal(getattr(made, name).cpu(), getattr(expected, name)), name

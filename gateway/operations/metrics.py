@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, product
 from typing import Any, Final
@@ -120,6 +120,10 @@ INSTANCE_METRICS: Final = (
         labels=("block_size", "num_gpu_blocks"),
     ),
     InstanceMetric(
+        _of_leader("expert_use_less_used_half", "Share of use of the less used half of experts, 0 to 0.5."),
+        lambda _, last: {(): _mean_of_half(last.expert_use)} if last.expert_use else {},
+    ),
+    InstanceMetric(
         _of_leader("tensor_parallel_size", "Workers of the instance: changes while serving."),
         lambda card, _: card.tp,
     ),
@@ -130,6 +134,11 @@ def _by_precision(shape: Iterable[LayerShape]) -> dict[tuple[str, ...], float]:
     """Count the layers in each precision, those that none is in too."""
     halves = Counter(half for layer in shape for half in (layer.attention, layer.ffn))
     return {(precision,): halves[precision] / 2 for precision in PRECISIONS}
+
+
+def _mean_of_half(use: Sequence[Sequence[float]]) -> float:
+    """Return the mean over layers of the share that the less used half of their experts has."""
+    return sum(half for _, half, _ in use) / len(use)
 
 
 def _fresh(gateway: Gateway) -> Iterator[Reported]:

@@ -116,6 +116,7 @@ def _instance(gateway: Gateway, worker: WorkerCard, card: InstanceCard) -> dict[
         },
         "layer_tp": layer_degrees(card, gateway.morphs.transform_of(worker.id)),
         "layers_below_full": layers_below_full(last.layers) if last else None,
+        "expert_use": last.expert_use if last else None,
         "max_blocks": card.most_blocks,
         "withheld": gateway.morphs.withheld(card.id),
         **{name: sum(getattr(one, name) for one in members) if members else None for name in _COUNTS},

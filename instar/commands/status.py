@@ -119,6 +119,11 @@ def shape_lines(instances: list[dict[str, Any]]) -> list[str]:
             lines.append(f"{name}: shards on {', '.join(workers)}, in this order")
         if any(layer != FULL for layer in layers):
             lines.append(f"{name}: {layers_text(layers)}")
+        if use := instance.get("expert_use"):
+            halves = [half for _, half, _ in use]
+            mean = sum(halves) / len(halves)
+            words = f"the less used half of a layer's experts has {mean:.0%} of their use"
+            lines.append(f"{name}: {words} ({min(halves):.0%} to {max(halves):.0%})")
         if (kv := (instance.get("kv") or {}).get("precision") or "full") != "full":
             lines.append(f"{name}: KV cache in {kv}")
         if len(set(degrees := instance.get("layer_tp") or [])) > 1:

@@ -30,6 +30,7 @@ from kernels.cpu.simd import (
     LANES,
     read,
     read_i32,
+    read_i64,
     vfma,
     vload,
     vsplat,
@@ -39,6 +40,7 @@ from kernels.cpu.simd import (
     write,
     write_f32,
     write_i32,
+    write_i64,
 )
 from kernels.cpu.team import Kernel, next_item
 from kernels.packing import TILE
@@ -46,7 +48,7 @@ from kernels.quantized import QuantizedWeight
 from kernels.routing import Routing
 
 F32 = np.float32
-CHOICE, GROUPS, SUM = "q" * 13, "q" * 19, "q" * 11  # layouts of words
+CHOICE, GROUPS, SUM = "q" * 14, "q" * 19, "q" * 11  # layouts of words
 QUANTIZED = "q" * (WORDS + 16)
 ITEMS_OF_THREAD = 8  # of all experts in use together: they have different numbers of tokens
 LEAST_BYTES, LEAST_CODES = 32768, 16384  # dense and quantised weights of an item
@@ -99,11 +101,12 @@ def _route(kind):
     """Choose, and sort the pairs by expert: one item.
 
     Words: logits and their row stride, tokens, experts, slices of the shared one, top_k, 1 if weights are
-    normalised, bytes of an element; weights, places, rows, bounds; the experts of the pairs, scratch.
+    normalised, bytes of an element; weights, places, rows, bounds; the experts of the pairs, scratch; the
+    use of each or 0.
     """
     (
         logits, row, tokens, experts, shared, top_k, is_normalised, size, weights, places, rows, bounds,
-        chosen
+        chosen, use
     ) = words(kind, CHOICE)  # fmt: skip
     if next_item(kind) < 0:
         return
@@ -121,6 +124,8 @@ def _route(kind):
             count = bounds + (read_i32(of_token + j * 4) + 1) * 4
             write_i32(count, read_i32(count) + 1)
     for e in range(units):
+        if use != 0:
+            write_i64(use + e * 8, read_i64(use + e * 8) + read_i32(bounds + (e + 1) * 4))
         write_i32(left + e * 4, read_i32(bounds + e * 4))  # the place of the expert's next pair
         write_i32(bounds + (e + 1) * 4, read_i32(bounds + e * 4) + read_i32(bounds + (e + 1) * 4))
     for pair in range(tokens * pairs):
@@ -135,9 +140,15 @@ def _route(kind):
 ROUTE = Kernel(_route, CHOICE)
 
 
-def route(logits: torch.Tensor, top_k: int, is_normalised: bool, num_shared: int = 0) -> Routing:
+def route(
+    logits: torch.Tensor,
+    top_k: int,
+    is_normalised: bool,
+    num_shared: int = 0,
+    use: torch.Tensor | None = None,
+) -> Routing:
     if logits.dtype not in KINDS or logits.stride(1) != 1:
-        return calls.route.reference(logits, top_k, is_normalised, num_shared)
+        return calls.route.reference(logits, top_k, is_normalised, num_shared, use)
     tokens, experts = logits.shape[0], logits.shape[1] - (num_shared > 0)
     size, pairs = logits.element_size(), top_k + num_shared
     weights = torch.empty(tokens, pairs, dtype=torch.float32)
@@ -151,6 +162,7 @@ def route(logits: torch.Tensor, top_k: int, is_normalised: bool, num_shared: int
         *(logits.data_ptr(), logits.stride(0) * size, tokens, experts, num_shared),
         *(top_k, is_normalised, size),
         *(weights.data_ptr(), places.data_ptr(), rows.data_ptr(), bounds.data_ptr(), chosen.data_ptr()),
+        0 if use is None else use.data_ptr(),
     )
     return Routing(weights, places, rows, bounds)
 

@@ -46,6 +46,13 @@ def test_status_says_why_nothing_was_morphed_and_how_long_ago() -> None:
     assert withheld_lines(seen, 400.0) == [f"demo@w0: no morph, 5 min ago: {why}"]
 
 
+def test_status_says_how_little_the_less_used_experts_are_used() -> None:
+    use = [[0.05, 0.2, 0.5], [0.1, 0.3, 0.6]]
+    assert shape_lines([instance("w0", expert_use=use), instance("w1", expert_use=[])]) == [
+        "demo@w0: the less used half of a layer's experts has 25% of their use (20% to 30%)"
+    ]
+
+
 def layer(attention: str = "full", ffn: str = "full") -> dict[str, str]:
     return {"attention": attention, "ffn": ffn}
 

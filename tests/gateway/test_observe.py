@@ -72,6 +72,19 @@ def test_layers_are_told_by_precision_each_half_for_itself(core: Core) -> None:
     assert layers == dict.fromkeys(PRECISIONS, 0) | {"full": 1.5, "int8": 0.5, "int4": 1}
 
 
+def test_the_use_of_experts_is_told_of_models_that_have_some() -> None:
+    core, metrics = Core(), metrics_of("m@w0")
+    core.worker("w0")
+    core.poll()
+    core.report(metrics)
+    assert "instar_expert_use_less_used_half" not in samples(core)
+    (one,) = metrics.instances
+    last = replace(one.last, expert_use=[[0.0, 0.1, 0.4], [0.1, 0.3, 0.6]])
+    core.report(replace(metrics, instances=[replace(one, last=last)]))
+    ((_, value),) = samples(core)["instar_expert_use_less_used_half"]
+    assert value == pytest.approx(0.2)
+
+
 def test_a_gpu_is_told_by_worker_and_what_it_does_not_tell_is_absent() -> None:
     core, metrics = Core(), metrics_of("m@w0")
     core.worker("w0")

@@ -62,6 +62,9 @@ class ToyModel:
     def shape(self) -> list[LayerShape]:
         return [LayerShape()] * 2
 
+    def expert_use(self) -> list[list[float]]:
+        return []
+
     def forward(
         self,
         token_ids: torch.Tensor,

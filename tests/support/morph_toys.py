@@ -135,6 +135,9 @@ class PagedToyModel:
         self.step_s = 0.0
         self.shapes: list[list[LayerShape]] = []  # of each step
 
+    def expert_use(self) -> list[list[float]]:
+        return []
+
     def shape(self) -> list[LayerShape]:
         resident = self.variants.resident
         return [

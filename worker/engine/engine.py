@@ -80,6 +80,7 @@ def instance_telemetry(instance: EngineCore) -> InstanceTelemetry:
         kv_own=blocks.num_used,
         prefix_queries=scheduler.num_prefix_queried,
         prefix_hits=scheduler.num_prefix_hits,
+        expert_use=instance.model.expert_use(),
         prefix_digests=frozenset(map(digest_of, blocks.index.recent_keys(MAX_DIGESTS))),
     )
 

@@ -171,6 +171,8 @@ class RunnableModel(Protocol):
 
     def shape(self) -> list[LayerShape]: ...
 
+    def expert_use(self) -> list[list[float]]: ...
+
 
 @dataclass(slots=True)
 class Flight:

@@ -39,6 +39,7 @@ class Experts:
         """
         self.precision: Precision = precision
         self.router, self.gate_up, self.down = router, gate_up, down
+        self.use: torch.Tensor | None = None  # int64 [all experts], where the pairs of each are counted
         self._mixture, self._own, self._mix, self._matrices = mixture, own, mix, matrices
 
     @property
@@ -54,7 +55,8 @@ class Experts:
         """Run [T, H] to [T, H]."""
         mixture = self._mixture
         logits = self.router(x)
-        routing = route(logits, mixture.top_k, mixture.is_normalised, mixture.num_shared).part(self._own)
+        routing = route(logits, mixture.top_k, mixture.is_normalised, mixture.num_shared, self.use)
+        routing = routing.part(self._own)
         made = self.gate_up(x, routing)
         made = made.unflatten(1, (self._matrices, made.shape[1] // self._matrices))
         return combine(self.down(self._mix(*made.unbind(1)), routing, True), routing)

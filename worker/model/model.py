@@ -11,6 +11,8 @@ from kernels import AttentionPlan
 from kernels.product import Product
 from worker.memory import KVCache, PagePool
 from worker.model.config import ModelConfig
+from worker.model.expert_use import ExpertUse
+from worker.model.experts import Experts
 from worker.model.layer import Attention, Layer, LayerHalf, build_layer
 from worker.model.layout import ModelPlan
 from worker.model.linear import dense_product
@@ -43,14 +45,16 @@ class Model:
         self.config, self.plan, self.dtype = config, plan, plan.dtype
         self.source = source
         self._weights = weights
-        self._transformer = Transformer(
-            config,
-            [
-                build_layer(config, i, layer.attention.tensors, layer.feed_forward.tensors)
-                for i, layer in enumerate(weights.layers)
-            ],
-            ends=_ends(weights),
-        )
+        layers = [
+            build_layer(config, i, layer.attention.tensors, layer.feed_forward.tensors)
+            for i, layer in enumerate(weights.layers)
+        ]
+        self.use: ExpertUse | None = None  # of its experts, if it has some
+        if config.mixture:
+            self.use = ExpertUse(config.mixture, len(layers), layers[0].attention.input_norm.device)
+        self._transformer = Transformer(config, layers, ends=_ends(weights))
+        for i, layer in enumerate(layers):
+            self._count_use(i, layer.feed_forward)
 
     @property
     def size(self) -> WeightBytes:
@@ -96,7 +100,16 @@ class Model:
         if isinstance(half, Attention):
             self.layers[layer].attention = half
         else:
+            self._count_use(layer, half)
             self.layers[layer].feed_forward = half
+
+    def expert_use(self) -> list[list[float]]:
+        """Return the shares of use of the experts of each layer, as `ExpertUse.look`; empty without any."""
+        return self.use.look() if self.use else []
+
+    def _count_use(self, layer: int, half: LayerHalf) -> None:
+        if self.use and isinstance(half, Experts):
+            half.use = self.use.counts[layer]
 
     def forward(
         self,

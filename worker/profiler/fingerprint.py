@@ -266,6 +266,10 @@ class Fingerprint:
     def shape(self) -> list[LayerShape]:
         return self.model.shape()
 
+    def expert_use(self) -> list[list[float]]:
+        """Return nothing: layers that take turns are not used as a model's are."""
+        return []
+
     def _take(self, precision: Precision) -> None:
         """Build the layers of one precision.
 
