@@ -44,6 +44,18 @@ from worker.offline.progress import ProgressLine, say
 _FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DEQUANTISED: Final = torch.float16
 _FILES_BYTES: Final = 64 << 20  # for the tokenizer and the configs
+# Pre-tokenizers of byte-level BPE that transformers splits as llama.cpp does; any other is read as GPT-2's.
+_PRE_TOKENIZERS: Final = (
+    "gpt-2",
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+    "smaug-bpe",
+    "tekken",
+    "qwen2",
+    "deepseek-r1-qwen",
+    "megrez",
+)
 Renamed = dict[str, GgufTensor]  # by the names that the tensors have in a Hugging Face folder
 
 
@@ -66,6 +78,8 @@ def convert_gguf(source: Path, target: Path, group_bytes: int = GROUP_BYTES) -> 
         renamed = _renamed(header, config)
         _check_room(source, folder, renamed)
         say(_notice(source, renamed, config.dtype))
+        if told := _of_pre_tokenizer(header):
+            say(told)
         _write_tokenizer(source, folder)
         if stops := generation_config_of(header):
             _write_json(folder / "generation_config.json", stops)
@@ -162,6 +176,17 @@ def _notice(source: Path, renamed: Renamed, dtype: torch.dtype) -> str:
         f"{source.name}: {numel / 1e6:.1f} million weights in {found}. {_mb(before)} become {_mb(after)} on "
         f"the disk. A worker takes {_mb(4 * numel)} for them in float32, the default of CPUs, and "
         f"{_mb(dtype.itemsize * numel)} in {_name(dtype)}, the default of GPUs"
+    )
+
+
+def _of_pre_tokenizer(header: GgufHeader) -> str:
+    """Return a warning where texts are split otherwise than llama.cpp splits them before BPE."""
+    pre = header.metadata.get("tokenizer.ggml.pre", "")
+    if header.metadata.get("tokenizer.ggml.model") != "gpt2" or pre in _PRE_TOKENIZERS:
+        return ""
+    return (
+        f"{header.path.name}: its pre-tokenizer, {pre!r}, is not known, and GPT-2's is taken: "
+        "some texts get other tokens than the model was trained on, such as numbers"
     )
 
 

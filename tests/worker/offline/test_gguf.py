@@ -24,7 +24,7 @@ from tests.support.model_folders import Runner
 from tests.support.tiny_model import CHAT_TEMPLATE, END, TEXT
 from worker.model.config import ModelError, read_config
 from worker.offline.__main__ import main
-from worker.offline.gguf_checkpoint import convert_gguf, readable_types
+from worker.offline.gguf_checkpoint import _of_pre_tokenizer, convert_gguf, readable_types
 from worker.offline.gguf_header import read_header
 
 EXACT = {"rtol": 1e-4, "atol": 1e-4}  # float32 on both sides; only the order of sums differs
@@ -87,6 +87,13 @@ def test_weights_logits_and_texts_are_those_that_transformers_reads(
     assert f"model.gguf: {numel / 1e6:.1f} million weights in {kind}, F32. " in told or kind == "F32"
     assert f"A worker takes {4 * numel / 1e6:.1f} MB for them in float32" in told
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_pre_tokenizer_that_is_not_known_is_told(folder: Path) -> None:
+    header = read_header(write_gguf(folder))
+    assert _of_pre_tokenizer(header) == ""
+    header.metadata["tokenizer.ggml.pre"] = "smollm"
+    assert "its pre-tokenizer, 'smollm', is not known, and GPT-2's is taken" in _of_pre_tokenizer(header)
 
 
 def test_a_large_file_becomes_several_and_what_a_killed_run_left_is_not_used(tmp_path: Path) -> None:
