@@ -34,6 +34,10 @@ test-again: $(VENV)/.dev ## the tests that failed last, alone; if all pass now, 
 test-faults: $(VENV)/.dev ## harms the real service, and runs the slow tests; ends in a table; STORM_S=600: long storms; JOBS=3: files at once
 	@STORM_S=$${STORM_S:-60} $(BIN)/pytest -q -n $${JOBS:-2} --dist loadfile -m "(faults or slow) and not docker and not gpu and not browser and not clients"
 
+.PHONY: soak
+soak: $(VENV)/.dev ## hours of load, morphs, deaths and replacements: nothing lost, nothing grows; HOURS=2
+	@$(BIN)/python -m bench.soak --hours $(or $(HOURS),2)
+
 .PHONY: test-upgrade
 test-upgrade: $(VENV)/.dev ## replaces processes of the release before by those of this one, under load; some minutes
 	@$(BIN)/pytest -q -s -m slow tests/upgrade

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import random
 import re
-import time
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import count
-from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
-from bench.common.service import Process, Service
+from bench.common.growth import Growth
+from bench.common.service import Service
 from bus.messages import PARTS
 from bus.precisions import PRECISIONS
 from tests.faults.morphs import NUM_LAYERS, Hand, assert_complete, assert_exact_while_full, stream
 from tests.faults.storm import Job, Storm
 
-MIB = 1024 * 1024
 STREAM_TOKENS = 200
 PROMPTS = ("def read_lines(path):\n    ", "class Queue:\n", "import os\n\n\ndef main():\n")
 # What the service may answer: states of morphs, and codes of refusals.
@@ -63,7 +58,7 @@ class MorphStorm(Storm):
     answers: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     streams: int = 0
-    memory: Memory = field(init=False)
+    memory: Growth = field(init=False)
 
     def __enter__(self) -> Self:
         self._hand = Hand(self.service, self.instance)
@@ -71,7 +66,7 @@ class MorphStorm(Storm):
         # As many as full precision leaves room for; then as many as it never does.
         self._least, self._most = seen["min_blocks"], (seen["kv"]["blocks"] + 2, 3 * seen["kv"]["blocks"])
         self.oracles = {prompt: self._undisturbed(prompt) for prompt in PROMPTS}
-        self.memory = Memory(
+        self.memory = Growth(
             [p for name, p in self.service.processes.items() if not name.startswith("redis")]
         )
         self._ids = list[str]()
@@ -147,38 +142,3 @@ class MorphStorm(Storm):
 
     def _nonsense(self, rng: random.Random) -> dict[str, Any]:
         return self._hand.order(*rng.choice(NONSENSE))
-
-
-@dataclass
-class Memory:
-    """Memory of processes' own over time; what they share (pages, images) is bounded and left out."""
-
-    processes: list[Process]
-    samples: list[tuple[float, list[float]]] = field(default_factory=list)  # seconds, MiB of each
-
-    def sample(self) -> None:
-        self.samples.append((time.monotonic(), [_own_mib(process.pid) for process in self.processes]))
-
-    def growth(self) -> dict[str, tuple[float, float]]:
-        """Return each process's slope in MiB a minute over the last two thirds, and MiB at the end."""
-        late = self.samples[len(self.samples) // 3 :]
-        minutes = np.array([at for at, _ in late]) / 60
-        found = {}
-        for i, process in zip(count(), self.processes, strict=False):
-            sizes = np.array([each[i] for _, each in late])
-            found[process.name] = (float(np.polyfit(minutes - minutes[0], sizes, 1)[0]), float(sizes[-1]))
-        return found
-
-    def told(self) -> str:
-        if len(self.samples) < 6:
-            return ""
-        return ", ".join(
-            f"{name} {at:.0f} MiB {slope:+.2f}/min" for name, (slope, at) in self.growth().items()
-        )
-
-
-def _own_mib(pid: int) -> float:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024 / MIB
-    raise AssertionError(f"process {pid} has no memory")

@@ -1,0 +1,3 @@
+from bench.common.parts import run_part
+
+run_part("bench.soak", ["soak"], default="soak")
