@@ -16,6 +16,7 @@ LeverName = Literal["queue", "resize", "kv", "swap", "move", "merge", "part", "m
 CostBasis = Literal["measured", "assumed"]
 
 NEVER_S: Final = 3600.0  # a wait that no lever ends counts as so long; the longest that a policy can state
+WEIGHED: Final = "weighed, in request-seconds"  # begins what the reason of a decision says of its options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from bus.groups import parted
-from bus.levers import LeverOption, LeverPlan
+from bus.levers import WEIGHED, LeverOption, LeverPlan
 from bus.messages import Number
 from bus.morphs import STANDS_S, Cause, ConvertCache, HalfOrder, Swap, Transform
 from bus.policy import Policy
@@ -208,7 +208,7 @@ def _decision(
 
 def weighed(plan: LeverPlan) -> str:
     """Return what was weighed, for people."""
-    return f"weighed, in request-seconds: {plan.reason}"
+    return f"{WEIGHED}: {plan.reason}"
 
 
 def costs_of(plan: LeverPlan) -> dict[str, Number]:

@@ -156,7 +156,7 @@ function drawBars(run) {
   longest.forEach(({ ttft, isOpen, isLost }, second) => {
     const one = view.bars.children[second];
     variable(one, "--high", `${(100 * ttft) / top}%`);
-    one.className = [slo !== null && ttft > slo && "is-over", isOpen && "is-open", isLost && "is-lost"].filter(Boolean).join(" ");
+    one.className = [slo !== null && ttft > slo && "is-late", isOpen && "is-waiting", isLost && "is-lost"].filter(Boolean).join(" ");
   });
   view.line.hidden = slo === null;
   variable(view.line, "--high", `${(100 * (slo ?? 0)) / top}%`);

@@ -38,7 +38,7 @@ export function decisionsOf(events) {
 function addReport(found, report) {
   const decision = found.get(report.id) ?? blank(report.id, report.started ?? report.at, report.target);
   decision.kind = report.kind;
-  decision.reason = report.decided || decision.reason;
+  decision.reason ||= report.decided ?? ""; // of which the event that told of the decision may leave out the options
   decision.workers = report.workers ?? [];
   decision.outcome = {
     state: report.state,

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from bus import histogram
 from bus.client import BusUnavailable
-from bus.levers import LeverPlan
+from bus.levers import WEIGHED, LeverPlan
 from bus.messages import Event, Moment
 from bus.version import program_version
 from gateway.morphs import KEPT, MorphRecord
@@ -227,9 +227,12 @@ class Feeds:
 
 
 def _event(event: Event) -> dict[str, Any]:
+    """Return an event as JSON. What was weighed is in the plan; the reason need not repeat it."""
     names = ("kind", "source", "subject", "reason", "numbers", "morph_id")
     told = {name: getattr(event, name) for name in names} | {"at": event.at_ms / 1000}
-    return told | {"weighed": _plan(event.weighed)} if event.weighed else told
+    if event.weighed:
+        told |= {"reason": event.reason.partition(f"; {WEIGHED}")[0], "weighed": _plan(event.weighed)}
+    return told
 
 
 def _plan(plan: LeverPlan) -> dict[str, Any]:

@@ -445,7 +445,7 @@ def test_a_burst_is_played_and_followed_to_its_end(fake: Fake, open_page: OpenPa
     told = str(page.locator(".ttft-plot").get_attribute("aria-label"))
     assert told.startswith("TTFT over time: the longest is 2.4 s, in second 3 of 8; over the objective in 1")
     assert page.locator(".ttft-bars i").count() == 8
-    assert page.locator(".ttft-bars .is-over").count() == 1
+    assert page.locator(".ttft-bars .is-late").count() == 1
     fake.burst = burst(sent=24, state="ended")
     wait_for_text(page, "#panel-burst", "The burst has ended: 24 requests, for 600 tokens/s; 0 lost")
     wait_for_text(page, "#panel-burst", "exact: of all 23 first tokens")

@@ -95,7 +95,7 @@ def test_a_burst_is_played_against_the_service_itself(service: Service, open_pag
     page = open_page(service.url())
     page.get_by_role("tab", name="Burst").click()
     page.get_by_label("Length").fill("2")
-    page.get_by_label("Rate").fill("200")  # instead of a measurement
+    page.get_by_label("Rate", exact=True).fill("200")  # instead of a measurement
     page.get_by_role("button", name="Play the burst").click()
     wait_for_text(page, "#panel-burst", "All 8 requests are sent|The burst has ended")
     wait_for_text(page, "#panel-burst", "The burst has ended: 8 requests, for 200 tokens/s; 0 lost", 60_000)

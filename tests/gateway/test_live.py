@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bus.levers import LeverOption, LeverPlan
+from bus.levers import WEIGHED, LeverOption, LeverPlan
 from bus.messages import InstanceMoment, LayerShape, Moment, Stage
 from bus.morphs import MorphReport
 from bus.precisions import Precision
@@ -138,12 +138,13 @@ async def test_what_was_weighed_comes_with_its_words(gate: Gate) -> None:
         hello = await next_of(stream, "hello")
         assert hello["percentiles"] == {"window_s": 10.0, "relative_error": 0.01}
         await next_of(stream, "state")
-        made = gate.bus.make_event("levers_weighed", "demo@w0", "why", {}, weighed=plan)
+        made = gate.bus.make_event("levers_weighed", "demo@w0", f"4 wait; {WEIGHED}: all", {}, weighed=plan)
         await gate.bus.publish(gate.bus.names.events, made)
         event = await next_of(stream, "event")
     (told,) = event["weighed"]["options"]
     assert (told["words"], told["cost_s"]) == ("swap demo@w0: 2 layers to int4", 1.5)
-    assert event["weighed"]["need"] == "4 requests wait" and event["numbers"] == {}
+    assert event["weighed"]["need"] == "4 requests wait"
+    assert event["reason"] == "4 wait"  # the options are in the plan
 
 
 async def test_the_state_has_the_pages_of_every_layer(gate: Gate) -> None:
