@@ -251,11 +251,14 @@ def _read(file: IO[bytes], tensor: GgufTensor) -> torch.Tensor:
     found = torch.empty(tensor.shape, dtype=_dtype_of(tensor))
     rows = found.view(-1, tensor.shape[-1])
     file.seek(tensor.first)
+    limit = torch.finfo(found.dtype).max
     for piece in pieces(rows.shape):
         taken = rows[piece]
         raw = np.fromfile(file, np.uint8, len(taken) * tensor.row_bytes).reshape(len(taken), -1)
-        taken.copy_(torch.from_numpy(gguf.dequantize(raw, tensor.kind)))
-        if not taken.isfinite().all():
+        values = torch.from_numpy(gguf.dequantize(raw, tensor.kind))
+        taken.copy_(values)
+        least, most = values.aminmax()  # NaN where there is one
+        if not (-limit <= least and most <= limit):
             raise ModelError(
                 f"{file.name}: tensor {tensor.name} has values that {_name(found.dtype)} does not "
                 "hold; the file is broken"

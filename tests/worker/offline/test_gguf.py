@@ -289,9 +289,10 @@ def test_a_disk_that_is_too_small_is_told_before_a_weight_is_read(
     )
 
 
-def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
+def test_values_that_are_no_numbers_are_refused(value: float, tmp_path: Path) -> None:
     oracle = make_folder(tmp_path / "m")
-    oracle.model.norm.weight.data[3] = torch.inf
+    oracle.model.norm.weight.data[3] = value
     oracle.save_pretrained(tmp_path / "m")
     told = refusal(write_gguf(tmp_path / "m"), tmp_path)
     assert "tensor output_norm.weight has values that float32 does not hold; the file is broken" in told
