@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +15,7 @@ from transformers import AutoConfig
 
 PAIRED: Final = "llama"  # the architecture whose rows of queries and keys are in pairs
 GGUF: Final = "model.gguf"  # the file in a model's folder
+EXPERT: Final = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
 
 def write_gguf(
@@ -44,7 +46,7 @@ def write_gguf(
         _add_tokenizer(writer, gguf.TokenType, folder, has_bos)
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    for name, tensor in load_file(folder / "model.safetensors").items():
+    for name, tensor in stacked(load_file(folder / "model.safetensors")).items():
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if theirs is None:
             raise ValueError(f"{folder}: tensor {name} has no name in GGUF")
@@ -57,6 +59,18 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors with those of a layer's experts in one, as llama.cpp has them."""
+    found: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if of := EXPERT.fullmatch(name):
+            experts.setdefault(f"{of[1]}.{of[3]}", {})[int(of[2])] = tensor
+        else:
+            found[name] = tensor
+    return found | {name: torch.stack([of[i] for i in sorted(of)]) for name, of in experts.items()}
 
 
 def arranged(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:

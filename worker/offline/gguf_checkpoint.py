@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -26,7 +27,7 @@ from safetensors.torch import save_file
 
 from bus.tokenizer_folder import TokenizerError, load_tokenizer
 from worker.model.config import ModelConfig, ModelError, read_config
-from worker.model.layout import CheckpointTensor, whole_sources
+from worker.model.layout import whole_sources
 from worker.model.sources import pieces
 from worker.offline.gguf_config import (
     ROPE_FACTORS,
@@ -44,6 +45,7 @@ from worker.offline.progress import ProgressLine, say
 _FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DEQUANTISED: Final = torch.float16
 _FILES_BYTES: Final = 64 << 20  # for the tokenizer and the configs
+_EXPERT: Final = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
 # Pre-tokenizers of byte-level BPE that transformers splits as llama.cpp does; any other is read as GPT-2's.
 _PRE_TOKENIZERS: Final = (
     "gpt-2",
@@ -125,24 +127,25 @@ def _renamed(header: GgufHeader, config: ModelConfig) -> Renamed:
     found: Renamed = {}
     for source in whole_sources(config):
         module, _, ending = source.tensor.rpartition(".")
+        expert = _EXPERT.fullmatch(module)  # of which a file has all in one tensor
+        if expert:
+            module = f"{expert[1]}.{expert[3]}"
         name = f"{names.get_name(module)}.{ending}"
         if name not in header.tensors:
             raise ModelError(f"{header.path}: no tensor {name} in it ({source.tensor})")
-        found[source.tensor] = _checked(header, header.tensors[name], source)
+        tensor, shape = header.tensors[name], source.shape
+        if expert and config.mixture:
+            shape = (config.mixture.num_experts, *shape)
+        if tensor.shape != shape:
+            raise ModelError(
+                f"{header.path}: tensor {name} is {list(tensor.shape)}, and the metadata say {list(shape)}"
+            )
+        found[source.tensor] = tensor.part(int(expert[2])) if expert else tensor
     used = {tensor.name for tensor in found.values()}
     if left := [name for name in header.tensors if name not in used and name != ROPE_FACTORS]:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise ModelError(f"{header.path}: tensor {left[0]}{more}, which no {config.architecture} here has")
     return found
-
-
-def _checked(header: GgufHeader, tensor: GgufTensor, source: CheckpointTensor) -> GgufTensor:
-    if tensor.shape != source.shape:
-        raise ModelError(
-            f"{header.path}: tensor {tensor.name} is {list(tensor.shape)}, and the metadata say "
-            f"{list(source.shape)}"
-        )
-    return tensor
 
 
 def _dtype_of(tensor: GgufTensor) -> torch.dtype:

@@ -35,6 +35,15 @@ class GgufFamily:
     own: Callable[[_Options, dict[str, Any]], dict[str, Any]] = lambda options, config: {}  # of its config
 
 
+def _qwen3_moe(options: _Options, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "num_experts": options.number("expert_count"),
+        "num_experts_per_tok": options.number("expert_used_count"),
+        "moe_intermediate_size": options.number("expert_feed_forward_length"),
+        "norm_topk_prob": True,  # as llama.cpp computes it
+    }
+
+
 def _gemma2(options: _Options, config: dict[str, Any]) -> dict[str, Any]:
     return {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -68,6 +77,7 @@ FAMILIES: Final[dict[str, GgufFamily]] = {
     ),
     "qwen2": GgufFamily(architecture="Qwen2ForCausalLM", model_type="qwen2"),
     "qwen3": GgufFamily(architecture="Qwen3ForCausalLM", model_type="qwen3"),
+    "qwen3moe": GgufFamily(architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe", own=_qwen3_moe),
     "gemma2": GgufFamily(architecture="Gemma2ForCausalLM", model_type="gemma2", norm_offset=1.0, own=_gemma2),
     "gemma3": GgufFamily(
         architecture="Gemma3ForCausalLM", model_type="gemma3_text", norm_offset=1.0, own=_gemma3

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,6 +58,10 @@ class GgufTensor:
     @property
     def nbytes(self) -> int:
         return self.numel // self.shape[-1] * self.row_bytes
+
+    def part(self, index: int) -> GgufTensor:
+        """Return one of the tensors that are stacked in this one, such as an expert's."""
+        return replace(self, shape=self.shape[1:], first=self.first + index * (self.nbytes // self.shape[0]))
 
     @property
     def kind_name(self) -> str:

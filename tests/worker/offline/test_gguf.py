@@ -200,6 +200,30 @@ def test_a_gemma_has_its_norms_windows_and_softcaps(
     assert_same_logits(tmp_path / "made", oracle)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_experts_are_taken_out_of_the_tensors_that_stack_them(kind: str, tmp_path: Path) -> None:
+    oracle = make_folder(tmp_path / "m", "qwen3 moe")
+
+    def add(writer: Any) -> None:
+        writer.add_expert_count(16)
+        writer.add_expert_used_count(3)
+        writer.add_expert_feed_forward_length(32)
+
+    path = write_gguf(tmp_path / "m", kind, architecture="qwen3moe", add=add)
+    convert_gguf(path, tmp_path / "made")
+    found, before = stored(tmp_path / "made"), load_file(tmp_path / "m" / "model.safetensors")
+    assert found.keys() == before.keys()
+    if kind == "F32":
+        assert all(torch.equal(found[name], one) for name, one in before.items())
+        assert_same_logits(tmp_path / "made", oracle)
+    for name, tensor in before.items():
+        if tensor.dim() > 1:
+            quantised = gguf.quantize(tensor.numpy(), gguf.GGMLQuantizationType[kind])
+            values = torch.from_numpy(gguf.dequantize(quantised, gguf.GGMLQuantizationType[kind]))
+            assert torch.equal(found[name], values.to(found[name].dtype)), name
+
+
 # ------------------------------------------------------------------------------------- refusals
 
 
@@ -270,7 +294,7 @@ def test_an_architecture_is_refused_with_those_that_are_supported(tmp_path: Path
     writer.close()
     told = refusal(tmp_path / "x.gguf", tmp_path)
     assert (
-        "architecture 'mamba' is not supported in a GGUF file; these are: llama, qwen2, qwen3, gemma2, gemma3"
+        "architecture 'mamba' is not supported in a GGUF file; these are: llama, qwen2, qwen3, qwen3moe, "
         in told
     )
 
