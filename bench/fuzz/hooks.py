@@ -25,6 +25,7 @@ MODEL: Final = "demo"
 REFUSALS: Final = {
     "context_length_exceeded": "context holds",
     "empty_prompt": "is empty",
+    "tools_not_supported": "does not tell the model of tools|in a way that is not known",
     "invalid_value": "|".join(
         (
             # of what generates
