@@ -62,6 +62,8 @@ TABLE: Final[Mapping[Role, tuple[Grant, ...]]] = {
         _grant("set", "reads:*"),
         _grant("xread xinfo|stream", "telemetry"),
         _grant("xadd", "metrics moments events dead-letters"),
+        _grant("xrevrange", "metrics"),  # docker/healthy.py
+        _grant("time", ""),
     ),
     "controller": (
         _grant("scan time", ""),
@@ -123,6 +125,7 @@ _ARGUMENTS: Final[Mapping[str, str]] = {
     "xack": "KEY g 0-1",
     "xdel": "KEY 0-1",
     "xpending": "KEY g",
+    "xrevrange": "KEY + -",
     "xtrim": "KEY MAXLEN 0",
 }
 

@@ -116,9 +116,9 @@ def _primary_url(settings: RedisSettings, url: str, given: Mapping[str, Any]) ->
 
 
 def _once(within_s: float) -> dict[str, Any]:
-    """Return the options of a connection that is tried once."""
+    """Return the options of a connection that is tried once, and tells nothing of itself (CLIENT)."""
     limits = {"socket_timeout": within_s, "socket_connect_timeout": within_s}
-    return limits | {"retry": Retry(NoBackoff(), 0)}
+    return limits | {"retry": Retry(NoBackoff(), 0), "protocol": 2, "driver_info": None}
 
 
 CHECKS: Final = {

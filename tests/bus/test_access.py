@@ -15,9 +15,10 @@ from bus.client import Bus, connect
 from bus.errors import BadRedisUrl, RedisForbidden, RedisPassword, RedisProblem
 from bus.messages import Demand
 from bus.names import Names
-from bus.settings import RedisSettings
+from bus.settings import RedisSettings, Settings
 from instar.redis_users import write_users
 from instar.serve.redis_server import find_redis_server, server_version
+from tests.support.health import healthy
 from tests.support.redis_process import RedisProcess
 
 Start = Callable[..., RedisProcess]
@@ -161,3 +162,20 @@ def test_users_of_servers_are_listed_where_they_are_wanted(own_redis: Start, tmp
     assert users(servers=False) == {"default", *ROLES}
     assert users(servers=True) == {"default", *ROLES, "replica", "sentinel"}
     own_redis("--aclfile", str(tmp_path / "redis" / "users.acl"))  # takes the list, or does not start
+
+
+@pytest.mark.parametrize(
+    ("check", "told"),
+    [
+        ("worker", "is gone: the worker is stuck"),
+        ("serving", "holds no lease"),
+        ("monitor", "is empty"),
+        ("controller", "no controller leads"),
+    ],
+)
+def test_checks_of_health_need_no_other_right(
+    own_redis: Start, tmp_path: Path, check: str, told: str
+) -> None:
+    server = secured(own_redis, tmp_path)
+    settings = Settings(redis=settings_of(server, tmp_path))
+    assert told in getattr(healthy, check)(settings)

@@ -97,9 +97,22 @@ def test_keys_are_the_gateways_alone(service: Composed) -> None:
         assert {"INSTAR_GATEWAY__API_KEYS=", "INSTAR_GATEWAY__ADMIN_KEYS="} <= given, name
 
 
-def test_redis_asks_for_its_password(service: Composed) -> None:
-    answer = service.compose("exec", "-T", "redis", "env", "-u", "REDISCLI_AUTH", "redis-cli", "ping")
-    assert "NOAUTH" in answer
+def test_redis_answers_no_stranger(service: Composed) -> None:
+    assert "NOAUTH" in service.compose("exec", "-T", "redis", "redis-cli", "ping")
+
+
+def test_each_process_has_a_user_of_redis_and_its_own_password_alone(service: Composed) -> None:
+    for role in ("gateway", "monitor", "controller", "worker"):
+        mounts = json.loads(service.inspect(role, "{{json .Mounts}}"))
+        secrets = {one["Name"]: one["RW"] for one in mounts if "-secret" in one.get("Name", "")}
+        ((name, is_writable),) = secrets.items()
+        assert name.endswith(f"_{role}-secret") and not is_writable
+        assert service.compose("exec", "-T", role, "ls", "/secret").split() == ["password"]
+    password = service.compose("exec", "-T", "worker", "cat", "/secret/password").strip()
+    as_worker = ("redis-cli", "--no-auth-warning", "--user", "worker", "--pass", password)
+    for command in (("flushall",), ("xadd", "instar:requests:x", "*", "m", "x"), ("get", "other:key")):
+        assert "NOPERM" in service.compose("exec", "-T", "redis", *as_worker, *command)
+    assert service.inspect("users", "{{.State.ExitCode}}") == "0"
 
 
 def test_the_gateway_answers_status_within_its_container(service: Composed) -> None:
