@@ -6,8 +6,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from instar.commands.serve import FLAGS
 from instar.commands.settings import example
 from instar.serve.redis_server import free_port
 from tests.support.paths import ROOT
+from tests.support.threaded_http import serving
 
 
 def test_the_example_file_is_what_the_settings_say() -> None:
@@ -152,16 +152,13 @@ def test_a_server_that_is_not_a_gateway_is_named_without_its_page(
         def log_message(self, *_: object) -> None:
             pass
 
-    with HTTPServer(("127.0.0.1", 0), Site) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
+    with serving(Site) as url:
         for argv, status in ((["status"], 200), (["deployments"], 404), (["complete", "text"], 404)):
             assert main([*argv, "--url", url]) == 1
             told = _err(capsys)
             assert f"did not answer as an Instar gateway does: {status}, text/html from Site/1" in told
             assert "give the URL that `instar serve` prints with --url" in told
             assert "<" not in told and len(told.splitlines()) == 1
-        server.shutdown()
 
 
 def test_a_missing_package_is_named_with_what_brings_it(
@@ -198,9 +195,7 @@ def test_json_status_is_what_the_gateway_said(capsys: pytest.CaptureFixture[str]
         def log_message(self, *_: object) -> None:
             pass
 
-    with HTTPServer(("127.0.0.1", 0), Gateway) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
+    with serving(Gateway) as url:
         assert main(["status", "--json", "--url", url, "--api-key", "k"]) == 0
         assert json.loads(capsys.readouterr().out) == state
         assert main(["status", "--url", url]) == 1
@@ -210,4 +205,3 @@ def test_json_status_is_what_the_gateway_said(capsys: pytest.CaptureFixture[str]
         assert "gateway.api_keys with --api-key KEY or INSTAR_GATEWAY__API_KEYS=KEY" in _err(capsys)
         for same in (f"{url}/", f"{url}/v1", f"{url}/v1/"):  # /v1 as the ready line prints it
             assert main(["status", "--json", "--url", same, "--api-key", "k"]) == 0
-        server.shutdown()

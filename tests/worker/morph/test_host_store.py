@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Self
 
 import pytest
 import torch
 
 from tests.support.memory_faults import FaultyDriver
-from tests.support.paths import ROOT
 from worker.model import ModelError
 from worker.shape import host_store, shared_file
 from worker.shape.host_ring import HostRing
@@ -59,41 +61,81 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.iterdir())
 
 
-def run_maker(folder: Path, body: str) -> subprocess.Popen[str]:
-    """A process that opens the same store; `body` is what its maker does with `put` and `progress`.
+FORKED = multiprocessing.get_context("forkserver")  # which imports torch once for all processes
+FORKED.set_forkserver_preload([__name__])
+Make = Callable[[Callable[[], object], Put[str], OnProgress], None]
 
-    `pause()` within it goes on when the test calls `go_on`, and tells `reaches_pause` that it waits.
+
+class OtherProcess:
+    """A process that opens the same store; `make` is what its maker does with `pause`, `put` and `progress`.
+
+    `pause` goes on when the test calls `go_on`, and tells `says` that it waits. A `with` ends the process.
     """
-    code = f"""
-import kernels, os, sys, torch
-from pathlib import Path
-from tests.worker.morph.test_host_store import SIZES, Maker
-from worker.shape.host_store import HostStore
-def pause():
-    print("pause", flush=True)
-    sys.stdin.readline()
-def make(put, progress):
-{body}
-store = HostStore(Path({str(folder)!r}), "key", SIZES, make)
-print("open", flush=True)
-sys.stdin.readline()
-"""
-    root = ROOT
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", code], cwd=root, **pipes)  # type: ignore[call-overload,no-any-return]
+
+    def __init__(self, folder: Path, make: Make) -> None:
+        self._pipe, its = FORKED.Pipe()
+        self._process = FORKED.Process(target=_open_store, args=(folder, make, its), daemon=True)
+        self._process.start()
+        its.close()
+
+    def says(self) -> str:
+        """Wait for "pause" or "open"; raises EOFError if it ended instead."""
+        said: str = self._pipe.recv()
+        return said
+
+    def go_on(self) -> None:
+        """End a maker's `pause`."""
+        self._pipe.send("go on")
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> int | None:
+        """Return its exit status."""
+        self._process.join(30)
+        return self._process.exitcode
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.close()
+        self.wait()
 
 
-def reaches_pause(process: subprocess.Popen[str]) -> bool:
-    """Wait until a maker waits in its next `pause`; return False if it ended instead."""
-    assert process.stdout
-    return process.stdout.readline() == "pause\n"
+def _open_store(folder: Path, make: Make, pipe: Connection) -> None:
+    def pause() -> None:
+        pipe.send("pause")
+        pipe.recv()
+
+    with contextlib.suppress(EOFError, ConnectionError):  # the test is over
+        store = HostStore(folder, "key", SIZES, partial(make, pause))
+        pipe.send("open")
+        pipe.recv()
+        store.close()
 
 
-def go_on(process: subprocess.Popen[str]) -> None:
-    """End a maker's `pause`."""
-    assert process.stdin
-    process.stdin.write("\n")
-    process.stdin.flush()
+def makes(pause: Callable[[], object], put: Put[str], progress: OnProgress) -> None:
+    Maker()(put, progress)
+
+
+def makes_slowly(pause: Callable[[], object], put: Put[str], progress: OnProgress) -> None:
+    Maker(pause)(put, progress)
+
+
+def hangs(pause: Callable[[], object], put: Put[str], progress: OnProgress) -> None:
+    pause()
+
+
+def fails(pause: Callable[[], object], put: Put[str], progress: OnProgress) -> None:
+    pause()
+    raise SystemExit(3)
+
+
+def is_killed(pause: Callable[[], object], put: Put[str], progress: OnProgress) -> None:
+    put("a", torch.full((5000,), 7, dtype=torch.uint8))
+    progress(1, 3)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_the_second_user_finds_what_the_first_one_made(tmp_path: Path) -> None:
@@ -176,10 +218,10 @@ def test_who_waits_is_told_how_far_the_maker_is(tmp_path: Path) -> None:
     def see(done: int, total: int) -> None:
         if (done, total) not in seen:
             seen.append((done, total))
-            go_on(process)
+            process.go_on()
 
-    with run_maker(tmp_path, "    Maker(pause)(put, progress)") as process:
-        assert reaches_pause(process)
+    with OtherProcess(tmp_path, makes_slowly) as process:
+        assert process.says() == "pause"
         store = HostStore(tmp_path, "key", SIZES, unused, progress=see)
         assert seen[:3] == [(1, 3), (2, 3), (3, 3)] and unused.times == 0
         check(store)
@@ -191,16 +233,15 @@ def test_a_wait_can_be_given_up(tmp_path: Path) -> None:
     def give_up(done: int, total: int) -> None:
         raise KeyError("enough")
 
-    with run_maker(tmp_path, "    pause()") as process:
-        assert reaches_pause(process)
+    with OtherProcess(tmp_path, hangs) as process:
+        assert process.says() == "pause"
         with pytest.raises(KeyError, match="enough"):
             HostStore(tmp_path, "key", SIZES, Maker(), progress=give_up)
         process.kill()
 
 
 def test_what_a_killed_maker_left_is_made_anew(tmp_path: Path) -> None:
-    body = "    put('a', torch.full((5000,), 7, dtype=torch.uint8)); progress(1, 3); os.kill(os.getpid(), 9)"
-    with run_maker(tmp_path, body) as process:
+    with OtherProcess(tmp_path, is_killed) as process:
         assert process.wait() == -signal.SIGKILL
     assert files(tmp_path)[0].stat().st_size > HEADER_BYTES
     maker = Maker()
@@ -211,8 +252,8 @@ def test_what_a_killed_maker_left_is_made_anew(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_user_left_whole_is_used_again(tmp_path: Path) -> None:
-    with run_maker(tmp_path, "    Maker()(put, progress)") as process:
-        assert process.stdout and process.stdout.readline() == "open\n"
+    with OtherProcess(tmp_path, makes) as process:
+        assert process.says() == "open"
         process.kill()
     maker = Maker()
     store = opened(tmp_path, maker)
@@ -264,10 +305,10 @@ def test_who_waited_for_a_maker_that_failed_makes_it(tmp_path: Path) -> None:
     def see(done: int, total: int) -> None:
         if not waits:
             waits.append(maker.times == 0)
-            go_on(process)
+            process.go_on()
 
-    with run_maker(tmp_path, "    pause(); raise SystemExit(3)") as process:
-        assert reaches_pause(process)
+    with OtherProcess(tmp_path, fails) as process:
+        assert process.says() == "pause"
         store = HostStore(tmp_path, "key", SIZES, maker, progress=see)
         assert maker.times == 1 and waits == [True] and process.wait() == 3
     check(store)
