@@ -195,6 +195,11 @@ class RoundedCache(transformers.DynamicCache):  # type: ignore[misc]  # transfor
         self._spans = list(spans) or [(0, math.inf)] * config.num_hidden_layers
         self._has_begun = [first == 0 for first, _ in self._spans]
 
+    @property
+    def cuts(self) -> set[int]:
+        """Where the form of a layer changes, in tokens."""
+        return {int(cut) for span in self._spans for cut in span if cut < math.inf}
+
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
         first, end = self._spans[layer]
         position = self.get_seq_length(layer)

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from bench.common.service import wait_for
 from tests.faults.deployments import OF_DEMO_MODELS, DeployingService
+from tests.support.greedy import generate
 from tests.support.paths import DEMO_MODEL
 
 pytestmark = [*OF_DEMO_MODELS, pytest.mark.timeout(600)]  # four workers start, and one measures a large model
@@ -144,17 +145,9 @@ def text_of(answer: httpx.Response) -> str:
 def expected_text(folder: Path, prompt: list[int]) -> str:
     """Return what transformers makes of the same prompt."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = torch.tensor([prompt])
-    made = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=OUTPUT_TOKENS,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    made = generate(model, prompt, OUTPUT_TOKENS)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    text: str = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+    text: str = tokenizer.decode(made, skip_special_tokens=True)
     return text
 
 

@@ -22,7 +22,7 @@ from bus.policy import Envelope, Policy
 from bus.precisions import PRECISIONS, QUANTIZED
 from bus.settings import RedisSettings
 from tests.service.test_worker_process import DEMO, start
-from tests.worker.engine.test_oracle import generate
+from tests.support.greedy import generate
 from worker.model import read_config
 from worker.model.ready_weights import open_checkpoint
 from worker.model.sources import checkpoint_digest
@@ -232,10 +232,7 @@ def oracle_tokens(cache: Any) -> dict[str, list[int]]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
-    return {
-        name: generate(model, prompt, 60, past_key_values=cache(config=model.config))
-        for name, prompt in PROMPTS.items()
-    }
+    return {name: generate(model, prompt, 60, cache) for name, prompt in PROMPTS.items()}
 
 
 async def test_streams_run_through_swaps_and_resizes_to_their_ends(

@@ -13,6 +13,7 @@ from worker.engine.outputs import Output
 from worker.service.engine_thread import EngineThread
 
 WAIT_S = 60.0
+POLL_S = 0.01  # not all that is waited for is told: a degree changes in the engine's thread
 
 
 class ThreadedWorker:
@@ -55,7 +56,7 @@ class ThreadedWorker:
                 assert self.death is None, self.death
                 left_s = ends_at - time.monotonic()
                 assert left_s > 0, f"{self.name} waited {within_s} s for {what}"
-                self._changed.wait(min(left_s, 0.2))
+                self._changed.wait(min(left_s, POLL_S))
 
     def wait_ends(self, *names: str) -> None:
         self.wait(lambda: all(name in self.ends for name in names), f"the ends of {names}")

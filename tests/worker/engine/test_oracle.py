@@ -18,6 +18,7 @@ from bench.common.loading import load_model
 from bench.common.oracles import RoundedCache, make_oracle
 from tests.support.engine_toys import Client, expect_no_growth, request, run
 from tests.support.families import EVERY_FAMILY
+from tests.support.greedy import generate
 from tests.support.paths import DEMO_MODEL
 from tests.worker.model.test_oracle import LONGROPE
 from worker.engine.build import canary_steps, make_cache, make_pool, served_limits
@@ -80,28 +81,13 @@ class Case:
 
 @pytest.fixture(scope="module", params=EVERY_FAMILY)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    oracle = make_oracle(request.param, seed=3)
+    oracle = make_oracle(request.param, seed=3).to(DEVICE)
     folder = tmp_path_factory.mktemp("model")
     oracle.save_pretrained(folder)
     prompts = [
         torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS
     ]
     return Saved(oracle, folder, prompts, [generate(oracle, prompt, NUM_NEW) for prompt in prompts])
-
-
-def generate(oracle: Any, prompt: list[int], n: int, **options: Any) -> list[int]:
-    oracle = oracle.to(DEVICE)
-    ids = torch.tensor([prompt], device=DEVICE)
-    output: list[int] = oracle.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=n,
-        eos_token_id=None,
-        pad_token_id=0,
-        **options,
-    )[0].tolist()
-    return output[len(prompt) :]
 
 
 def greedy_by_length(oracle: Any, prompt: list[int], n: int) -> list[int]:
@@ -186,10 +172,7 @@ def test_preemption_by_a_tiny_cache_changes_no_token(saved: Saved) -> None:
 
 @SOME
 def test_a_kv_cache_in_8_bits_gives_what_generate_gives_from_rounded_keys_and_values(saved: Saved) -> None:
-    rounded = [
-        generate(saved.oracle, prompt, NUM_NEW, past_key_values=RoundedCache(config=saved.oracle.config))
-        for prompt in saved.prompts
-    ]
+    rounded = [generate(saved.oracle, prompt, NUM_NEW, RoundedCache) for prompt in saved.prompts]
     case = Case(saved.folder, kv_dtype="int8", prefix_cache=True)
     for _ in range(2):  # the second time from cached blocks
         submit_all(case, saved)
@@ -290,7 +273,7 @@ def test_the_canary_finds_weights_that_are_not_numbers(saved: Saved) -> None:
 def test_the_demo_model_gives_what_generate_gives() -> None:
     from transformers import AutoModelForCausalLM
 
-    oracle = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
+    oracle = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval().to(DEVICE)
     prompts = [[(i * 37 + j * 11) % 4000 for j in range(n)] for i, n in enumerate((5, 90, 33))]
     case = Case(DEMO_MODEL, max_num_batched_tokens=64, block_tokens=16)
     for i, prompt in enumerate(prompts):

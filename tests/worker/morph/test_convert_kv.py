@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from bus.morphs import ConvertCache, Retire
 from bus.policy import Envelope, Policy
 from bus.precisions import KVPrecision
 from tests.support.engine_toys import Client, expect_no_growth, request
+from tests.support.greedy import assert_greedy
 from tests.support.paths import DEMO_MODEL
-from tests.worker.engine.test_oracle import DEVICE, generate
+from tests.worker.engine.test_oracle import DEVICE
 from worker.engine.build import make_cache, make_pool, useful_blocks
 from worker.engine.engine import Engine
 from worker.engine.sequence import Limits
@@ -123,7 +125,7 @@ class Converting:
 def oracle() -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval().to(DEVICE)
 
 
 @pytest.fixture
@@ -160,8 +162,8 @@ def test_every_token_before_during_and_after_is_that_of_the_form_its_context_had
     assert before_return.keys() == {"0", "1", "2"} and converting.spans.keys() == {*before_return, "late"}
     for name, spans in converting.spans.items():
         prompt = LATE if name == "late" else PROMPTS[int(name)]
-        cache = RoundedCache(oracle.config, spans)
-        assert tokens[name] == generate(oracle, prompt, NUM_NEW, past_key_values=cache), name
+        cache = partial(RoundedCache, spans=spans)
+        assert_greedy(oracle, prompt, NUM_NEW, tokens[name], cache, name)
     scheduler = converting.instance.scheduler
     assert (scheduler.num_preemptions, scheduler.num_recomputed) == (0, 0)
 
@@ -184,10 +186,9 @@ def test_a_cache_that_is_full_holds_several_times_as_many_blocks_at_once(oracle:
     assert not case.instance.scheduler.waiting
     found = case.finish()
     for i in range(2):
-        cache = RoundedCache(oracle.config, case.spans[str(i)])
-        assert found[str(i)] == generate(oracle, long[i], NUM_NEW, past_key_values=cache)
-    whole = RoundedCache(oracle.config)
-    assert found["2"] == generate(oracle, long[2], NUM_NEW, past_key_values=whole)
+        cache = partial(RoundedCache, spans=case.spans[str(i)])
+        assert_greedy(oracle, long[i], NUM_NEW, found[str(i)], cache)
+    assert_greedy(oracle, long[2], NUM_NEW, found["2"], RoundedCache)
     case.close()
 
 

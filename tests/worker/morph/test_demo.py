@@ -20,8 +20,9 @@ from bus.messages import LayerShape
 from bus.morphs import MorphReport, Resize, Swap
 from bus.precisions import QUANTIZED, Precision
 from tests.support.engine_toys import Client, request, run
+from tests.support.greedy import generate
 from tests.support.paths import DEMO_MODEL
-from tests.worker.engine.test_oracle import DEVICE, generate
+from tests.worker.engine.test_oracle import DEVICE
 from worker.engine.build import make_cache, make_pool, useful_blocks
 from worker.engine.engine import Engine
 from worker.engine.sequence import Limits
@@ -56,7 +57,7 @@ class Oracle:
 def oracle() -> Oracle:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval().to(DEVICE)
     return Oracle(model, [generate(model, prompt, NUM_NEW) for prompt in PROMPTS])
 
 

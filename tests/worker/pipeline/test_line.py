@@ -12,6 +12,7 @@ import torch
 
 from bench.common.oracles import make_oracle
 from tests.support.engine_toys import expect_no_growth
+from tests.support.greedy import assert_greedy, generate
 from tests.support.pipeline_workers import LIMITS, Line
 from worker.morph.resizer import KVResizer
 
@@ -39,21 +40,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(oracle: Any, prompts: list[list[int]]) -> list[list[int]]:
-    return [generate(oracle, prompt) for prompt in prompts]
-
-
-def generate(oracle: Any, prompt: list[int], n: int = NUM_NEW) -> list[int]:
-    ids = torch.tensor([prompt])
-    made = oracle.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=n,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    tokens: list[int] = made[0].tolist()[len(prompt) :]
-    return tokens
+    return [generate(oracle, prompt, NUM_NEW) for prompt in prompts]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +121,7 @@ def test_beginnings_are_found_behind_batches_in_flight_cancels_preemptions_and_m
             line.leader.call(line.leader.engine.check_integrity)
         line.leader.wait_ends(*asked)
         for name, prompt in asked.items():
-            assert line.leader.tokens[name] == generate(oracle, prompt), name
+            assert_greedy(oracle, prompt, NUM_NEW, line.leader.tokens[name], about=name)
         assert sum(line.leader.cached[name] for name in asked) > 0
         assert line.instance.scheduler.num_preemptions > 0
         line.leader.call(line.cache.check_integrity)

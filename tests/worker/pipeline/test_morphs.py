@@ -19,6 +19,7 @@ from bus.messages import LayerShape, Stage
 from bus.morphs import ConvertCache, Morph, MorphReport, Resize, Swap
 from bus.policy import Envelope, Policy
 from bus.precisions import KVPrecision
+from tests.support.greedy import assert_greedy, generate
 from tests.support.kv_spans import KVSpans
 from tests.support.pipeline_workers import LIMITS, Line, StageWorker, load, sampling_of
 from worker.distributed.messages import RunStage
@@ -58,21 +59,6 @@ def host_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prompt(n: int) -> list[int]:
     drawn: list[int] = torch.randint(0, 211, (n,), generator=torch.Generator().manual_seed(n)).tolist()
     return drawn
-
-
-def generate(oracle: Any, text: list[int], n: int = NUM_NEW, cache: Any = None) -> list[int]:
-    ids = torch.tensor([text])
-    made = oracle.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=n,
-        past_key_values=cache,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    tokens: list[int] = made[0].tolist()[len(text) :]
-    return tokens
 
 
 def swap(instance: str, precision: Any, layers: list[int], **fields: Any) -> Swap:
@@ -187,11 +173,13 @@ def test_swaps_at_the_same_steps_make_the_tokens_of_one_worker(
         leader.call(lambda: by_hand(line.instance, leader.morphs, text, take))
         leader.wait_ends("a")
         assert leader.tokens["a"] == alone(folder, host_dir, text)
-        assert leader.tokens["a"] != generate(oracle, text), "fewer bits change no token: this shows little"
+        assert leader.tokens["a"] != generate(oracle, text, NUM_NEW), (
+            "fewer bits change no token: this shows little"
+        )
         assert line.instance.shape == [FULL] * LAYERS
         line.submit("b", text, NUM_NEW)
         leader.wait_ends("b")
-        assert leader.tokens["b"] == generate(oracle, text)
+        assert_greedy(oracle, text, NUM_NEW, leader.tokens["b"])
         check_stages(line)
         line.end()
         for worker in line.workers[1:]:
@@ -237,7 +225,7 @@ def test_all_stages_swap_between_the_same_two_steps_with_batches_in_flight(
         line.leader.wait_ends(*names)
         line.submit("after", prompt(20), NUM_NEW)
         line.leader.wait_ends("after")
-        assert line.leader.tokens["after"] == generate(oracle, prompt(20))
+        assert_greedy(oracle, prompt(20), NUM_NEW, line.leader.tokens["after"])
         assert len({tuple(shape) for shape in sent.values()}) > 4, "the swaps fell between two steps"
         for step, first, shape in ran:
             assert shape == sent[step][first : first + len(shape)]
@@ -268,7 +256,7 @@ def test_the_kv_of_all_stages_grows_and_shrinks_under_requests_whose_tokens_stay
             check_stages(line)
         line.leader.wait_ends(*names)
         for name in names:
-            assert line.leader.tokens[name] == generate(oracle, prompt(5 + 9 * int(name)), 60)
+            assert_greedy(oracle, prompt(5 + 9 * int(name)), 60, line.leader.tokens[name])
         most = order(line, resize(line.id, 100_000))
         assert most.state == "deferred" and "at most" in most.reason, most
 
@@ -310,11 +298,11 @@ def test_the_kv_of_all_stages_is_converted_between_the_same_two_batches(
         leader.wait_ends(*through, "late", "after")
         assert all(spans.was_there(name) for name in through), "they are to outlast both conversions"
         for name in through:
-            cache = RoundedCache(oracle.config, spans.of(name))
-            assert leader.tokens[name] == generate(oracle, prompt(5 + 9 * int(name)), long, cache), name
-        late = RoundedCache(oracle.config, spans.of("late"))
-        assert leader.tokens["late"] == generate(oracle, prompt(20), 2 * NUM_NEW, late)
-        assert leader.tokens["after"] == generate(oracle, prompt(21))
+            cache = partial(RoundedCache, spans=spans.of(name))
+            assert_greedy(oracle, prompt(5 + 9 * int(name)), long, leader.tokens[name], cache, name)
+        late = partial(RoundedCache, spans=spans.of("late"))
+        assert_greedy(oracle, prompt(20), 2 * NUM_NEW, leader.tokens["late"], late)
+        assert_greedy(oracle, prompt(21), NUM_NEW, leader.tokens["after"])
         assert line.instance.scheduler.num_recomputed == 0
         line.end()
         for worker in line.workers[1:]:
@@ -390,7 +378,7 @@ def test_a_stage_without_room_for_a_variant_says_so_and_the_pipeline_goes_on(
         end = order(line, swap(line.id, "int4", [3]))
         assert (end.state, "pages" in end.reason) == ("failed", True), end
         line.leader.wait_ends("a")
-        assert line.leader.tokens["a"] == generate(oracle, prompt(12))
+        assert_greedy(oracle, prompt(12), NUM_NEW, line.leader.tokens["a"])
         assert line.instance.shape == [FULL] * LAYERS
         check_stages(line)
 
@@ -423,7 +411,7 @@ def test_orders_that_come_in_any_sequence_leave_every_page_and_block_where_it_be
         assert line.instance.shape == [FULL] * LAYERS
         line.submit("after", prompt(20), NUM_NEW)
         line.leader.wait_ends("after")
-        assert line.leader.tokens["after"] == generate(oracle, prompt(20))
+        assert_greedy(oracle, prompt(20), NUM_NEW, line.leader.tokens["after"])
         line.end()
         for worker in workers[1:]:
             worker.wait(partial(worker.ended.__contains__, line.id), "the end of its stage")
@@ -458,7 +446,7 @@ def test_a_burst_makes_the_leader_swap_layers_of_all_stages_and_return_them(
         assert {one.state for one in ends} == {"applied"}, ends
         line.submit("after", prompt(20), NUM_NEW)
         line.leader.wait_ends("after")
-        assert line.leader.tokens["after"] == generate(oracle, prompt(20))
+        assert_greedy(oracle, prompt(20), NUM_NEW, line.leader.tokens["after"])
         check_stages(line)
 
 

@@ -13,10 +13,11 @@ from bench.common.oracles import RoundedCache
 from bus.morphs import ConvertCache, MorphReport
 from bus.policy import Envelope, Policy
 from bus.precisions import KVPrecision
+from tests.support.greedy import assert_greedy, generate
 from tests.support.group_workers import GroupWorker, model_fixtures, transform, workers
 from tests.support.kv_spans import KVSpans
 from tests.worker.tensor_parallel.test_prefix_cache import BEGINNING, ask
-from tests.worker.tensor_parallel.test_workers import oracle, prompt
+from tests.worker.tensor_parallel.test_workers import prompt
 
 LAYERS, NUM_NEW, LONG = 3, 40, 900
 _ids = count()
@@ -59,20 +60,20 @@ def test_every_token_at_every_member_is_that_of_the_form_its_context_had(
         for i, worker in enumerate(each):
             worker.submit("late", prompt(10 + i, 33), NUM_NEW)
             worker.wait_ends("late")
-            assert worker.tokens["late"] == oracle(model, prompt(10 + i, 33), NUM_NEW, RoundedCache)
+            assert_greedy(model, prompt(10 + i, 33), NUM_NEW, worker.tokens["late"], RoundedCache)
         back = converted(leader, "full")
         assert back.state == "applied" and back.numbers["blocks_after"] == before, back
         for i, worker in enumerate(each):
             worker.submit("after", prompt(20 + i, 33), NUM_NEW)
             worker.wait_ends("after")
-            assert worker.tokens["after"] == oracle(model, prompt(20 + i, 33), NUM_NEW)
+            assert_greedy(model, prompt(20 + i, 33), NUM_NEW, worker.tokens["after"])
         for i, (worker, noted) in enumerate(zip(each, spans, strict=True)):
             worker.thread.cancel(["through"])
             worker.check()
             assert noted.was_there("through"), "it is to outlast both conversions"
             tokens = list(worker.tokens["through"])
             cache = partial(RoundedCache, spans=noted.of("through"))
-            assert tokens == oracle(model, prompt(i, 20), len(tokens), cache)
+            assert_greedy(model, prompt(i, 20), len(tokens), tokens, cache)
             assert worker.instance.scheduler.num_recomputed == 0
             assert worker.fingerprints == {f"tp{size}-full", f"tp{size}-full-kv8"}
         applied(leader, transform(each, 1))
@@ -96,7 +97,7 @@ def test_what_the_prefix_cache_of_any_member_holds_is_converted_with_the_rest(fo
 
 
 def test_a_group_parts_in_the_form_that_it_has_and_comes_together_in_it(folder: Path, model: Any) -> None:
-    right = oracle(model, prompt(5, 21), NUM_NEW, RoundedCache)
+    right = generate(model, prompt(5, 21), NUM_NEW, RoundedCache)
     with workers(folder, 2) as each:
         leader, follower = each
         applied(leader, transform(each, 2))
@@ -160,7 +161,7 @@ def test_members_that_part_half_way_by_a_fault_serve_on_and_are_converted_again(
         applied(leader, transform(each, 2))
         follower.submit("after", prompt(5, 21), NUM_NEW)
         follower.wait_ends("after")
-        assert follower.tokens["after"] == oracle(model, prompt(5, 21), NUM_NEW)
+        assert_greedy(model, prompt(5, 21), NUM_NEW, follower.tokens["after"])
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tests.support.greedy import generate
 from tests.support.group_workers import (
     BLOCK_TOKENS,
     GroupWorker,
@@ -14,7 +15,7 @@ from tests.support.group_workers import (
     transform,
     workers,
 )
-from tests.worker.tensor_parallel.test_workers import Load, oracle, prompt
+from tests.worker.tensor_parallel.test_workers import Load, prompt
 
 BEGINNING = prompt(99, 12 * BLOCK_TOKENS)
 N = 24
@@ -38,7 +39,7 @@ def ask(worker: GroupWorker, name: str, beginning: list[int]) -> tuple[list[int]
 def test_what_runs_while_workers_come_together_and_part_is_found_in_each_degree(
     folder: Path, model: Any
 ) -> None:
-    right = oracle(model, [*BEGINNING, 1, 2, 3], N)
+    right = generate(model, [*BEGINNING, 1, 2, 3], N)
     with workers(folder, 2, prefix_cache=True) as each:
         w0, w1 = each
         assert ask(w0, "first", BEGINNING) == (right, 0)
@@ -63,7 +64,7 @@ def test_what_runs_while_workers_come_together_and_part_is_found_in_each_degree(
 def test_blocks_of_a_swapped_group_serve_nobody_in_full_precision(
     folder: Path, model: Any, tmp_path: Path
 ) -> None:
-    right = oracle(model, [*BEGINNING, 1, 2, 3], N)
+    right = generate(model, [*BEGINNING, 1, 2, 3], N)
     with workers(folder, 2, host_dir=tmp_path, prefix_cache=True) as each:
         w0, w1 = each
         applied(w0, transform(each, 2))

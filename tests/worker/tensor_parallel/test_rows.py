@@ -14,9 +14,10 @@ import torch
 
 from bench.common.oracles import make_oracle
 from bus.precisions import Precision
+from tests.support.greedy import assert_greedy
 from tests.support.group_workers import GroupWorker, model_fixtures, swap, transform, workers
 from tests.worker.tensor_parallel.test_exchange import Member, together
-from tests.worker.tensor_parallel.test_workers import oracle, prompt
+from tests.worker.tensor_parallel.test_workers import prompt
 from worker.distributed.all_gather import all_gather
 from worker.distributed.communicator import PeerLost
 from worker.distributed.kv_exchange import Moved
@@ -218,7 +219,7 @@ def test_two_that_part_have_every_byte_again_and_every_request_its_tokens(
             for found, wanted in zip(ffn_bytes(worker), whole, strict=True):
                 assert found.equal(wanted)
             worker.wait_ends("runs through")
-            assert worker.tokens["runs through"] == oracle(model, prompt(7, 30), 60)
+            assert_greedy(model, prompt(7, 30), 60, worker.tokens["runs through"])
             assert worker.instance.scheduler.num_recomputed == 0
         assert [worker.pool.counts() for worker in each] == pages
 
@@ -247,7 +248,7 @@ def test_workers_of_other_families_come_together_and_part_as_those_of_a_llama(
             assert numbers["rows_from_peers"] == (way == "peers")
         for worker in each:
             worker.wait_ends("runs through")
-            assert worker.tokens["runs through"] == oracle(other, prompt(7, 30), 60)
+            assert_greedy(other, prompt(7, 30), 60, worker.tokens["runs through"])
             assert worker.instance.scheduler.num_recomputed == 0
         assert [worker.pool.counts() for worker in each] == pages
 
@@ -357,7 +358,7 @@ def test_rows_that_do_not_come_leave_each_alone_with_those_of_its_host(
             for found, wanted in zip(ffn_bytes(worker), whole, strict=True):
                 assert found.equal(wanted)
             worker.wait_ends("runs through")
-            assert worker.tokens["runs through"] == oracle(model, prompt(7, 30), 100)
+            assert_greedy(model, prompt(7, 30), 100, worker.tokens["runs through"])
 
 
 def test_layers_that_take_their_rows_between_the_same_two_steps_are_no_hang(

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from bench.common.oracles import RoundedCache
 from bus.morphs import ConvertCache, MorphReport
 from bus.precisions import KVPrecision
+from tests.support.greedy import MakeCache, assert_greedy
 from tests.support.group_workers import BLOCK_TOKENS, GroupWorker, model_fixtures, transform, workers
 
 LAYERS = 4
@@ -77,33 +77,15 @@ class Load:
             time.sleep(0.002)
         return ended[0]
 
-    def check(self, cache: Any = DynamicCache) -> None:
-        """Every answer is whole and what the oracle says; what was cancelled is a beginning of it.
-
-        cache: the class of the oracle's.
-        """
+    def check(self, make_cache: MakeCache | None = None) -> None:
+        """Every answer is whole and what the oracle says; what was cancelled is a beginning of it."""
         for name, (worker, tokens, n) in self.asked.items():
             if name not in self.cancelled:
                 worker.wait_ends(name)
                 assert worker.ends[name] == "length", worker.ends[name]
-            got = worker.tokens[name]
-            wanted = oracle(self.model, tokens, n, cache)
-            assert got == (wanted if name not in self.cancelled else wanted[: len(got)]), name
-
-
-def oracle(model: Any, tokens: list[int], n: int, cache: Any = DynamicCache) -> list[int]:
-    ids = torch.tensor([tokens])
-    with torch.no_grad():
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=n,
-            do_sample=False,
-            eos_token_id=None,
-            past_key_values=cache(config=model.config),
-        )
-    made: list[int] = out[0, len(tokens) :].tolist()
-    return made
+            got = list(worker.tokens[name])
+            num = len(got) if name in self.cancelled else n
+            assert_greedy(self.model, tokens, num, got, make_cache, name)
 
 
 @pytest.mark.parametrize(
@@ -226,8 +208,8 @@ def test_a_request_that_only_a_group_can_hold_gets_the_blocks_of_all(
         each[1 - taker].submit("short", prompt(2, 9), 20)
         each[taker].wait_ends("long")
         each[1 - taker].wait_ends("short")
-        assert each[taker].tokens["long"] == oracle(model, long, 20)
-        assert each[1 - taker].tokens["short"] == oracle(model, prompt(2, 9), 20)
+        assert_greedy(model, long, 20, each[taker].tokens["long"])
+        assert_greedy(model, prompt(2, 9), 20, each[1 - taker].tokens["short"])
         assert transformed(each, 1).state == "applied"
 
 
@@ -241,7 +223,7 @@ def test_every_member_of_a_group_embeds_its_own_prompts(folder: Path, model: Any
                 worker.submit(f"{worker.name}-{n}", prompt(k + n, n), 1, embeds=True)
         for k, worker in enumerate(each):
             worker.wait_ends(f"{worker.name}-text", *(f"{worker.name}-{n}" for n in lengths))
-            assert worker.tokens[f"{worker.name}-text"] == oracle(model, prompt(k, 9), 20)
+            assert_greedy(model, prompt(k, 9), 20, worker.tokens[f"{worker.name}-text"])
             for n in lengths:
                 with torch.no_grad():
                     last = model.base_model(torch.tensor([prompt(k + n, n)])).last_hidden_state[0, -1]
