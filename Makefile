@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 QUICK  := not slow and not faults and not docker and not gpu and not browser and not clients
 
 .DEFAULT_GOAL := help
-.PHONY: docs help serve demo test test-again test-faults test-browser test-clients test-fuzz check format bench bench-morph bench-quality bench-paper bench-windows bench-transform bench-serving bench-scheduler bench-planner bench-placement bench-estimate bench-deploy bench-profile-load bench-prefix bench-peers gpu gpu-kit demo-model compose-test clean
+.PHONY: docs help serve demo test test-again test-faults test-browser test-clients test-fuzz check lint format bench bench-morph bench-quality bench-paper bench-windows bench-transform bench-serving bench-scheduler bench-planner bench-placement bench-estimate bench-deploy bench-profile-load bench-prefix bench-peers gpu gpu-kit demo-model compose-test clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,13 +51,15 @@ test-clients: $(CLIENTS)/.clients ## openai, langchain, litellm, lm-eval and oth
 test-fuzz: $(VENV)/.dev ## requests made from /openapi.json, to the real service; CASES=100000
 	@$(BIN)/python -m bench.fuzz --cases $(or $(CASES),10000)
 
-check: $(VENV)/.dev ## lint, format, spelling, types, and the arrows between the packages
+check: lint ## lint, format, spelling, types, and the rules of docs/structure.md
+	@$(BIN)/pytest -q tests/test_structure.py
+
+lint: $(VENV)/.dev ## check without its tests, which are also among the quick ones
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/codespell
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
-	@$(BIN)/pytest -q tests/test_structure.py
 
 format: $(VENV)/.dev ## put imports and spaces in order
 	@$(BIN)/ruff check --select I --fix -q
@@ -135,9 +137,11 @@ $(VENV)/.serve: constraints.txt pyproject.toml | $(BIN)/python
 	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[services,worker,embedded]'
 	@touch $@
 
-$(VENV)/.dev: constraints.txt pyproject.toml | $(VENV)/.serve
-	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[services,worker,embedded,otel,dev]'
-	@touch $@
+# All that .serve has and more, so that a fresh clone resolves and installs once.
+$(VENV)/.dev: constraints.txt pyproject.toml | $(BIN)/python
+	@echo "Installing into $(VENV) (the first time takes minutes: torch is large)"
+	@$(BIN)/pip install -q --disable-pip-version-check $(PIP_OPTIONS) -c constraints.txt -e '.[services,worker,embedded,otel,dev]'
+	@touch $(VENV)/.serve $@
 
 $(VENV)/.browser: constraints.txt pyproject.toml | $(VENV)/.dev
 	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[browser]'
