@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -64,13 +66,37 @@ def test_the_engine_imports_nothing_that_a_bare_gpu_machine_lacks() -> None:
     assert foreign == set()
 
 
+@dataclass(frozen=True)
+class Source:
+    """What the tests ask of a file, so that each is parsed once."""
+
+    imports: set[str]  # full names of the modules that it imports, anywhere in it
+    members: list[tuple[str, list[str]]]  # of each `from module import names`
+    classes: list[str]
+    docstrings: list[tuple[int, str]]  # with their lines
+
+
+@cache
+def source_of(path: Path) -> Source:
+    source = Source(set(), [], [], [])
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            source.imports.update(alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            source.members.append((node.module or "", [alias.name for alias in node.names]))
+            if not node.level:
+                source.imports.add(node.module or "")
+        if isinstance(node, ast.ClassDef):
+            source.classes.append(node.name)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
+            text := ast.get_docstring(node)
+        ):
+            source.docstrings.append((getattr(node, "lineno", 1), text))
+    return source
+
+
 def imports_of(path: Path) -> set[str]:
-    """Full names of the modules a file imports, anywhere in it."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return plain | {
-        node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level
-    }
+    return source_of(path).imports
 
 
 def test_benchmarks_import_no_test() -> None:
@@ -96,22 +122,19 @@ def test_a_class_name_stands_for_one_class_in_the_product() -> None:
     """Names with an underscore in front count too: a reader searches for them all the same."""
     places: dict[str, list[str]] = {}
     for path in product_files():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+        for name in source_of(path).classes:
+            places.setdefault(name, []).append(str(path.relative_to(ROOT)))
     duplicates = {name: found for name, found in places.items() if len(found) > 1}
     assert duplicates == {}
 
 
 def test_a_docstring_begins_with_what_the_thing_is_or_does() -> None:
     missing = {
-        f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)} {text.splitlines()[0]}"
+        f"{path.relative_to(ROOT)}:{line} {text.splitlines()[0]}"
         for folder in (*PRODUCT, "bench", "models")
         for path in sorted((ROOT / folder).rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        and (text := ast.get_docstring(node))
-        and POOR_FIRST_WORD.match(text)
+        for line, text in source_of(path).docstrings
+        if POOR_FIRST_WORD.match(text)
     }
     assert sorted(missing) == []
 
@@ -146,14 +169,13 @@ def _reachable(start: str, imports: Mapping[str, set[str]]) -> set[str]:
 
 def project_imports(path: Path, modules: Collection[str]) -> set[str]:
     """The modules among `modules` that a file imports, anywhere in it."""
-    found = imports_of(path)
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            members = {f"{node.module}.{alias.name}" for alias in node.names} & set(modules)
-            found |= members
-            if len(members) == len(node.names):  # `from package import module` uses nothing of the package
-                found.discard(node.module or "")
-    return found & set(modules)
+    known, found = set(modules), set(imports_of(path))
+    for module, names in source_of(path).members:
+        members = {f"{module}.{name}" for name in names} & known
+        found |= members
+        if len(members) == len(names):  # `from package import module` uses nothing of the package
+            found.discard(module)
+    return found & known
 
 
 def product_files() -> list[Path]:
@@ -185,13 +207,18 @@ def test_make_targets_of_the_documentation_exist(document: Path) -> None:
     assert set(re.findall(r"\bmake ([a-z-]+)", _code_of(document))) <= targets
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_commands_of_the_documentation_exist(document: Path) -> None:
+@cache
+def help_text() -> str:
     done = subprocess.run(
         [sys.executable, "-m", "instar", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
     )
+    return done.stdout
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_of_the_documentation_exist(document: Path) -> None:
     named = set(re.findall(r"\binstar (serve|status|complete|settings|[a-z]+) ?", _code_of(document)))
-    assert {name for name in named if not re.search(rf"^    {name} ", done.stdout, re.MULTILINE)} == set()
+    assert {name for name in named if not re.search(rf"^    {name} ", help_text(), re.MULTILINE)} == set()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
