@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import certifi
 import pytest
 
 from bus.client import Bus, connect
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # torch and numba are imported where they are needed
     from kernels.product import Product
 
 TESTS = Path(__file__).parent
+OUTSIDE = os.environ.copy()  # for a process that leaves this machine
 PARALLEL = (TESTS / "kernels", TESTS / "worker" / "model")  # compute with a thread for each core
 
 pytest_plugins = ["tests.support.fault_table"]  # here, since pytest-xdist prints where no test is collected
@@ -53,6 +55,20 @@ def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     """Keep what tests measure on the machine for them and the processes that they start alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _trust_one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let clients of HTTP read one certificate in place of all there are, which each does anew.
+
+    No test but that of the wheel leaves loopback.
+    """
+    end = "-----END CERTIFICATE-----\n"
+    first = tmp_path_factory.mktemp("certificates") / "first.pem"
+    first.write_text(Path(certifi.where()).read_text().partition(end)[0] + end)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(first))
         yield
 
 

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from instar.serve.redis_server import free_port
+from tests.conftest import OUTSIDE
 from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -23,13 +24,18 @@ READY_S = 300
 
 def test_a_wheel_in_an_empty_environment_serves_the_demo_model(tmp_path: Path) -> None:
     subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, "."], cwd=ROOT, check=True
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, "."],
+        cwd=ROOT,
+        env=OUTSIDE,
+        check=True,
     )
     (wheel,) = tmp_path.glob("instar-*.whl")
     venv.create(tmp_path / "env", with_pip=True)
     programs = tmp_path / "env" / "bin"
     pinned = ROOT / "constraints.txt"
-    subprocess.run([programs / "pip", "install", "-q", "-c", pinned, f"{wheel}[serve]"], check=True)
+    subprocess.run(
+        [programs / "pip", "install", "-q", "-c", pinned, f"{wheel}[serve]"], env=OUTSIDE, check=True
+    )
 
     port, log = free_port(), tmp_path / "log"
     own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "INSTAR"))}

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import openai
@@ -124,7 +125,8 @@ async def running(
     tracing: TracingSettings | None = None,
     **settings: Any,
 ) -> AsyncIterator[Gate]:
-    """`settings` are those of the gateway."""
+    """`settings` are those of the gateway. It looks after dead workers and deadlines more often than one that
+    serves: tests wait for that."""
     section = GatewaySettings(port=free_port(), **{"drain_timeout_s": 2.0} | settings)
     all_settings = Settings(
         redis=redis,
@@ -132,6 +134,15 @@ async def running(
         worker=WorkerSettings(lease_s=LEASE_S),
         tracing=tracing or TracingSettings(),
     )
+    with patch.multiple("gateway.loops", POLL_BUSY_S=0.1, TICK_S=0.05):
+        async with _running(all_settings, redis, folder, workers=workers, wait=wait) as gate:
+            yield gate
+
+
+@contextlib.asynccontextmanager
+async def _running(
+    all_settings: Settings, redis: RedisSettings, folder: Path, *, workers: int, wait: bool
+) -> AsyncIterator[Gate]:
     async with connect(redis, source="test") as bus, connect(redis, source="gateway") as own:
         gate = Gate(all_settings, bus, Tokenizer(folder, 1000), folder)
         for index in range(workers):
