@@ -165,14 +165,13 @@ def test_a_second_gateway_of_the_same_name_is_refused_and_without_a_name_each_ha
             return ""
 
     try:
-        _, first = start("one")
+        (_, first), (_, second), (_, third) = start("one"), start(), start()
         wait_for("the first", lambda: answers(first) == "one")
         refused, _ = start("one")
         _, said = refused.communicate(timeout=30)
         assert refused.returncode == 2
         assert b"another gateway is called 'one' and lives" in said
         assert b"INSTAR_GATEWAY__ID" in said
-        (_, second), (_, third) = start(), start()
         wait_for("the others", lambda: answers(second) and answers(third))
         assert len({answers(first), answers(second), answers(third)}) == 3
     finally:

@@ -272,6 +272,8 @@ async def test_streams_run_through_swaps_and_resizes_to_their_ends(
             assert pages and pages.budget == pages.weights + pages.kv + pages.free
         process.terminate()
         assert await asyncio.to_thread(process.wait, 30) == 0, log.read_text()
+        assert "serving demo on cpu" in log.read_text()
+        assert await bus.workers() == []
         assert not list(tmp_path.glob("*.images")), "the last worker takes the host images with it"
     finally:
         process.kill()

@@ -1,10 +1,9 @@
-"""`python -m worker` as a process: exit status, last words, and the watchdog."""
+"""`python -m worker`: what it refuses, and the watchdog. `test_morph_process.py` runs one to its end."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 from functools import partial
@@ -14,8 +13,6 @@ from typing import Any
 import pytest
 
 from bench.common.oracles import make_oracle
-from bus.client import Bus
-from bus.messages import SamplingParams, StepOutput, Submit
 from bus.morphs import Deploy
 from bus.settings import RedisSettings, WorkerSettings
 from tests.support.paths import ROOT
@@ -107,41 +104,6 @@ def test_fair_shares_are_equal_except_that_nobody_gets_more_than_is_of_use() -> 
     assert fair_shares(100, [1000, 20, 30]) == [50, 20, 30]
     assert fair_shares(100, [10, 20]) == [10, 20]
     assert fair_shares(0, [10]) == [0]
-
-
-@pytest.mark.skipif(not (DEMO / "config.json").is_file(), reason="models/demo is not built")
-async def test_it_serves_the_demo_model_and_ends_with_0_on_sigterm(
-    bus: Bus, redis_settings: RedisSettings, tmp_path: Path
-) -> None:
-    log = tmp_path / "log"
-    process = start(redis_settings, log, f'["demo={DEMO}"]')
-    try:
-        async with asyncio.timeout(90):
-            while not (live := [w for w in await bus.workers() if w.card.state == "serving"]):
-                assert process.poll() is None, log.read_text()
-                await asyncio.sleep(0.1)
-            await bus.renew_gateway("g0", 60.0)
-            submit = Submit(
-                request_id="r",
-                attempt=1,
-                gateway="g0",
-                epoch=live[0].epoch,
-                prompt_token_ids=[5, 6, 7],
-                sampling=SamplingParams(max_tokens=6, seed=1, temperature=0.0),
-            )
-            await bus.publish(bus.names.requests("demo@w0"), submit)
-            tokens: list[int] = []
-            async with bus.reader(bus.names.tokens("g0"), StepOutput, start="0") as reader:
-                while len(tokens) < 6:
-                    for _, output in await reader.read():
-                        tokens += [token for delta in output.deltas for token in delta.token_ids]
-        process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(process.wait, 30) == 0, log.read_text()
-        assert "serving demo on cpu" in log.read_text()
-        assert await bus.workers() == []
-    finally:
-        process.kill()
-        process.wait(10)
 
 
 async def test_the_watchdog_ends_a_process_whose_step_does_not_end(
