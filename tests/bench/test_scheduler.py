@@ -50,7 +50,7 @@ def test_short_requests_alone_get_the_rates_of_the_table(tp: int) -> None:
 
 
 @pytest.mark.parametrize("name", DISPATCHERS)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 120), st.sampled_from([False, False, False, True])), max_size=25))
 @example([(45.0, True), (45.0, True)])  # each was ahead of the other, and both waited
 def test_every_request_ends_once_whatever_comes(name: str, mix: list[tuple[float, bool]]) -> None:

@@ -190,20 +190,12 @@ def test_what_another_process_compiles_is_waited_for_and_not_compiled_again(
     assert gpu.loaded == ["_gate_mul_kernel"] and calls_made == [] and compiled_late() == []
 
 
-# The form of each kernel that takes most; every other one takes seconds more.
-@pytest.mark.parametrize(
-    ("model", "gpu", "names"),
-    [
-        ("llama-3-8b", GPUS[1], ["chunk_kernel", "tiles_kernel", "rows_kernel", "columns_kernel"]),
-        ("qwen2.5-7b", GPUS[0], ["decode_kernel", "_rms_norm_kernel", "columns_kernel", "sum_kernel"]),
-        ("qwen3-30b-a3b", GPUS[2], ["_group_kernel", "_rotary_store_kv_kernel", "rows_kernel"]),
-    ],
-    ids=lambda each: each.name if isinstance(each, Gpu) else None,
-)
-def test_kernels_of_a_model_fit_a_gpu(model: str, gpu: Gpu, names: list[str]) -> None:
-    wanted = {each.kernel.split(".")[-1]: each for each in launches(MODELS[model], gpu, max_tp=1)}
-    for name in names:
-        taken = compiled.compiled(wanted[name], gpu)
+def test_kernels_of_a_model_fit_a_gpu() -> None:
+    """The forms that take most; those of all models, on all kinds of GPU, are slow."""
+    found = launches(MODELS["llama-3-8b"], GPUS[1], max_tp=1)
+    wanted = {each.kernel.split(".")[-1]: each for each in found}
+    for name in ("chunk_kernel", "tiles_kernel", "rows_kernel", "columns_kernel"):
+        taken = compiled.compiled(wanted[name], GPUS[1])
         assert taken.problem == "" and 0 < taken.registers <= 255
 
 

@@ -104,7 +104,7 @@ def test_the_same_input_gives_the_same_result() -> None:
     assert first.record == second.record
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @example(143, 16.0, 1, "accuracy", 8, 32, None)  # a row of ease ends between two events
 @given(
     seed=st.integers(0, 1000),
@@ -180,7 +180,7 @@ def test_a_request_that_runs_alone_leaves_what_the_scheduler_would_whoever_comes
         assert len(one.instance.used_blocks) == len(other.instance.used_blocks)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 1000), rate=st.floats(3.0, 25.0), mode=st.sampled_from(MODES[1:]))
 @example(seed=81, rate=6.0, mode="accuracy")  # a return in vain before the relief held up the one after it
 def test_a_reflex_that_is_not_asked_at_ease_does_the_same(seed: int, rate: float, mode: Mode) -> None:

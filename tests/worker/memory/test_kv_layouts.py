@@ -50,6 +50,7 @@ def test_kernels_read_every_layout_unchanged(backend: str) -> None:
     check_kernels(backend)
 
 
+@pytest.mark.slow
 def test_triton_reads_every_layout_unchanged_in_the_interpreter() -> None:
     # The interpreter is chosen when triton is imported, so it needs a process of its own.
     run = subprocess.run(

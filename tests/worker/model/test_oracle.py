@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bench.common.oracles import FAMILIES, make_oracle
+from tests.support.families import EVERY_FAMILY
 from tests.support.model_folders import Runner
 from worker.model import Model, Shard
 from worker.model.cut import heads_of
@@ -26,6 +27,8 @@ EXACT = {"rtol": 1e-4, "atol": 1e-4}
 HALF_ERROR_SHARE = 1.15
 
 Folder = tuple[Any, Path]
+# What few options make a difference to; the rest of the families runs with the slow tests.
+SOME = pytest.mark.parametrize("saved", EVERY_FAMILY, indirect=True)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -56,6 +59,7 @@ def test_a_whole_prefill_gives_the_same_logits(saved: Folder) -> None:
     runner.close()
 
 
+@SOME
 def test_chunks_of_a_prefill_give_the_same_logits(saved: Folder) -> None:
     oracle, folder = saved
     runner = Runner(folder)
@@ -89,6 +93,7 @@ def test_decodes_and_chunks_of_many_sequences_in_one_step_give_the_same_logits(s
     runner.close()
 
 
+@SOME
 def test_only_the_rows_asked_for_get_logits(saved: Folder) -> None:
     oracle, folder = saved
     runner = Runner(folder)
@@ -103,6 +108,7 @@ def test_only_the_rows_asked_for_get_logits(saved: Folder) -> None:
     runner.close()
 
 
+@SOME
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_half_precision_is_as_close_to_float32_as_transformers_is(
     saved: Folder, tmp_path: Path, dtype: torch.dtype
@@ -178,6 +184,7 @@ def test_rope_scalings_give_the_same_logits(tmp_path: Path, scaling: str) -> Non
     runner.close()
 
 
+@SOME
 @pytest.mark.parametrize("max_tp", [2, 4])
 def test_padding_for_tensor_parallelism_changes_no_logit(saved: Folder, max_tp: int) -> None:
     _, folder = saved
@@ -219,6 +226,7 @@ def test_the_sum_over_the_shards_is_the_whole_layer(saved: Folder, size: int) ->
     runner.close()
 
 
+@SOME
 def test_every_shard_of_the_ffn_ends_on_a_page(saved: Folder) -> None:
     _, folder = saved
     runner = Runner(folder, max_tp=4)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from bench.common.oracles import SPLIT, make_oracle
-from tests.support.families import with_slow_ones
+from tests.support.families import QUICK
 from tests.support.group_models import Chunks, Ranks
 from tests.support.model_folders import Runner
 from worker.model import Segment
@@ -16,6 +19,7 @@ from worker.model import Segment
 # Float32 on both sides; the ranks' partial sums are added in another order. Logits are about 1 in size.
 EXACT = {"rtol": 1e-4, "atol": 1e-4}
 LAYERS = 4
+SLOW = [pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +68,17 @@ def next_chunks(before: list[Chunks], made: list[list[int]]) -> list[Chunks]:
 # ---------------------------------------------------------------------------- one degree
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("family", with_slow_ones(SPLIT))
+OF_FOUR = ("llama with biases", "falcon, new decoder", "gpt-oss")  # with the quick tests
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [
+        pytest.param(family, size, marks=[] if family in quick else [pytest.mark.slow])
+        for size, quick in ((2, QUICK), (4, OF_FOUR))
+        for family in SPLIT
+    ],
+)
 def test_a_group_gives_each_member_what_it_gets_alone(tmp_path: Path, family: str, size: int) -> None:
     make_oracle(family).save_pretrained(tmp_path)
     ranks = Ranks(tmp_path, size)
@@ -88,12 +101,16 @@ def test_ranks_agree_on_every_bit_of_what_they_compute_together(folder: Path) ->
 # ---------------------------------------------------------------------------- boundaries
 
 
-@pytest.mark.parametrize("boundary", range(LAYERS + 1))
-@pytest.mark.parametrize("is_rising", [True, False], ids=["scale-up", "scale-down"])
-@pytest.mark.parametrize(
-    ("low", "size"),
-    [(1, 2), pytest.param(1, 4, marks=[pytest.mark.faults, pytest.mark.slow]), (2, 4)],
-)
+def steps_across() -> Iterator[Any]:
+    """Yield degrees, the way between them and a boundary. Of groups of two, every other boundary is quick."""
+    ways = product(((1, 2), (1, 4), (2, 4)), (True, False), range(LAYERS + 1))
+    for (low, size), is_rising, boundary in ways:
+        is_quick = size == 2 or (low == 2 and boundary % 2 != is_rising)
+        name = f"{low}-{size}-scale-{'up' if is_rising else 'down'}-{boundary}"
+        yield pytest.param(low, size, is_rising, boundary, id=name, marks=[] if is_quick else SLOW)
+
+
+@pytest.mark.parametrize(("low", "size", "is_rising", "boundary"), steps_across())
 def test_a_step_across_a_boundary_gives_each_member_what_it_gets_alone(
     folder: Path, low: int, size: int, is_rising: bool, boundary: int
 ) -> None:
@@ -116,8 +133,10 @@ def test_a_step_across_a_boundary_gives_each_member_what_it_gets_alone(
     ranks.close()
 
 
-@pytest.mark.parametrize("is_rising", [True, False], ids=["scale-up", "scale-down"])
-@pytest.mark.parametrize("low", [1, 4])
+@pytest.mark.parametrize(
+    ("low", "is_rising"),
+    [(1, True), (4, False), pytest.param(1, False, marks=SLOW), pytest.param(4, True, marks=SLOW)],
+)
 def test_so_do_eight_ranks(tmp_path: Path, low: int, is_rising: bool) -> None:
     make_oracle("llama, multi-head, tied").save_pretrained(tmp_path)
     ranks = Ranks(tmp_path, 8, low, max_tp=8)

@@ -160,7 +160,7 @@ def test_the_modes_are_points_on_one_trade_off() -> None:
 
     def cost(mode: Mode) -> tuple[float, float]:
         """The loss by the profile, summed over tokens, and the seconds waited in all."""
-        record, _ = simulated(hard, 120.0, Policy(mode=mode))
+        record, _ = simulated(hard, 60.0, Policy(mode=mode))
         return record.tally.lost_quality, sum(one.ttft_s or math.inf for one in record.outcomes)
 
     manual, accuracy, default, performance = (cost(mode) for mode in MODES)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from bench.common.oracles import SPLIT, make_oracle
 from bus.messages import PARTS, LayerShape, Part
 from bus.precisions import BITS, ENTRIES, PRECISIONS, QUANTIZED, Precision
-from tests.support.families import EVERY_FAMILY
+from tests.support.families import EVERY_FAMILY, QUICK
 from tests.support.group_models import Ranks
 from tests.support.model_folders import Runner
 from tests.support.variant_models import Morphing
@@ -257,7 +257,15 @@ def test_biases_of_an_ffn_are_on_every_rank_and_never_sent(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("family", "size"), [("llama", 4), *((family, 2) for family in SPLIT if " with" not in family)]
+    ("family", "size"),
+    [
+        ("llama", 4),
+        *(
+            pytest.param(family, 2, marks=[] if family in QUICK else [pytest.mark.slow])
+            for family in SPLIT
+            if " with" not in family
+        ),
+    ],
 )
 def test_a_resharded_group_gives_each_member_what_it_gets_alone(
     tmp_path: Path, family: str, size: int

@@ -108,8 +108,15 @@ def logits_of(oracle: Any, token_ids: list[int]) -> torch.Tensor:
 # ---------------------------------------------------------------------------- what variants compute
 
 
-@pytest.mark.parametrize("max_tp", [1, 4])
-@pytest.mark.parametrize("precision", QUANTIZED)
+# Each precision and each layout of every family; the other pairs run with the slow tests.
+PAIRS = [
+    pytest.param(precision, max_tp, marks=[pytest.mark.slow] if (place + max_tp) % 2 else [])
+    for place, precision in enumerate(QUANTIZED, start=1)
+    for max_tp in (1, 4)
+]
+
+
+@pytest.mark.parametrize(("precision", "max_tp"), PAIRS)
 def test_a_swapped_model_gives_the_logits_of_its_rounded_twin(
     saved: tuple[Any, Path], tmp_path: Path, precision: Precision, max_tp: int
 ) -> None:
@@ -171,7 +178,7 @@ def test_halves_swap_by_themselves_and_between_any_two_variants(wide: Path, tmp_
     plain.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_variants_pass_their_check_in_half_precision(
     wide: Path, tmp_path: Path, dtype: torch.dtype, precision: Precision

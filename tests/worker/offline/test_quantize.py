@@ -373,7 +373,7 @@ def test_an_unusable_device_is_named(folder: Path, text: Path, capsys: pytest.Ca
 # --------------------------------------------------------------------------- as `instar` commands
 
 
-@pytest.mark.parametrize("command", ["quantize", "profile"])
+@pytest.mark.parametrize("command", ["quantize", pytest.param("profile", marks=pytest.mark.slow)])
 def test_instar_hands_its_words_to_the_process_that_has_torch(command: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "instar", command, str(tmp_path / "nothing"), "--windows", "3"],

@@ -187,7 +187,7 @@ def test_swaps_at_the_same_steps_make_the_tokens_of_one_worker(
         assert all(worker.is_empty() for worker in line.workers)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_all_stages_swap_between_the_same_two_steps_with_batches_in_flight(
     folder: Path, host_dir: Path, oracle: Any, tp: int
 ) -> None:
