@@ -468,7 +468,7 @@ LONG: dict[str, Any] = BODY | {"max_tokens": 120}
 @pytest.fixture
 async def pair(redis_settings: Any, folder: Path) -> AsyncIterator[Gate]:
     """Two workers that hold 64 tokens each, and 256 together."""
-    async with running(redis_settings, folder, workers=0, queue_timeout_s=3.0) as gate:
+    async with running(redis_settings, folder, workers=0, queue_timeout_s=1.5) as gate:
         for name in ("w0", "w1"):
             worker = FakeWorker(gate.bus, folder, gate.says(ANSWER), worker=name)
             worker.tokens_at = TOKENS_AT

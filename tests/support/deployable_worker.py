@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 
@@ -180,8 +181,9 @@ async def cluster_of(
 
 @contextlib.asynccontextmanager
 async def controlling(redis: RedisSettings) -> AsyncIterator[Bus]:
-    async with (
-        connect(redis, source="controller") as bus,
-        service_loop.running(controller_service.main, FAST, bus),
-    ):
-        yield bus
+    with patch("controller.deployments.deployer.LOOK_S", 0.1):
+        async with (
+            connect(redis, source="controller") as bus,
+            service_loop.running(controller_service.main, FAST, bus),
+        ):
+            yield bus

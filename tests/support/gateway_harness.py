@@ -26,6 +26,8 @@ from tests.support.fake_worker import LEASE_S, FakeWorker
 
 BODY: dict[str, Any] = {"model": "demo", "prompt": "fox", "max_tokens": 100}
 ANSWER = "the quick Größe 🌍 jumps over 你好, too."
+# In seconds: a gateway that serves looks less often after dead workers, deadlines, keys and who leads.
+OFTEN = {"POLL_S": 0.3, "POLL_BUSY_S": 0.1, "TICK_S": 0.05, "DEMAND_S": 0.2, "KEYS_S": 0.1}
 
 
 @dataclass
@@ -125,8 +127,7 @@ async def running(
     tracing: TracingSettings | None = None,
     **settings: Any,
 ) -> AsyncIterator[Gate]:
-    """`settings` are those of the gateway. It looks after dead workers and deadlines more often than one that
-    serves: tests wait for that."""
+    """`settings` are those of the gateway."""
     section = GatewaySettings(port=free_port(), **{"drain_timeout_s": 2.0} | settings)
     all_settings = Settings(
         redis=redis,
@@ -134,7 +135,7 @@ async def running(
         worker=WorkerSettings(lease_s=LEASE_S),
         tracing=tracing or TracingSettings(),
     )
-    with patch.multiple("gateway.loops", POLL_BUSY_S=0.1, TICK_S=0.05):
+    with patch.multiple("gateway.loops", **OFTEN):
         async with _running(all_settings, redis, folder, workers=workers, wait=wait) as gate:
             yield gate
 

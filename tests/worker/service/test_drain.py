@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from bus.messages import Drain
 from bus.settings import RedisSettings
 from tests.support.engine_toys import continuation
 from tests.support.worker_bench import Bench, running
 
 pytest_plugins = ["tests.support.worker_fixtures"]
+
+
+@pytest.fixture(autouse=True)
+def _gateways_look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.service.instances.GATEWAYS_LOOK_S", 0.8)
 
 
 async def test_sigterm_finishes_what_runs_and_gives_the_lease_up(bench: Bench) -> None:

@@ -122,10 +122,10 @@ async def test_requests_of_a_gateway_that_died_are_cancelled(
     monkeypatch.setattr(intake, "GRACE_S", 0.3)
     bench.model.step_s = 0.02
     await bench.submit("theirs", [1], 190, gateway="dead")
-    await bench.submit("ours", [2], 150)
+    await bench.submit("ours", [2], 60)
     await bench.until(lambda: bench.instance.stats.finished["cancelled"] == 1)
     await bench.until(lambda: bench.end("ours"))
-    assert bench.tokens("ours") == continuation([2], 150)
+    assert bench.tokens("ours") == continuation([2], 60)
     await bench.until(bench.is_settled)
 
 
