@@ -26,7 +26,7 @@ demo: $(VENV)/.serve ## a burst with and without morphs, and a long request, on 
 	@exec $(BIN)/instar demo
 
 test: $(VENV)/.dev ## the tests, without the slow ones
-	@$(BIN)/pytest -q -n 2 --dist loadfile -m "$(QUICK)"
+	@$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "$(QUICK)"
 
 test-again: $(VENV)/.dev ## the tests that failed last, alone; if all pass now, they depend on timing
 	@$(BIN)/pytest -q -rA --last-failed --last-failed-no-failures none --show-capture no --maxfail 3 -m "$(QUICK)"

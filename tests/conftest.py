@@ -29,6 +29,20 @@ PARALLEL = (TESTS / "kernels", TESTS / "worker" / "model")  # compute with a thr
 pytest_plugins = ["tests.support.fault_table"]  # here, since pytest-xdist prints where no test is collected
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest, so that no process works alone at the end (`--no-loadscope-reorder`).
+
+    Kernels come first: they are compiled on the way, and the services of the next tests find them so.
+    """
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    if TESTS / "kernels" in item.path.parents:
+        return 0
+    return 1 if item.path.name.endswith("_process.py") else 2
+
+
 def pytest_collection_finish() -> None:
     """Keep what is imported by now, torch above all: a collection that looks at it takes half a second, and
     some tests collect on purpose."""

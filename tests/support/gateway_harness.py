@@ -135,7 +135,7 @@ async def running(
         worker=WorkerSettings(lease_s=LEASE_S),
         tracing=tracing or TracingSettings(),
     )
-    with patch.multiple("gateway.loops", **OFTEN):
+    with patch.multiple("gateway.loops", **OFTEN), patch("gateway.operations.answers.LOOK_S", 0.05):
         async with _running(all_settings, redis, folder, workers=workers, wait=wait) as gate:
             yield gate
 

@@ -34,7 +34,12 @@ LENGTHS = (1, 3, 17, 40, 65)
 VOCAB = 211
 # One of each family where all options would only take time.
 SOME = pytest.mark.parametrize(
-    "saved", ["llama", "mistral with a sliding window", "qwen2", "qwen3"], indirect=True
+    "saved",
+    [
+        *("llama", "mistral with a sliding window"),
+        *(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen2", "qwen3")),
+    ],
+    indirect=True,
 )
 
 

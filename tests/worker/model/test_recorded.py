@@ -11,6 +11,7 @@ import torch
 from bench.common.oracles import make_oracle
 from kernels.cpu.bytes_tile import CAN_DOT
 from tests.support.model_folders import Runner
+from tests.support.pairs import pairs
 from tests.support.variant_models import Morphing
 from worker.model import recorded
 from worker.model.linear import TransposedLinear
@@ -41,14 +42,13 @@ def conversation() -> list[dict[int, list[int]]]:
     return [prompts, *decodes, *({1: [i % 200]} for i in range(150))]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "family",
-    [
-        *("llama", "qwen3 with biases", "mistral with a sliding window", "gemma2", "gemma3"),
-        *("mixtral", "qwen2 moe", "qwen3 moe", "gpt-oss"),
-    ],
+FAMILIES = (
+    *("llama", "qwen3 with biases", "mistral with a sliding window", "gemma2", "gemma3"),
+    *("mixtral", "qwen2 moe", "qwen3 moe", "gpt-oss"),
 )
+
+
+@pytest.mark.parametrize(("dtype", "family"), pairs([torch.float32, torch.bfloat16], FAMILIES))
 def test_a_recorded_decode_equals_one_that_runs_call_by_call(
     tmp_path: Path, family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

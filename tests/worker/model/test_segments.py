@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from bench.common.oracles import SPLIT, make_oracle
-from tests.support.families import QUICK
+from tests.support.families import with_slow_ones
 from tests.support.group_models import Chunks, Ranks
 from tests.support.model_folders import Runner
+from tests.support.pairs import pairs
 from worker.model import Segment
 
 # Float32 on both sides; the ranks' partial sums are added in another order. Logits are about 1 in size.
 EXACT = {"rtol": 1e-4, "atol": 1e-4}
 LAYERS = 4
-SLOW = [pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -68,17 +65,7 @@ def next_chunks(before: list[Chunks], made: list[list[int]]) -> list[Chunks]:
 # ---------------------------------------------------------------------------- one degree
 
 
-OF_FOUR = ("llama with biases", "falcon, new decoder", "gpt-oss")  # with the quick tests
-
-
-@pytest.mark.parametrize(
-    ("family", "size"),
-    [
-        pytest.param(family, size, marks=[] if family in quick else [pytest.mark.slow])
-        for size, quick in ((2, QUICK), (4, OF_FOUR))
-        for family in SPLIT
-    ],
-)
+@pytest.mark.parametrize(("family", "size"), pairs(with_slow_ones(SPLIT), [2, 4]))
 def test_a_group_gives_each_member_what_it_gets_alone(tmp_path: Path, family: str, size: int) -> None:
     make_oracle(family).save_pretrained(tmp_path)
     ranks = Ranks(tmp_path, size)
@@ -101,16 +88,13 @@ def test_ranks_agree_on_every_bit_of_what_they_compute_together(folder: Path) ->
 # ---------------------------------------------------------------------------- boundaries
 
 
-def steps_across() -> Iterator[Any]:
-    """Yield degrees, the way between them and a boundary. Of groups of two, every other boundary is quick."""
-    ways = product(((1, 2), (1, 4), (2, 4)), (True, False), range(LAYERS + 1))
-    for (low, size), is_rising, boundary in ways:
-        is_quick = size == 2 or (low == 2 and boundary % 2 != is_rising)
-        name = f"{low}-{size}-scale-{'up' if is_rising else 'down'}-{boundary}"
-        yield pytest.param(low, size, is_rising, boundary, id=name, marks=[] if is_quick else SLOW)
+DEGREES = [(1, 2), pytest.param(1, 4, marks=[pytest.mark.faults, pytest.mark.slow]), (2, 4)]
+DIRECTIONS = [pytest.param(True, id="scale-up"), pytest.param(False, id="scale-down")]
 
 
-@pytest.mark.parametrize(("low", "size", "is_rising", "boundary"), steps_across())
+@pytest.mark.parametrize(
+    ("low", "size", "is_rising", "boundary"), pairs(DEGREES, DIRECTIONS, range(LAYERS + 1))
+)
 def test_a_step_across_a_boundary_gives_each_member_what_it_gets_alone(
     folder: Path, low: int, size: int, is_rising: bool, boundary: int
 ) -> None:
@@ -133,10 +117,7 @@ def test_a_step_across_a_boundary_gives_each_member_what_it_gets_alone(
     ranks.close()
 
 
-@pytest.mark.parametrize(
-    ("low", "is_rising"),
-    [(1, True), (4, False), pytest.param(1, False, marks=SLOW), pytest.param(4, True, marks=SLOW)],
-)
+@pytest.mark.parametrize(("low", "is_rising"), pairs([1, 4], DIRECTIONS))
 def test_so_do_eight_ranks(tmp_path: Path, low: int, is_rising: bool) -> None:
     make_oracle("llama, multi-head, tied").save_pretrained(tmp_path)
     ranks = Ranks(tmp_path, 8, low, max_tp=8)

@@ -207,7 +207,9 @@ class History:
         self.rig.instance.scheduler.schedule = watched  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize(
+    "seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 25))]
+)
 def test_any_history_keeps_pages_blocks_order_and_answers(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.setattr(resizing, "PAGES_AT_ONCE", 2)
     History().play(random_history(seed))

@@ -19,6 +19,7 @@ from bus.messages import PARTS, LayerShape, Part
 from bus.precisions import BITS, ENTRIES, PRECISIONS, QUANTIZED, Precision
 from tests.support.families import EVERY_FAMILY
 from tests.support.model_folders import Runner
+from tests.support.pairs import pairs
 from tests.support.variant_models import Morphing, write_sets
 from worker.memory import OutOfPages, VirtualRange
 from worker.memory.backend import Finish
@@ -108,15 +109,7 @@ def logits_of(oracle: Any, token_ids: list[int]) -> torch.Tensor:
 # ---------------------------------------------------------------------------- what variants compute
 
 
-# Each precision and each layout of every family; the other pairs run with the slow tests.
-PAIRS = [
-    pytest.param(precision, max_tp, marks=[pytest.mark.slow] if (place + max_tp) % 2 else [])
-    for place, precision in enumerate(QUANTIZED, start=1)
-    for max_tp in (1, 4)
-]
-
-
-@pytest.mark.parametrize(("precision", "max_tp"), PAIRS)
+@pytest.mark.parametrize(("precision", "max_tp"), pairs(QUANTIZED, [1, 4]))
 def test_a_swapped_model_gives_the_logits_of_its_rounded_twin(
     saved: tuple[Any, Path], tmp_path: Path, precision: Precision, max_tp: int
 ) -> None:

@@ -16,7 +16,7 @@ pytest_plugins = ["tests.support.worker_fixtures"]
 
 @pytest.fixture(autouse=True)
 def _gateways_look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.service.instances.GATEWAYS_LOOK_S", 0.8)
+    monkeypatch.setattr("worker.service.worker.GATEWAYS_LOOK_S", 0.8)
 
 
 async def test_sigterm_finishes_what_runs_and_gives_the_lease_up(bench: Bench) -> None:

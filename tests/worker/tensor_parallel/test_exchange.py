@@ -15,6 +15,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore
 
 from tests.support.memory_backends import SMALL_PAGE
+from tests.support.pairs import pairs
 from worker.distributed import carriers
 from worker.distributed.carriers import Outboxes
 from worker.distributed.communicator import Communicator, PeerLost, connect
@@ -94,11 +95,13 @@ LIVE = [
 ]
 
 
-@pytest.mark.parametrize(("size", "low"), SHAPES)
-@pytest.mark.parametrize("live", LIVE)
-@pytest.mark.parametrize("stage_bytes", [1, 5000, 1 << 20])
-@pytest.mark.parametrize("grows", [True, None], ids=["up", "both"])
-@pytest.mark.parametrize("carried", ["in shared memory", "as messages"])
+WAYS = [pytest.param(True, id="up"), pytest.param(None, id="both")]
+
+
+@pytest.mark.parametrize(
+    ("carried", "grows", "stage_bytes", "live", "size", "low"),
+    pairs(["in shared memory", "as messages"], WAYS, [1, 5000, 1 << 20], LIVE, SHAPES),
+)
 def test_every_rank_gets_its_own_heads_of_all_live_blocks(
     size: int,
     low: int,
