@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 
 from bus.messages import StepOutput, Submit
 from bus.settings import RedisSettings
-from tests.conftest import settings_of
 from tests.support import tiny_model
 from tests.support.gateway_harness import ANSWER, Gate, running
-from tests.support.redis_process import RedisProcess
 
 MODEL = "demo"
 USER = [{"role": "user", "content": "the quick fox"}]
@@ -28,17 +24,9 @@ pytest_plugins = ["tests.support.gateway_fixtures"]
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(redis_server: RedisProcess, folder: Path) -> AsyncIterator[Gate]:
-    async with running(settings_of(redis_server.url), folder) as gate:
-        yield gate
-
-
 @pytest.fixture
-def gate(shared: Gate) -> Gate:
-    """One gateway for all tests here; its worker behaves as new in each."""
-    shared.worker.behave(shared.says(ANSWER))
-    return shared
+def gate(shared_gate: Gate) -> Gate:
+    return shared_gate.as_new()
 
 
 async def streamed(gate: Gate, **body: Any) -> list[dict[str, Any] | str]:

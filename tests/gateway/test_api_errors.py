@@ -18,7 +18,7 @@ from gateway.app import ADMIN_ENDPOINTS
 from gateway.operations.public import ENDPOINTS
 from tests.conftest import settings_of
 from tests.support import tiny_model
-from tests.support.gateway_harness import ANSWER, Gate, running
+from tests.support.gateway_harness import Gate, running
 from tests.support.redis_process import RedisProcess
 
 KEYS: dict[str, Any] = {
@@ -43,8 +43,7 @@ async def shared(redis_server: RedisProcess, folder: Path) -> AsyncIterator[Gate
 @pytest.fixture
 def gate(shared: Gate) -> Gate:
     """One gateway for all tests here; its worker behaves as new in each."""
-    shared.worker.behave(shared.says(ANSWER))
-    return shared
+    return shared.as_new()
 
 
 def http(gate: Gate, key: str = "sk-second") -> httpx.AsyncClient:

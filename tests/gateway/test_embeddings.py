@@ -8,6 +8,8 @@ from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bus.settings import RedisSettings
 from gateway.openai.answer_types import EmbeddingsAnswer, ErrorAnswer
 from tests.support.gateway_harness import Gate, running
@@ -16,6 +18,12 @@ MODEL = "demo"
 PATH = "/v1/embeddings"
 
 pytest_plugins = ["tests.support.gateway_fixtures"]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture
+def gate(shared_gate: Gate) -> Gate:
+    return shared_gate.as_new()
 
 
 def embedding(ids: list[int]) -> list[float]:

@@ -12,8 +12,14 @@ from gateway.operations.public import FOLDER, TYPES
 from tests.support.gateway_harness import Gate, running
 
 pytest_plugins = ["tests.support.gateway_fixtures"]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 FILES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def gate(shared_gate: Gate) -> Gate:
+    return shared_gate.as_new()
 
 
 async def test_the_root_is_the_page_and_all_that_it_names_is_there(gate: Gate) -> None:

@@ -17,6 +17,7 @@ from tests.support import tool_models
 from tests.support.gateway_harness import Gate, running
 
 pytest_plugins = ["tests.support.gateway_fixtures"]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ADD, NOW = ({"type": "function"} | one["function"] for one in (CHAT_ADD, CHAT_NOW))
 PATH = "/v1/responses"
@@ -28,6 +29,11 @@ SAID = "I add.\n" + CALL + CALL.replace("1", "23")
 def folder(tools_folder: Path) -> Path:
     """The folder of the model that `gate` serves."""
     return tools_folder
+
+
+@pytest.fixture
+def gate(shared_gate: Gate) -> Gate:
+    return shared_gate.as_new()
 
 
 async def whole(gate: Gate, **body: Any) -> dict[str, Any]:

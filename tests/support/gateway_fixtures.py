@@ -6,10 +6,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from bus.settings import RedisSettings
+from tests.conftest import settings_of
 from tests.support import tiny_model, tool_models
 from tests.support.gateway_harness import Gate, running
+from tests.support.redis_process import RedisProcess
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +21,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     tiny_model.byte_level(folder)
     return folder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_gate(redis_server: RedisProcess, folder: Path) -> AsyncIterator[Gate]:
+    """One for all tests of a module that has `pytestmark = pytest.mark.asyncio(loop_scope="module")`.
+
+    The module's own `gate` returns it `as_new`.
+    """
+    async with running(settings_of(redis_server.url), folder) as gate:
+        yield gate
 
 
 @pytest.fixture

@@ -50,6 +50,11 @@ class Gate:
     def worker(self) -> FakeWorker:
         return self.workers[0]
 
+    def as_new(self) -> Gate:
+        """Let its worker forget all and behave again; return it."""
+        self.worker.behave(self.says(ANSWER))
+        return self
+
     def client(self, **options: Any) -> Any:
         """An openai.AsyncOpenAI; typed loosely, since tests send it what its types forbid."""
         defaults: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 20}
