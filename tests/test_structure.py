@@ -22,6 +22,7 @@ POOR_FIRST_WORD = re.compile(  # leaves the subject of a docstring to be guessed
     r"|Nobody|Nothing|Once|Here)\b"
 )
 PRODUCT = ("bus", "gateway", "monitor", "controller", "worker", "kernels", "instar")
+AFTER_ITS_START = {"gateway": "sys.modules['gateway.text.template'].warm_up()"}
 
 
 def modules_of(package: str) -> list[str]:
@@ -40,6 +41,7 @@ def test_a_service_without_a_device_loads_nothing_of_torch(service: str) -> None
     """At run time, since a library may bring it in where no import of ours says so."""
     code = (
         f"import importlib, sys\nfor name in {modules_of(service)!r}: importlib.import_module(name)\n"
+        f"{AFTER_ITS_START.get(service, '')}\n"
         f"print([name for name in {WORKER_ONLY!r} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -364,6 +364,7 @@ def test_a_stage_that_is_to_leave_ends_the_swap_and_waits_for_the_requests(
     hosts.close()
 
 
+@pytest.mark.slow
 def test_a_leader_that_has_lent_kv_swaps_and_resizes_and_no_batch_has_blocks_that_a_stage_lacks(
     first: Path, long: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
