@@ -122,6 +122,16 @@ class Gate:
             await asyncio.sleep(0.02)
 
 
+class Hasty:
+    """asyncio for uvicorn, which sleeps for a tenth of a second whenever it ends."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, delay: float) -> None:
+        await asyncio.sleep(min(delay, 0.01))
+
+
 @contextlib.asynccontextmanager
 async def running(
     redis: RedisSettings,
@@ -140,7 +150,11 @@ async def running(
         worker=WorkerSettings(lease_s=LEASE_S),
         tracing=tracing or TracingSettings(),
     )
-    with patch.multiple("gateway.loops", **OFTEN), patch("gateway.operations.answers.LOOK_S", 0.05):
+    with (
+        patch.multiple("gateway.loops", **OFTEN),
+        patch("gateway.operations.answers.LOOK_S", 0.05),
+        patch("uvicorn.server.asyncio", Hasty()),
+    ):
         async with _running(all_settings, redis, folder, workers=workers, wait=wait) as gate:
             yield gate
 
