@@ -27,7 +27,7 @@ from tests.support.fake_worker import LEASE_S, FakeWorker
 BODY: dict[str, Any] = {"model": "demo", "prompt": "fox", "max_tokens": 100}
 ANSWER = "the quick Größe 🌍 jumps over 你好, too."
 # In seconds: a gateway that serves looks less often after dead workers, deadlines, keys and who leads.
-OFTEN = {"POLL_S": 0.3, "POLL_BUSY_S": 0.1, "TICK_S": 0.05, "DEMAND_S": 0.2, "KEYS_S": 0.1}
+OFTEN: dict[str, Any] = {"POLL_S": 0.3, "POLL_BUSY_S": 0.1, "TICK_S": 0.05, "DEMAND_S": 0.2, "KEYS_S": 0.1}
 
 
 @dataclass

@@ -59,7 +59,8 @@ def are_likeliest(
     scaling = getattr(model.config, "rope_parameters", None) or {}
     if scaling.get("rope_type") in BY_LENGTH:
         return False
-    return logits_behind(model, prompt, tokens, make_cache).argmax(-1).tolist() == list(tokens)
+    likeliest: list[int] = logits_behind(model, prompt, tokens, make_cache).argmax(-1).tolist()
+    return likeliest == list(tokens)
 
 
 def logits_behind(
