@@ -197,7 +197,7 @@ class RoundedCache(transformers.DynamicCache):  # type: ignore[misc]  # transfor
 
     @property
     def cuts(self) -> set[int]:
-        """Where the form of a layer changes, in tokens."""
+        """Numbers of tokens at which a layer takes another form."""
         return {int(cut) for span in self._spans for cut in span if cut < math.inf}
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,14 +25,18 @@ from kernels.registry import KERNELS, KernelCall
 CODES_OF_HALVES = "attention to codes: decodes and chunks in one call, torch.bfloat16"
 
 
-def cpu_checks() -> Iterator[Any]:
-    """Yield the checks; those of float16 are slow, since bfloat16 takes the same ways."""
-    for name, check in checks("cpu", "cpu"):
-        is_slow = name == CODES_OF_HALVES or name.endswith("torch.float16")
-        yield pytest.param(check, id=name, marks=[pytest.mark.slow] if is_slow else [])
+def is_slow(name: str) -> bool:
+    """Return whether a check runs with the slow tests. Those of float16 do: bfloat16 takes the same ways."""
+    return name == CODES_OF_HALVES or name.endswith("torch.float16")
 
 
-@pytest.mark.parametrize("check", cpu_checks())
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(check, id=name, marks=[pytest.mark.slow] if is_slow(name) else [])
+        for name, check in checks("cpu", "cpu")
+    ],
+)
 def test_a_cpu_kernel_agrees_with_its_oracle(check: Callable[[], None]) -> None:
     check()
 
