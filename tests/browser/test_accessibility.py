@@ -71,3 +71,14 @@ def test_axe_finds_nothing_serious_where_a_key_is_asked_for(open_page: OpenPage,
         page = open_page(fake.url, scheme=scheme)
         page.wait_for_selector("#key-dialog", state="visible")
         assert serious(page) == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious_while_the_gateway_is_gone(
+    fake: Fake, open_page: OpenPage, scheme: str
+) -> None:
+    page = open_page(fake.url, scheme=scheme)
+    page.wait_for_selector(".row-button", state="visible")
+    fake.stop()
+    page.wait_for_selector("body[data-link=gone]")
+    assert serious(page) == []
