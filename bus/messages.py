@@ -152,6 +152,7 @@ class Submit:
     cache_salt: str = ""  # requests with unlike salts share no KV blocks
     key: str = ""  # id of the API key: between keys the queue is fair by tokens
     weight: float = 1.0  # the key's share beside that of others, above 0
+    priority: int = 0  # within a key the lowest goes first in the queue
     embeds: bool = False  # no token is wanted, but the direction of the prompt's last hidden state
     choices: list[SiblingChoice] = field(default_factory=list)  # the others, so that the prompt is sent once
 

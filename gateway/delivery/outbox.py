@@ -89,6 +89,7 @@ class RequestOutbox:
             cache_salt=request.cache_salt,
             key=request.key,
             weight=request.weight,
+            priority=request.priority,
             embeds=request.embeds,
         )
         self._put(_Write(self._bus.names.requests(target.instance), submit, state))

@@ -59,6 +59,7 @@ class GenerationRequest:
     cache_salt: str = ""  # requests with unlike salts share no KV blocks
     key: str = ""  # id of the API key: between keys a worker's queue is fair by tokens
     weight: float = 1.0  # the key's share beside others
+    priority: int = 0  # within a key the lowest goes first in a worker's queue
     embeds: bool = False  # an embedding is wanted, and no token
     # What becomes of its tokens: the worker does not get these.
     index: int = 0  # index of its choice in the answer

@@ -121,6 +121,7 @@ class RequestBuilder:
                 cache_salt=body.cache_salt,
                 key=caller.id,
                 weight=caller.weight,
+                priority=body.priority,
                 stop=tuple(body.stop),
                 echo=_echo(body, given[i], token_ids[i], tokenizer),
                 has_output=max_tokens > 0,

@@ -103,6 +103,8 @@ class SamplingBody(ServedBody):
     """Texts before which the output ends."""
     stop_token_ids: StopTokenIds = Field(default=[])
     """Tokens that end the output, beside the model's own."""
+    priority: Annotated[int, between(-(2**31), 2**31 - 1)] = 0
+    """Among the waiting requests of a key the lowest goes first."""
     skip_special_tokens: bool = True
     """False: special tokens of the output are part of its text, by their names."""
     guided_json: JsonSchema | str | None = None

@@ -188,6 +188,20 @@ async def test_a_clients_own_end_tokens_end_an_answer_and_have_no_text(gate: Gat
         assert gate.worker.submits[-1].sampling.stop_token_ids == tuple(sorted({last, *own}))
 
 
+async def test_a_priority_goes_to_the_worker_with_every_choice(gate: Gate) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "fox", "n": 2},
+        "/v1/chat/completions": {"messages": USER},
+        "/v1/responses": {"input": "fox"},
+    }
+    async with gate.http() as http:
+        for path, body in bodies.items():
+            for priority in (-3, 0, 7):
+                answer = await http.post(path, json={"model": MODEL, "priority": priority} | body)
+                assert answer.status_code == 200, answer.text
+                assert gate.worker.submits[-1].priority == priority
+
+
 async def test_values_that_say_the_default_are_taken(gate: Gate) -> None:
     both = {
         "repetition_penalty": 1.0,
@@ -195,7 +209,6 @@ async def test_values_that_say_the_default_are_taken(gate: Gate) -> None:
         "stop_token_ids": [],
         "skip_special_tokens": True,
         "spaces_between_special_tokens": True,
-        "priority": 0,
         "length_penalty": 1.0,
         "use_beam_search": False,
         "include_stop_str_in_output": False,

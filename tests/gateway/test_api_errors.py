@@ -116,6 +116,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
         "logprobs",
         "100 prompt tokens times n=7, and 0 new ones, is 700 log-probabilities; one call may ask for 600",
     ),
+    ({"priority": 2**31}, "priority", "priority is 2147483648; allowed is -2147483648 to 2147483647"),
     ({"best_of": 129}, "best_of", "best_of is 129; allowed is 1 to 128"),
     ({"best_of": 1, "n": 2}, "best_of", "best_of is 1 and n is 2; send at least n"),
     ({"best_of": 2, "stream": True}, "best_of", "leave stream or best_of out"),

@@ -32,8 +32,14 @@ def step(scheduler: Scheduler) -> Step:
 
 
 def keyed(
-    name: str, key: str = "", prompt: int = 8, output: int = 8, weight: float = 1.0, arrived: float = 0.0
+    name: str,
+    key: str = "",
+    prompt: int = 8,
+    output: int = 8,
+    weight: float = 1.0,
+    arrived: float = 0.0,
+    priority: int = 0,
 ) -> Sequence:
     """Return the sequence of a request of an API key."""
     request = own_request(name, list(range(prompt)), SamplingParams(max_tokens=output, seed=0))
-    return Sequence(replace(request, key=key, weight=weight), arrived)
+    return Sequence(replace(request, key=key, weight=weight, priority=priority), arrived)

@@ -3,8 +3,8 @@
 The method is the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024,
 algorithm 2), with weights. Every key has a counter of the tokens of prompts and outputs that were computed
 for it, divided by its weight; the key with the lowest is the next. A key that comes back is lifted to the
-lowest of those that wait, so it saves up nothing while it is away. Within a key the order is first come,
-first served.
+lowest of those that wait, so it saves up nothing while it is away. Within a key the lowest priority goes
+first, as in vLLM, and of equal ones the first that came. So a priority takes nothing from another key.
 
 While two keys wait, their counters differ by no more than the tokens of what is served at once, whatever the
 number of their requests. So the wait of a key does not depend on how long the queue of another is. Every call
@@ -27,7 +27,7 @@ MOST_IDLE_KEYS: Final = 1024  # of more, those that wait for nothing are forgott
 
 @dataclass(slots=True)
 class _KeyQueue:
-    """The waiting sequences of one key, the first come first."""
+    """The waiting sequences of one key, in their order."""
 
     seqs: deque[Sequence] = field(default_factory=deque)
     served: float = 0.0  # tokens by weight
@@ -42,6 +42,7 @@ class FairQueue:
         self._lines: dict[str, _KeyQueue] = {}  # of all known keys
         self._busy: dict[str, _KeyQueue] = {}  # of these, the keys that wait
         self._num_lined = 0
+        self._num_prioritised = 0  # of these, with another priority than 0
         self._turn = 0
         self._floor = 0.0  # the counter of the key that was the next last
 
@@ -50,11 +51,15 @@ class FairQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         """Yield those that ran before, then the others in order of arrival."""
-        return chain(self._returned, merge(*(line.seqs for line in self._busy.values()), key=_arrival))
+        lines = [line.seqs for line in self._busy.values()]
+        if self._num_prioritised:
+            return chain(self._returned, sorted(chain(*lines), key=_arrival))
+        return chain(self._returned, merge(*lines, key=_arrival))
 
     def __reversed__(self) -> Iterator[Sequence]:
         """Yield the latest first."""
-        return reversed(list(self)) if len(self._busy) > 1 else self._reversed_of_one()
+        is_one = len(self._busy) <= 1 and not self._num_prioritised
+        return self._reversed_of_one() if is_one else reversed(list(self))
 
     def _reversed_of_one(self) -> Iterator[Sequence]:
         lines = (reversed(line.seqs) for line in self._busy.values())
@@ -76,14 +81,15 @@ class FairQueue:
         return self._next(lines).seqs[0] if lines else None
 
     def add(self, seq: Sequence) -> None:
-        """Append a sequence to those of its key."""
+        """Put a sequence in its place among those of its key."""
         line = self._lines.setdefault(seq.request.key, _KeyQueue())
         if not line.seqs:
             waiting = (each.served for each in self._busy.values())
             line.served = max(line.served, min(waiting, default=self._floor))
             self._busy[seq.request.key] = line
-        line.seqs.append(seq)
+        _insert(line.seqs, seq)
         self._num_lined += 1
+        self._num_prioritised += seq.request.priority != 0
 
     def put_back(self, seq: Sequence) -> None:
         """Let a sequence that has run be the next."""
@@ -127,6 +133,7 @@ class FairQueue:
 
     def _on_left(self, seq: Sequence, line: _KeyQueue) -> None:
         self._num_lined -= 1
+        self._num_prioritised -= seq.request.priority != 0
         if not line.seqs:
             del self._busy[seq.request.key]
 
@@ -135,9 +142,20 @@ class FairQueue:
             self._lines = dict(self._busy)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the count of the waiting sequences is wrong."""
-        assert self._num_lined == sum(len(line.seqs) for line in self._lines.values())
+        """Raise AssertionError if a count of the waiting sequences, or the order of a key, is wrong."""
+        lines = [[seq.request.priority for seq in line.seqs] for line in self._lines.values()]
+        assert self._num_lined == sum(map(len, lines))
+        assert self._num_prioritised == sum(priority != 0 for line in lines for priority in line)
+        assert all(line == sorted(line) for line in lines)
         assert self._busy == {key: line for key, line in self._lines.items() if line.seqs}
+
+
+def _insert(seqs: deque[Sequence], seq: Sequence) -> None:
+    """Insert behind those of the same priority: nearly always at the end."""
+    at = len(seqs)
+    while at and seqs[at - 1].request.priority > seq.request.priority:
+        at -= 1
+    seqs.insert(at, seq)
 
 
 def _arrival(seq: Sequence) -> float:

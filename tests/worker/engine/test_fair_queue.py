@@ -189,3 +189,35 @@ def test_a_step_costs_by_the_keys_that_wait_and_not_by_those_that_are_known() ->
         return min(timeit.repeat(step, number=100, repeat=5))
 
     assert seconds(MOST_IDLE_KEYS) < 5 * seconds(1), "a scan of the known keys takes 200 times as long"
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-3, 3)), max_size=40), st.randoms())
+def test_within_a_key_the_lowest_priority_goes_first_and_the_first_of_equal_ones(
+    requests: list[tuple[str, int]], chance: random.Random
+) -> None:
+    queue, waiting = FairQueue(), list[Sequence]()
+    for number, (key, priority) in enumerate(requests):
+        waiting.append(keyed(f"{number}", key, priority=priority, arrived=number))
+        queue.add(waiting[-1])
+        if chance.random() < 0.2:
+            waiting.remove(gone := chance.choice(waiting))
+            queue.remove(gone)
+        queue.check_integrity()
+    assert list(queue) == waiting and list(reversed(queue)) == waiting[::-1], "in order of arrival"
+    popped = [queue.pop() for _ in range(len(queue))]
+    for key in "abc":
+        of_key = [seq for seq in popped if seq.request.key == key]
+        expected = [seq for seq in waiting if seq.request.key == key]
+        assert of_key == sorted(expected, key=lambda seq: (seq.request.priority, seq.arrived))
+
+
+def test_a_priority_takes_nothing_from_another_key() -> None:
+    queue = FairQueue()
+    for number in range(10):
+        queue.add(keyed(f"urgent{number}", "heavy", prompt=100, priority=-1000))
+    queue.add(keyed("light", "light", prompt=100))
+    first = queue.pop()
+    queue.charge(first, 100)
+    second = queue.pop()
+    assert {first.request.key, second.request.key} == {"heavy", "light"}
