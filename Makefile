@@ -32,7 +32,7 @@ test-again: $(VENV)/.dev ## the tests that failed last, alone; if all pass now, 
 	@$(BIN)/pytest -q -rA --last-failed --last-failed-no-failures none --show-capture no --maxfail 3 -m "$(QUICK)"
 
 test-faults: $(VENV)/.dev ## harms the real service, and runs the slow tests; ends in a table; STORM_S=600: long storms; JOBS=3: files at once
-	@STORM_S=$${STORM_S:-60} $(BIN)/pytest -q -n $${JOBS:-2} --dist loadfile -m "(faults or slow) and not docker and not gpu and not browser and not clients"
+	@STORM_S=$${STORM_S:-60} $(BIN)/pytest -q -n $${JOBS:-2} --dist loadfile --durations=40 -m "(faults or slow) and not docker and not gpu and not browser and not clients"
 
 .PHONY: soak
 soak: $(VENV)/.dev ## hours of load, morphs, deaths and replacements: nothing lost, nothing grows; HOURS=2
