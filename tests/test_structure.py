@@ -70,7 +70,7 @@ def test_the_engine_imports_nothing_that_a_bare_gpu_machine_lacks() -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """What the tests ask of a file, so that each is parsed once."""
+    """The facts about a file that the tests ask for, so that each is parsed once."""
 
     imports: set[str]  # full names of the modules that it imports, anywhere in it
     members: list[tuple[str, list[str]]]  # of each `from module import names`

@@ -79,8 +79,9 @@ BUDGETS: Final = {"demo": BUDGET_MB, "30M": 125, "100M": 410}
 def service_of(size: str) -> Iterator[MorphService]:
     """Start the service with a model of this size."""
     with ExitStack() as stack:
-        folder = DEMO if size == "demo" else stack.enter_context(model_folder(size))
+        folder = DEMO
         if size != "demo":
+            folder = stack.enter_context(model_folder(size))
             lend_profiles(folder)
         service = MorphService(BUDGETS[size])
         service.model = folder

@@ -208,6 +208,7 @@ def disturbed(
     fault: str,
     harm: Callable[[], None],
     report: Callable[[dict[str, Any]], None],
+    recover_s: int = 15,
     **load: Any,
 ) -> Load:
     """Load and one long stream; `harm` in their middle; every accepted request must still be answered."""
@@ -218,7 +219,7 @@ def disturbed(
         stream = Stream(service, LONG_STREAM).start().wait_chunks(10)
         running.mark()
         harm()
-        running.recover(15)
+        running.recover(recover_s)
         stream.finished()
     with service.explained():
         assert stream.error is None

@@ -16,7 +16,7 @@ NUM_SENTINELS, QUORUM = 3, 2
 
 
 class SentinelService(Service):
-    """Its `processes` have both servers, by `server_at`, and the Sentinels."""
+    """A service with two servers of Redis and their Sentinels, all in `processes`; servers by `server_at`."""
 
     def start_redis(self, port: int = 0) -> Process:
         primary = super().start_redis(port)

@@ -11,7 +11,7 @@ import pytest
 
 from bench.common.service import LEASE_S, Service, wait_for
 from tests.faults.conftest import heal
-from tests.faults.load import LONG_STREAM, PROMPT, Load, Stream, complete
+from tests.faults.load import LONG_STREAM, PROMPT, Load, Stream, complete, disturbed
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 Report = Callable[[dict[str, Any]], None]
@@ -132,24 +132,16 @@ def test_a_request_that_kills_every_worker_ends_with_an_error_and_the_others_liv
 def test_a_frozen_worker_that_comes_back_after_its_lease_adds_no_token(
     service: Service, report: Report
 ) -> None:
-    undisturbed = Stream(service, LONG_STREAM).start().finished()
-    with Load(service) as load:
-        load.warm()
-        stream = Stream(service, LONG_STREAM).start().wait_chunks(8)
-        load.mark()
+    def freeze() -> None:
         service.processes["w0"].signal(signal.SIGSTOP)
         time.sleep(LEASE_S * 2.5)
         service.processes["w0"].signal(signal.SIGCONT)
-        load.recover(30)
-        stream.finished()
+
+    load = disturbed(service, "22 SIGSTOP worker beyond its lease", freeze, report, recover_s=30)
     with service.explained():
-        assert stream.error is None
-        assert stream.text == undisturbed.text
-        assert stream.usage == undisturbed.usage
         assert load.failed == []
         wait_for("the resumed worker to serve under a new epoch", lambda: len(service.serving_workers()) == 2)
         wait_for("every block to be free", lambda: service.blocks_used() == 0)
-    report(load.row("22 SIGSTOP worker beyond its lease"))
 
 
 @pytest.mark.slow

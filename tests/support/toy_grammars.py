@@ -96,9 +96,9 @@ class ToyGrammars:
 
 
 def chosen(oracle: Any, prompt: list[int], output: list[int], *, has_form: bool = True) -> list[int]:
-    """What a transformers model would have chosen at each position of an output, by the tokens before it.
+    """Return the token that a transformers model chooses at each position of an output, by those before it.
 
-    That is the likeliest token, with has_form of those that the form allows. `output` itself, if it is right.
+    That is the likeliest one, with has_form of those that the form allows. `output` itself, if it is right.
     """
     with torch.no_grad():
         logits = oracle(torch.tensor([prompt + output]), use_cache=False).logits[0, len(prompt) - 1 : -1]

@@ -44,8 +44,8 @@ SMALL = Shaping(0.0, 8.0, rate=8.0, lengths=0.02)
 
 @pytest.fixture(autouse=True)
 def collector_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a run asks of the garbage collector, and nothing is done: one that looks at all that was imported
-    takes half a second, and so would every later one, since a run ends with `unfreeze`."""
+    """The calls of a run to the garbage collector, none of which is done: one that looks at all that was
+    imported takes half a second, and so would every later one, since a run ends with `unfreeze`."""
     asked: list[str] = []
     calls = {name: partial(asked.append, name) for name in ("collect", "freeze", "unfreeze")}
     monkeypatch.setattr("instar.replay.generator.gc", SimpleNamespace(**calls))
